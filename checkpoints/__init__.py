@@ -1,0 +1,20 @@
+"""What ships with the package: small reference language models and an aligner for each, every one with a card."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MODELS = ("gpt2-mini", "llama-mini")
+DEFAULT_ALIGNERS = {
+    "gpt2-mini": "kvalign-gpt2-mini-network",
+    "llama-mini": "kvalign-llama-mini-network",
+}
+
+
+def model_path(name: str) -> Path | None:
+    """The folder of a shipped model, or None for any other name."""
+    return FOLDER / name if name in MODELS else None
+
+
+def aligner_path(name: str) -> Path | None:
+    """The folder of a shipped aligner by its own name, or None for any other name."""
+    return FOLDER / name if name in DEFAULT_ALIGNERS.values() else None

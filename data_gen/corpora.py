@@ -1,0 +1,165 @@
+"""Text to record, train and evaluate on: one specification string per corpus, all loaded through `datasets`.
+
+| spec | text |
+|---|---|
+| `python-docs` | CPython's language reference and docstrings; offline |
+| `wikitext` | WikiText-103-raw-v1 from the hub |
+| `everyday` | HuggingFaceTB/everyday-conversations-llama3.1-2k from the hub |
+| `hub:NAME[:CONFIG][:COLUMN]` | any hub data set, or a local folder in the hub's format |
+| `text:PATH` | a file, a folder of .txt files or a glob; one text for both splits |
+| `marked:SPEC` | any of these in WikiText's tokenised form (`it 's a two @-@ part word`) |
+
+A tokenised corpus is one stream of ids: no special tokens, rows joined.
+"""
+
+import difflib
+import glob
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.data_gen.python_docs import python_docs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OFFLINE = ("python-docs", "text:PATH")
+PIECE_LEN = 1 << 20  # characters tokenised at once: bounds memory, larger than any evaluation reads
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """Where a hub data set lies and which of its splits serve as `train` and `test`."""
+
+    name: str
+    config: str | None = None
+    column: str = "text"
+    train: str = "train"
+    test: str = "test"
+
+
+HUB = {
+    "wikitext": HubCorpus("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "everyday": HubCorpus(
+        "HuggingFaceTB/everyday-conversations-llama3.1-2k",
+        column="messages",
+        train="train_sft",
+        test="test_sft",
+    ),
+}
+NAMES = ("python-docs", *HUB, "hub:NAME[:CONFIG][:COLUMN]", "text:PATH", "marked:SPEC")
+
+
+def texts(spec: str, split: str = "train") -> Iterator[str]:
+    """Yield the text of a corpus in pieces of about a megabyte; joined, they are the whole of it.
+
+    Args:
+        spec: see the table above.
+        split: `train` or `test`. A `text:` corpus is the same in both: keep the two apart yourself.
+
+    Raises:
+        ValueError: unknown corpus, split or column, or a hub that cannot be reached (the message names the
+            corpora that work offline).
+        FileNotFoundError: `text:` with a path that matches nothing.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be train or test, got {split!r}")
+    kind, _, rest = spec.partition(":")
+    if spec == "python-docs":
+        return _pieces(row["text"] + "\n\n" for row in python_docs(split))
+    if kind == "text" and rest:
+        return _pieces(_file_lines(rest))
+    if kind == "marked" and rest:
+        return map(_mark, texts(rest, split))
+    if spec in HUB:
+        return _pieces(_hub_rows(HUB[spec], split))
+    if kind == "hub" and rest:
+        name, *more = rest.split(":")
+        return _pieces(_hub_rows(HubCorpus(name, *more[:1], **dict(zip(["column"], more[1:]))), split))
+    near = difflib.get_close_matches(spec, NAMES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"unknown corpus {spec!r}{hint} (known: {', '.join(NAMES)})")
+
+
+def token_pieces(
+    spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train"
+) -> Iterator[list[int]]:
+    """Yield the ids of a corpus, a piece of text at a time, without special tokens."""
+    for text in texts(spec, split):
+        yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _pieces(rows: Iterable[str]) -> Iterator[str]:
+    """Join rows to pieces of PIECE_LEN. A piece ends where a line ends, so that tokenising it alone changes nothing."""
+    held: list[str] = []
+    held_len = 0
+    for row in rows:
+        held.append(row)
+        held_len += len(row)
+        if held_len >= PIECE_LEN and row.endswith("\n"):
+            yield "".join(held)
+            held, held_len = [], 0
+    if held:
+        yield "".join(held)
+
+
+def _file_lines(path: str) -> Iterator[str]:
+    import datasets
+
+    found = sorted(str(p) for p in Path(path).rglob("*.txt")) if Path(path).is_dir() else sorted(glob.glob(path))
+    if not found:
+        raise FileNotFoundError(f"no text at {path!r}: name a file, a folder with .txt files, or a glob")
+    rows = datasets.load_dataset(
+        "text", data_files=found, split="train", streaming=True, keep_linebreaks=True
+    )
+    return (row["text"] for row in rows)
+
+
+def _hub_rows(corpus: HubCorpus, split: str) -> Iterator[str]:
+    import datasets
+
+    wanted = getattr(corpus, split)
+    try:
+        rows = datasets.load_dataset(corpus.name, corpus.config, split=wanted, streaming=True)
+    except (ConnectionError, OSError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise ValueError(
+            f"cannot load {corpus.name!r} from the hub ({type(error).__name__}); "
+            f"corpora that work offline: {', '.join(OFFLINE)}"
+        ) from error
+    return (_row_text(row, corpus.column) + "\n\n" for row in rows)
+
+
+def _row_text(row: dict, column: str) -> str:
+    """The text of one row: a string as it is, a conversation as the contents of its turns, a line each."""
+    if column not in row:
+        raise ValueError(f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)")
+    value = row[column]
+    if isinstance(value, list) and all(isinstance(turn, dict) and "content" in turn for turn in value):
+        value = "\n".join(turn["content"] for turn in value)
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, not text: name another column")
+    return value.rstrip("\n")
+
+
+_QUOTES = str.maketrans("“”‘’", "\"\"''")
+
+
+@lru_cache(maxsize=1)
+def _moses():
+    try:
+        import sacremoses
+    except ImportError as error:
+        raise ValueError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
+    return sacremoses.MosesTokenizer("en")
+
+
+def _mark(text: str) -> str:
+    """Write plain text the way WikiText does: Moses tokens, `@-@` inside words, `@,@` and `@.@` inside numbers."""
+    lines = []
+    for line in text.translate(_QUOTES).split("\n"):
+        line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)
+        lines.append(f" {line} " if line else " ")
+    return re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", "\n".join(lines))

@@ -1,0 +1,26 @@
+"""KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
+
+Shapes are written with one alphabet everywhere:
+
+    B batch   L layers   H KV heads   S slots of a cache   D head_dim   T tokens fed at once   N rows   V vocabulary
+"""
+
+_PUBLIC = {
+    "Aligner": "kvalign.aligners",
+    "METHODS": "kvalign.methods",
+    "StreamingCache": "kvalign.cache",
+    "load_model": "kvalign.models",
+    "make_method": "kvalign.methods",
+    "stream_generate": "kvalign.generation",
+    "stream_tokens": "kvalign.generation",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str):
+    """Import a public name on first use, so that `import kvalign` and `kvalign --help` do not import torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'kvalign' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,0 +1,213 @@
+"""What every aligner is: trained parts made for one base model, in a folder of safetensors and a config that says so.
+
+An aligner corrects the kept entries of the cache after an eviction. For a rotary model it is handed keys that are
+already rotated to their new positions, so an aligner that adds nothing is exactly StreamingLLM.
+"""
+
+import dataclasses
+import json
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvalign import checkpoints, hub
+from kvalign.models import ModelSpec, spec_of
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+_PROBE_LEN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignerConfig:
+    """What an aligner was made for, and how.
+
+    Attributes:
+        kind: name in the registry of aligner kinds.
+        base_model: the model's name when it was recorded; informative, a folder may have moved.
+        probe: 16 embedding weights of the base model, by which its weights are recognised.
+        chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
+        shifts: numbers of entries evicted at once that it was trained on.
+        sizes: sizes of the kind's own parts.
+        training: data, settings and versions it came from; informative.
+    """
+
+    kind: str
+    base_model: str
+    family: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    probe: tuple[float, ...]
+    chunk_len: int
+    num_sinks: int
+    shifts: tuple[int, ...]
+    sizes: dict[str, int] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "AlignerConfig":
+        """Raises ValueError naming what is missing, unknown or of the wrong type."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"an aligner's config must be an object, got {type(values).__name__}")
+        missing = [n for n, f in known.items() if n not in values and f.default_factory is dataclasses.MISSING]
+        if missing or values.keys() - known:
+            unknown = sorted(values.keys() - known)
+            raise ValueError(f"not an aligner's config: missing {missing or 'none'}, unknown {unknown or 'none'}")
+        for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
+            if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
+                raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
+        return cls(**{**values, "shifts": tuple(values["shifts"]), "probe": tuple(values["probe"])})
+
+    @property
+    def num_positions(self) -> int:
+        """Places after the sinks that a recorded cache had once one entry was evicted: the most it can align."""
+        return self.chunk_len - self.num_sinks - 1
+
+
+class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags=["kv-cache", "kvalign"]):
+    """Base of the aligner kinds; `Aligner.from_pretrained` returns the kind that the config names."""
+
+    kind: ClassVar[str]
+    kinds: ClassVar[dict[str, type["Aligner"]]] = {}
+
+    def __init__(self, config: AlignerConfig):
+        super().__init__()
+        self.config = config
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Aligner.kinds[cls.kind] = cls
+
+    @abstractmethod
+    def realign(self, layer: int, keys: Tensor, values: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        """Correct the entries after the sinks once they have moved `shift` places towards the start.
+
+        Args:
+            layer: index of the layer.
+            keys: [B, H, S, D] float32, rotated to their new positions where the model is rotary.
+            values: [B, H, S, D] float32.
+            shift: entries evicted, >= 1.
+
+        Returns:
+            keys and values of the same shape and dtype.
+        """
+
+    def check(self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int) -> None:
+        """Raise ValueError, naming the field, if this aligner was not made for such a model or cache."""
+        spec = spec_of(model.config)
+        for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
+            _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
+        if not torch.allclose(torch.tensor(self.config.probe), torch.tensor(probe(model)), rtol=2e-2, atol=1e-4):
+            raise ValueError(
+                f"this aligner was made for {self.config.base_model}: probe (its embedding weights) differs from "
+                "this model's; train an aligner for it with gen-data and train"
+            )
+        if cache_size - num_sinks > self.config.num_positions:
+            raise ValueError(
+                f"cache_size must be at most {self.config.num_positions + num_sinks} with this aligner (recorded "
+                f"with chunk_len {self.config.chunk_len} and {self.config.num_sinks} sinks), got {cache_size}"
+            )
+        if num_evicted % min(self.config.shifts):
+            raise ValueError(
+                f"num_evicted must be a multiple of {min(self.config.shifts)} with this aligner (trained on shifts "
+                f"{', '.join(map(str, self.config.shifts))}), got {num_evicted}"
+            )
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        config = json.dumps(dataclasses.asdict(self.config), indent=1) + "\n"
+        _write(save_directory / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        _write(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
+
+    @classmethod
+    def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
+        """Load an aligner of any kind: a shipped name, a local folder or a hub id.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            ValueError: its config or weights are damaged or do not fit together.
+        """
+        folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
+        if not folder.is_dir():
+            folder = _download(str(model_id), revision)
+        try:
+            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+        config = AlignerConfig.from_dict(values)
+        if config.kind not in Aligner.kinds:
+            raise ValueError(f"unknown aligner kind {config.kind!r} (known: {', '.join(Aligner.kinds)})")
+        try:
+            weights = load_file(folder / WEIGHTS)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(f"cannot read the weights of aligner {str(model_id)!r}: {error}") from None
+        with torch.device("meta"):
+            aligner = Aligner.kinds[config.kind](config)
+        for name, expected in aligner.state_dict().items():
+            found = weights.get(name)
+            if found is None or found.shape != expected.shape:
+                shape = "nothing" if found is None else tuple(found.shape)
+                raise ValueError(f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found {shape}")
+        aligner.load_state_dict(weights, strict=True, assign=True)
+        return aligner.requires_grad_(False).eval()
+
+
+def probe(model: PreTrainedModel) -> tuple[float, ...]:
+    """A few embedding weights, spread over the vocabulary: the same for one model in any precision."""
+    weight = model.get_input_embeddings().weight
+    rows = torch.linspace(0, weight.shape[0] - 1, _PROBE_LEN).long().to(weight.device)
+    columns = torch.linspace(0, weight.shape[1] - 1, _PROBE_LEN).long().to(weight.device)
+    return tuple(round(x, 6) for x in weight.detach()[rows, columns].float().tolist())
+
+
+def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
+    """The config of an aligner to be trained for `model`."""
+    return AlignerConfig(
+        kind=kind,
+        base_model=spec.name,
+        family=spec.family,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        probe=probe(model),
+        **fields,
+    )
+
+
+def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
+    if expected != found:
+        raise ValueError(f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this model")
+
+
+def _write(path: Path, write: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    os.replace(partial, path)
+
+
+def _download(model_id: str, revision: str | None) -> Path:
+    try:
+        return Path(
+            snapshot_download(
+                model_id,
+                revision=revision,
+                allow_patterns=[CONFIG, WEIGHTS],
+                local_files_only=not hub.is_reachable(),
+            )
+        )
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(f"no aligner {model_id!r}: neither a folder nor on the hub") from error

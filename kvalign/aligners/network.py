@@ -1,0 +1,100 @@
+"""The paper's aligner: one small residual network for keys and one for values, applied at each eviction.
+
+out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang 2024). It is trained on
+entries of a clean cache and applied to its own output as often as an entry moves: its error adds up.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kvalign.aligners.base import Aligner, AlignerConfig
+
+TARGETS = ("key", "value")
+
+
+class RealignNet(nn.Module):
+    """x [..., D] -> x + MLP(x, position, layer, head), two hidden ReLU layers.
+
+    The first layer acts on a concatenation, so it is a product for the vector and a row of a table for each
+    embedding; the tables are small and computed once a call instead of once a row.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_positions: int,
+        num_layers: int,
+        num_heads: int,
+        *,
+        hidden1: int = 256,
+        hidden2: int = 64,
+        position_dim: int = 32,
+        layer_dim: int = 8,
+        head_embed_dim: int = 4,
+    ):
+        super().__init__()
+        self.position = nn.Embedding(num_positions, position_dim)
+        self.layer = nn.Embedding(num_layers, layer_dim)
+        self.head = nn.Embedding(num_heads, head_embed_dim)
+        self.fc1 = nn.Linear(head_dim + position_dim + layer_dim + head_embed_dim, hidden1)
+        self.fc2 = nn.Linear(hidden1, hidden2)
+        self.fc3 = nn.Linear(hidden2, head_dim)
+        self.splits = [head_dim, position_dim, layer_dim, head_embed_dim]
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weight of the vector [hidden1, D], and what each position, layer and head adds: [P|L|H, hidden1]."""
+        vector, position, layer, head = self.fc1.weight.split(self.splits, dim=1)
+        return (
+            vector,
+            self.position.weight @ position.T + self.fc1.bias,
+            self.layer.weight @ layer.T,
+            self.head.weight @ head.T,
+        )
+
+    def forward(self, x: Tensor, position: Tensor, layer: Tensor, head: Tensor) -> Tensor:
+        """Realign rows x [N, D], each with its position after the sinks, layer and head: [N] int64."""
+        vector, positions, layers, heads = self.tables()
+        place = positions[position] + layers[layer] + heads[head]  # [N, hidden1]
+        return self._residual(x, vector, place)
+
+    def forward_layer(self, x: Tensor, layer: int) -> Tensor:
+        """Realign one layer's entries after the sinks, x [B, H, S, D], in order of position."""
+        vector, positions, layers, heads = self.tables()
+        place = (heads + layers[layer])[:, None] + positions[: x.shape[2]]  # [H, S, hidden1]
+        return self._residual(x, vector, place)
+
+    def _residual(self, x: Tensor, vector: Tensor, place: Tensor) -> Tensor:
+        hidden = torch.relu(nn.functional.linear(x, vector) + place)
+        hidden = torch.relu(self.fc2(hidden))
+        return x + self.fc3(hidden)
+
+
+class NetworkAligner(Aligner):
+    """Two `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`, `position_dim`, ...
+
+    Trained on shift s, it takes a longer move as several moves of s; a target without training stays zero and
+    leaves its entries as they are.
+    """
+
+    kind = "network"
+
+    def __init__(self, config: AlignerConfig):
+        super().__init__(config)
+        sizes = dict(config.sizes)
+        hidden = {target: [sizes.pop(f"{target}_hidden1"), sizes.pop(f"{target}_hidden2")] for target in TARGETS}
+        shape = (config.head_dim, config.num_positions, config.num_layers, config.num_kv_heads)
+        self.key, self.value = (
+            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes) for target in TARGETS
+        )
+        for net in (self.key, self.value):
+            nn.init.zeros_(net.fc3.weight)
+            nn.init.zeros_(net.fc3.bias)
+
+    def realign(self, layer: int, keys: Tensor, values: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        left = shift
+        for step in sorted(self.config.shifts, reverse=True):
+            for _ in range(left // step):
+                keys, values = self.key.forward_layer(keys, layer), self.value.forward_layer(values, layer)
+            left %= step
+        assert left == 0, "check() lets only sums of trained shifts through"
+        return keys, values

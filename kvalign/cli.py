@@ -1,0 +1,100 @@
+"""The command line: `kvalign VERB [--flags]`. A command is one module of `kvalign.commands` and one line here.
+
+A command module declares a `Settings` class (its flags) and `run(settings)`; it imports what is heavy inside `run`, so
+that help answers at once. Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed; 2: wrong
+use, said in one line.
+"""
+
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Sequence
+
+from kvalign.settings import Settings, parse
+
+COMMANDS = {
+    "generate": "stream text past the context length with any method",
+    "gen-data": "record KV caches before and after eviction",
+    "train": "train an aligner on recorded caches",
+    "eval perplexity": "compare methods on perplexity and time",
+    "eval compare": "let methods continue one prompt; table and page side by side",
+    "pretrain": "train a small reference language model from scratch",
+}
+
+_USAGE = """usage: kvalign COMMAND [--help] [flags]
+
+KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
+
+commands:
+{commands}
+
+example:
+  kvalign generate --model gpt2-mini --cache-size 64 --prompt "The history of the island"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(usage(), end="", file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print("kvalign", version("kvalign"))
+        return 0
+    name = " ".join(args[:2]) if args[0] == "eval" else args[0]
+    if name not in COMMANDS:
+        return _wrong_use(_unknown(name))
+    module = importlib.import_module(module_name(name))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        module.run(parse(settings_class(module), args[len(name.split()) :], f"kvalign {name}"))
+    except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        return _wrong_use(str(error), name)
+    except SystemExit as end:  # argparse's --help and errors
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    return _USAGE.format(commands="\n".join(f"  {n:{width}}{about}" for n, about in COMMANDS.items()))
+
+
+def module_name(command: str) -> str:
+    """Where a command lives: `eval perplexity` is `kvalign.commands.eval_perplexity`."""
+    return "kvalign.commands." + command.replace(" ", "_").replace("-", "_")
+
+
+def settings_class(module) -> type[Settings]:
+    """The `Settings` class that a command module declares."""
+    own = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Settings) and value.__module__ == module.__name__
+    ]
+    assert len(own) == 1, f"{module.__name__} must declare one Settings class"
+    return own[0]
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})"
+
+
+def _wrong_use(message: str, command: str = "") -> int:
+    line = " ".join(message.split())
+    print(f"kvalign {command}".strip() + f": error: {line}", file=sys.stderr)
+    return 2

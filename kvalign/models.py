@@ -1,0 +1,167 @@
+"""Language models and how they encode positions: load one, and know what its KV cache looks like.
+
+A family says what moving a cached entry means:
+
+- `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
+- `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them exactly.
+- `alibi`: positions are only in the attention bias, by slot (Press et al. 2022); nothing needs to move.
+"""
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from kvalign import checkpoints, hub
+
+Family = Literal["learned", "rotary", "alibi"]
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": "learned",
+    "opt": "learned",
+    "gpt_neo": "learned",
+    "llama": "rotary",
+    "mistral": "rotary",
+    "qwen2": "rotary",
+    "qwen3": "rotary",
+    "gpt_neox": "rotary",
+    "bloom": "alibi",
+    "mpt": "alibi",
+}
+
+# Frequencies that do not depend on the length: any in-cache position is as good as another.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+# Frequencies that change beyond a length: exact as long as in-cache positions stay below it.
+_LENGTH_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the cache needs to know of a model.
+
+    Attributes:
+        name: as the user gave it: a shipped name, a hub id or a folder.
+        context_len: positions the model was built for; None where nothing limits them.
+    """
+
+    name: str
+    model_type: str
+    family: Family
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int | None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec
+
+
+def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
+    """Load a causal LM of transformers with its tokenizer and spec.
+
+    Args:
+        name: a shipped name (`gpt2-mini`, `llama-mini`), a hub id, or a local folder.
+        device: as torch names it.
+        dtype: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
+    """
+    source = str(checkpoints.model_path(name) or name)
+    check_device(device)
+    local = {"local_files_only": os.path.isdir(source) or not hub.is_reachable()}
+    try:
+        config = AutoConfig.from_pretrained(source, **local)
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_found(name, error)) from error
+    spec_of(config, name)  # refuse before the weights are read
+    show_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=getattr(torch, dtype), use_safetensors=True, **local
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **local)
+    except OSError as error:
+        raise ValueError(_not_found(name, error)) from error
+    finally:
+        if show_bar:
+            logging.enable_progress_bar()
+    model.to(device).eval()
+    return LoadedModel(model, tokenizer, spec_of(model.config, name))
+
+
+def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
+    """Describe a model from its config alone.
+
+    Raises:
+        ValueError: unknown architecture, or a RoPE scaling whose keys cannot be shifted exactly.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{name or 'this model'} is a {kind!r} model, whose positions KV-Align does not know "
+            f"(known: {', '.join(FAMILIES)}; to add one, see CONTRIBUTING.md)"
+        )
+    num_heads = config.num_attention_heads
+    return ModelSpec(
+        name=name or config.name_or_path,
+        model_type=kind,
+        family=FAMILIES[kind],
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        context_len=_context_len(config),
+    )
+
+
+def inv_freq(model: PreTrainedModel) -> Tensor:
+    """The model's own RoPE frequencies, scaling included: [rotary_dim / 2] float32."""
+    return model.base_model.rotary_emb.inv_freq.float()
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError for a device that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from error
+
+
+def _context_len(config: PretrainedConfig) -> int | None:
+    if config.model_type == "mpt":
+        return config.max_seq_len
+    if config.model_type == "bloom":
+        return None
+    context_len = config.max_position_embeddings
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if FAMILIES[config.model_type] != "rotary" or kind in _FIXED_ROPE:
+        return context_len
+    if kind not in _LENGTH_ROPE:
+        raise ValueError(
+            f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their position "
+            f"(known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
+        )
+    original = rope.get("original_max_position_embeddings") or context_len
+    return original if kind == "longrope" else context_len
+
+
+def _not_found(name: str, error: Exception) -> str:
+    if os.path.isdir(name):
+        return f"cannot load a model from folder {name!r}: {str(error).splitlines()[0]}"
+    near = difflib.get_close_matches(name, checkpoints.MODELS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    shipped = ", ".join(checkpoints.MODELS)
+    return f"no model {name!r} here or on the hub{hint} (works offline: {shipped}, or the path of a folder)"
