@@ -18,3 +18,10 @@ def model_path(name: str) -> Path | None:
 def aligner_path(name: str) -> Path | None:
     """The folder of a shipped aligner by its own name, or None for any other name."""
     return FOLDER / name if name in DEFAULT_ALIGNERS.values() else None
+
+
+def default_aligner(model: str) -> str | None:
+    """The shipped aligner of a shipped model, given the model's name or folder."""
+    return DEFAULT_ALIGNERS.get(model) or next(
+        (aligner for name, aligner in DEFAULT_ALIGNERS.items() if Path(model) == FOLDER / name), None
+    )

@@ -52,20 +52,26 @@ class RealignNet(nn.Module):
         )
 
     def forward(self, x: Tensor, position: Tensor, layer: Tensor, head: Tensor) -> Tensor:
-        """Realign rows x [N, D], each with its position after the sinks, layer and head: [N] int64."""
+        """Realign rows x [N, D], each with its position after the sinks, layer and head: [N] int64.
+
+        Layer and head share one table, and the tables' rows go into the product as its bias: on a CPU, the gradient
+        of a lookup and each pass over [N, hidden1] cost as much as a good part of the products.
+        """
         vector, positions, layers, heads = self.tables()
-        place = positions[position] + layers[layer] + heads[head]  # [N, hidden1]
-        return self._residual(x, vector, place)
+        of_layer = (layers[:, None] + heads).flatten(0, 1)  # [L * H, hidden1]
+        place = nn.functional.embedding(position, positions)
+        place = place + nn.functional.embedding(layer * len(heads) + head, of_layer)  # [N, hidden1]
+        return self._residual(x, torch.addmm(place, x, vector.T))
 
     def forward_layer(self, x: Tensor, layer: int) -> Tensor:
         """Realign one layer's entries after the sinks, x [B, H, S, D], in order of position."""
         vector, positions, layers, heads = self.tables()
         place = (heads + layers[layer])[:, None] + positions[: x.shape[2]]  # [H, S, hidden1]
-        return self._residual(x, vector, place)
+        return self._residual(x, nn.functional.linear(x, vector) + place)
 
-    def _residual(self, x: Tensor, vector: Tensor, place: Tensor) -> Tensor:
-        hidden = torch.relu(nn.functional.linear(x, vector) + place)
-        hidden = torch.relu(self.fc2(hidden))
+    def _residual(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """`hidden` [..., hidden1] is what the first layer gives, before its ReLU; it is overwritten."""
+        hidden = self.fc2(hidden.relu_()).relu_()
         return x + self.fc3(hidden)
 
 

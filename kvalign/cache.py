@@ -1,0 +1,195 @@
+"""The streaming cache: attention sinks and a window, evicting and realigning inside `update()`.
+
+     slots   0 1 2 3 | 4 5 6 ... C-1      C entries are stored between two steps
+             sinks   | window
+
+A step hands in the key and value of the new token. Attention gets all C + 1 entries; then the `num_evicted` entries
+right after the sinks are dropped, the later ones move towards the start and are realigned. The model needs no hook and
+no patch: it asks the cache for its length and so tells each token its position inside the cache (0..C), never its
+position in the stream.
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from kvalign.models import ModelSpec
+from kvalign.realign import Move, Realigner
+
+
+class StreamingCache(Cache):
+    """A transformers `Cache` of fixed size; pass it as `past_key_values` with neither mask nor position ids.
+
+    Args:
+        spec: the model, from `kvalign.models.spec_of(model.config)`.
+        cache_size: entries stored between steps, sinks included.
+        num_sinks: first entries, never evicted.
+        num_evicted: entries evicted at once when the cache is full.
+        realigner: moves kept entries after an eviction; None leaves them as they are.
+
+    Raises:
+        ValueError: sizes that do not fit together or exceed the model's positions.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cache_size: int,
+        num_sinks: int = 4,
+        num_evicted: int = 1,
+        realigner: Realigner | None = None,
+    ):
+        check_sizes(spec, cache_size, num_sinks, num_evicted)
+        self.slots = Slots(cache_size, num_sinks, num_evicted)
+        super().__init__(layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)])
+
+    def reset(self) -> None:
+        """Forget everything: the next token is the first of a new stream."""
+        super().reset()
+        self.slots.clear()
+
+
+class Slots:
+    """Which entry lies in which slot; shared by all layers, advanced by the first.
+
+    Attributes:
+        born: [S] int64, the position that the entry in each slot had when it was computed.
+        index: [S] int64, its place in the stream, counted from 0.
+        evicted: entries dropped by the last update.
+        num_evictions: times that anything was dropped.
+    """
+
+    def __init__(self, cache_size: int, num_sinks: int, num_evicted: int):
+        self.cache_size, self.num_sinks, self.num_evicted = cache_size, num_sinks, num_evicted
+        self.clear()
+
+    def clear(self) -> None:
+        self.born = self.index = torch.empty(0, dtype=torch.int64)
+        self.evicted = self.num_evictions = self.num_seen = 0
+
+    def __len__(self) -> int:
+        return len(self.born)
+
+    def append(self, num_new: int) -> None:
+        """Place `num_new` entries after the last and drop what exceeds the cache, in multiples of `num_evicted`."""
+        born = torch.cat([self.born, torch.arange(len(self), len(self) + num_new)])
+        index = torch.cat([self.index, torch.arange(self.num_seen, self.num_seen + num_new)])
+        self.num_seen += num_new
+        excess = len(born) - self.cache_size
+        self.evicted = -(-excess // self.num_evicted) * self.num_evicted if excess > 0 else 0
+        self.num_evictions += self.evicted > 0
+        self.born, self.index = self.drop(born, 0), self.drop(index, 0)
+
+    def drop(self, x: Tensor, dim: int) -> Tensor:
+        """Drop the entries evicted last from a tensor that has one place a slot along `dim`."""
+        if not self.evicted:
+            return x
+        first, end = self.num_sinks, self.num_sinks + self.evicted
+        length = x.shape[dim]
+        return torch.cat([x.narrow(dim, 0, first), x.narrow(dim, end, length - end)], dim)
+
+    def last_move(self, device: torch.device) -> Move:
+        """The last eviction as the realigner needs it."""
+        now = torch.arange(self.num_sinks, len(self))
+        return Move(self.evicted, self.born[self.num_sinks :].to(device), now.to(device))
+
+
+class StreamingLayer(DynamicLayer):
+    """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
+
+    With a realigner, `kept` holds what it starts from: the entries as they were born, in the model's precision, or its
+    own last output in float32, so that half precision does not add up rounding errors.
+    """
+
+    is_croppable = False
+
+    def __init__(self, slots: Slots, layer_idx: int, realigner: Realigner | None):
+        super().__init__()
+        self.slots, self.layer_idx, self.realigner = slots, layer_idx, realigner
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Take in [B, H, T, D], return all keys and values for this step's attention, store what stays."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.layer_idx == 0:
+            self.slots.append(key_states.shape[2])
+        keys = torch.cat([self.keys, key_states], 2)
+        values = torch.cat([self.values, value_states], 2)
+        if self.realigner is None:
+            self.keys, self.values = self.slots.drop(keys, 2), self.slots.drop(values, 2)
+        else:
+            self._keep_and_move(key_states, value_states, keys, values)
+        return keys, values
+
+    def _keep_and_move(
+        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        dtype = torch.float32 if self.realigner.recursive else self.dtype
+        kept_keys, kept_values = new_keys.to(dtype), new_values.to(dtype)
+        if self.kept is not None:
+            kept_keys = torch.cat([self.kept[0], kept_keys], 2)
+            kept_values = torch.cat([self.kept[1], kept_values], 2)
+        if self.slots.evicted:
+            kept_keys, kept_values = self.slots.drop(kept_keys, 2), self.slots.drop(kept_values, 2)
+            first = self.slots.num_sinks
+            moved = self.realigner.move(
+                self.layer_idx,
+                kept_keys[:, :, first:],
+                kept_values[:, :, first:],
+                self.slots.last_move(self.device),
+            )
+            keys = torch.cat([kept_keys[:, :, :first], moved[0].to(dtype)], 2)
+            values = torch.cat([kept_values[:, :, :first], moved[1].to(dtype)], 2)
+            if self.realigner.recursive:
+                kept_keys, kept_values = keys, values
+        self.kept = kept_keys, kept_values
+        self.keys, self.values = keys.to(self.dtype), values.to(self.dtype)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a streaming cache cannot be cropped: the entries it evicted are gone")
+
+    def reset(self) -> None:
+        super().reset()
+        self.kept = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.get_seq_length() > 0:
+            self._select_rows(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
+
+    def _select_rows(self, rows: Tensor) -> None:
+        if self.get_seq_length() == 0:
+            return
+        rows = rows.to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        if self.kept is not None:
+            self.kept = self.kept[0][rows], self.kept[1][rows]
+
+
+def check_sizes(spec: ModelSpec, cache_size: int, num_sinks: int, num_evicted: int) -> None:
+    """Raise ValueError unless the sizes fit together and the model has a position for each entry and the new token."""
+    if num_sinks < 0:
+        raise ValueError(f"num_sinks must be at least 0, got {num_sinks}")
+    if cache_size <= num_sinks:
+        raise ValueError(
+            f"cache_size must be above num_sinks ({num_sinks}) to leave room for a window, got {cache_size}"
+        )
+    if not 1 <= num_evicted <= cache_size - num_sinks:
+        raise ValueError(
+            f"num_evicted must be between 1 and the window ({cache_size - num_sinks} = cache_size {cache_size} "
+            f"less num_sinks {num_sinks}), got {num_evicted}"
+        )
+    if spec.context_len is not None and cache_size >= spec.context_len:
+        raise ValueError(
+            f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context length less the new "
+            f"token), got {cache_size}"
+        )

@@ -1,0 +1,106 @@
+"""`kvalign generate`: stream text past the context length."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(Settings):
+    """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
+
+    Example:
+        kvalign generate --model gpt2-mini --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
+    """
+
+    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
+    method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
+    prompt: str | None = option(None, help="text to continue")
+    prompt_file: Path | None = option(None, help="file with the text to continue")
+    max_new_tokens: int = option(200, help="tokens to generate", at_least=1)
+    cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    num_sinks: int | None = option(
+        None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
+    )
+    num_evicted: int | None = option(
+        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+    )
+    aligner: str | None = option(None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)")
+    top_k: int = option(20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1)
+    temperature: float = option(1.0, help="divides the logits before drawing", above=0)
+    no_repeat_ngram_size: int = option(0, help="never repeat an n-gram of this size; 0: off", at_least=0)
+    stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
+    seed: int = option(0, help="seed of the draws")
+    dtype: str = option("float32", help="precision of the model", choices=("float32", "bfloat16", "float16"))
+    device: str = option("cpu", help="cpu, cuda, mps, ...")
+    json: bool = option(False, help="print one JSON document at the end instead of the text as it comes")
+
+
+def run(settings: GenerateSettings) -> None:
+    import json
+    import sys
+
+    prompt = read_prompt(settings.prompt, settings.prompt_file)
+    from kvalign.methods import method_class
+
+    method_class(settings.method)
+    from kvalign.methods import make_method
+    from kvalign.models import load_model
+    from kvalign.text import TextStream
+
+    loaded = load_model(settings.model, settings.device, settings.dtype)
+    method = make_method(
+        settings.method,
+        loaded.model,
+        cache_size=settings.cache_size,
+        num_sinks=settings.num_sinks,
+        num_evicted=settings.num_evicted,
+        aligner=settings.aligner,
+    )
+    stream = TextStream(
+        loaded,
+        method,
+        prompt,
+        max_new_tokens=settings.max_new_tokens,
+        top_k=settings.top_k,
+        temperature=settings.temperature,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        stop_at_end=settings.stop_at_end,
+        seed=settings.seed,
+    )
+    if not settings.json:
+        print(prompt, end="", flush=True)
+    try:
+        for piece in stream:
+            if not settings.json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    timing = stream.timing()
+    if settings.json:
+        document = {"settings": settings.as_dict(), "prompt": prompt, "text": stream.text}
+        print(json.dumps({**document, "token_ids": stream.token_ids, **timing}))
+    else:
+        print()
+    print(
+        "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} ms/token".format(
+            method=settings.method, **timing
+        ),
+        file=sys.stderr,
+    )
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from one of the two flags; ValueError unless exactly one is given and it is not empty."""
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError("give the text to continue with either --prompt or --prompt-file")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{prompt_file} is not UTF-8 text: {error}") from None
+    assert prompt is not None
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give at least one word")
+    return prompt

@@ -1,0 +1,56 @@
+"""`kvalign train`: train an aligner on recorded caches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Settings):
+    """Train the paper's networks on recorded caches; run the same command again to resume.
+
+    Example:
+        kvalign train --data caches --out my-aligner --max-steps 20
+    """
+
+    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
+    out: Path = option(help="folder of the aligner")
+    target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
+    key_hidden1: int = option(256, help="first hidden size of the network for keys", at_least=1)
+    key_hidden2: int = option(64, help="second hidden size of the network for keys", at_least=1)
+    value_hidden1: int = option(64, help="first hidden size of the network for values", at_least=1)
+    value_hidden2: int = option(128, help="second hidden size of the network for values", at_least=1)
+    position_dim: int = option(32, help="size of the position embedding", at_least=1)
+    layer_dim: int = option(8, help="size of the layer embedding", at_least=1)
+    head_embed_dim: int = option(4, help="size of the head embedding", at_least=1)
+    batch_size: int = option(1024, help="rows a step on each device", at_least=1)
+    lr: float = option(7e-4, help="learning rate of AdamW", above=0)
+    weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0)
+    max_epochs: int = option(3, help="epochs at most", at_least=1)
+    max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
+    patience: int = option(5, help="reports without a better validation loss before it stops", at_least=1)
+    accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
+    devices: int = option(1, help="number of devices", at_least=1)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    seed: int = option(0, help="random seed", at_least=0)
+    resume: bool = option(True, help="resume an unfinished run of the same settings (default: yes)")
+    overwrite: bool = option(False, help="replace what is in --out")
+    json: bool = option(False, help="print one JSON document")
+
+
+def run(settings: TrainSettings) -> None:
+    import json
+
+    from kvalign.training.align_run import train
+
+    results = train(settings)
+    if settings.json and results:
+        print(json.dumps(results))
+        return
+    for target, found in results.items():
+        print(
+            f"{target}: val loss {found['val_loss']:.6g}, input-label MSE {found['input_label_mse']:.6g}, "
+            f"ratio {found['ratio']:.3f}"
+        )

@@ -1,0 +1,167 @@
+"""The one generation loop: an iterator of tokens. The command line, the evaluation and `model.generate` all use it.
+
+    model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000)
+"""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from kvalign.aligners import Aligner
+from kvalign.methods import Method, make_method
+
+
+@torch.no_grad()
+def stream_tokens(
+    method: Method,
+    prompt: Tensor,
+    *,
+    processors: LogitsProcessorList | None = None,
+    criteria: StoppingCriteriaList | None = None,
+    do_sample: bool = False,
+    eos_token_ids: Collection[int] = (),
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every row has ended.
+
+    Args:
+        method: from `make_method`; it is reset first.
+        prompt: [B, T] int64, T >= 1, rows of equal length without padding.
+        processors: transformers' logits processors; they see the whole history.
+        criteria: transformers' stopping criteria, asked after each token.
+        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        eos_token_ids: tokens that end a row; empty: nothing does.
+        pad_token_id: what an ended row yields; default the first end token.
+        generator: source of the draws; default torch's global one.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    history = _History(prompt)
+    ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
+    pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
+    going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+    method.reset()
+    logits = method.feed(prompt)
+    while True:
+        scores = processors(history.ids, logits) if processors else logits
+        if do_sample:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+        else:
+            token = scores.argmax(-1)
+        token = torch.where(going, token, pad)
+        history.append(token)
+        yield token
+        if len(ends):
+            going = going & ~torch.isin(token, ends)
+        if criteria:
+            going = going & ~criteria(history.ids, None)
+        if not going.any() or method.room == 0:
+            return
+        logits = method.feed(token[:, None])
+
+
+def stream_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    method: str = "kvalign",
+    cache_size: int = 128,
+    num_sinks: int | None = None,
+    num_evicted: int | None = None,
+    aligner: Aligner | str | Path | None = None,
+    stream_to: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """Generate past the context length; made for `model.generate(..., custom_generate=stream_generate)`.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as `generate` hands
+            them over.
+        method, cache_size, num_sinks, num_evicted, aligner: as in `kvalign.make_method`.
+        stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
+
+    Returns:
+        [B, prompt + new tokens] int64.
+
+    Raises:
+        ValueError: what streaming cannot do: beams, padded prompts, a cache already filled, dictionaries of scores.
+    """
+    config = generation_config or model.generation_config
+    _refuse(config, model_kwargs)
+    streaming = make_method(
+        method,
+        model,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        aligner=aligner,
+    )
+    for criterion in stopping_criteria or ():
+        if hasattr(criterion, "max_position_embeddings"):
+            criterion.max_position_embeddings = None  # it would warn that the context length is exceeded
+    eos = config.eos_token_id
+    tokens = stream_tokens(
+        streaming,
+        input_ids,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        do_sample=bool(config.do_sample),
+        eos_token_ids=[] if eos is None else torch.as_tensor(eos).reshape(-1).tolist(),
+        pad_token_id=config.pad_token_id,
+    )
+    new = []
+    if stream_to is not None:
+        stream_to.put(input_ids.cpu())
+    for token in tokens:
+        new.append(token)
+        if stream_to is not None:
+            stream_to.put(token.cpu())
+    if stream_to is not None:
+        stream_to.end()
+    return torch.cat([input_ids, torch.stack(new, 1)], 1)
+
+
+class _History:
+    """All ids so far [B, T], grown by doubling so that an endless stream does not copy itself at each token."""
+
+    def __init__(self, ids: Tensor):
+        self._buffer, self._len = ids, ids.shape[1]
+
+    @property
+    def ids(self) -> Tensor:
+        return self._buffer[:, : self._len]
+
+    def append(self, token: Tensor) -> None:
+        if self._len == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], 1)
+        self._buffer[:, self._len] = token
+        self._len += 1
+
+
+def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"streaming has no beam search: num_beams must be 1, got {config.num_beams}")
+    if config.return_dict_in_generate:
+        raise ValueError("streaming returns ids alone: return_dict_in_generate must be False")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not mask.bool().all():
+        raise ValueError("streams of a batch need prompts of equal length: got an attention mask with padding")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("stream_generate begins a new stream: leave past_key_values out")

@@ -1,0 +1,75 @@
+"""Streaming methods: one file and one line here each. The command line, reports and tests read this registry."""
+
+import difflib
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.methods.base import Method
+from kvalign.methods.dense import Dense
+from kvalign.methods.discard_half import DiscardHalf
+from kvalign.methods.kvalign import KVAlign
+from kvalign.methods.recompute import Recompute
+from kvalign.methods.streaming_llm import StreamingLLM
+from kvalign.methods.window import Window
+
+log = logging.getLogger(__name__)
+
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (Dense, Window, StreamingLLM, Recompute, DiscardHalf, KVAlign)
+}
+
+
+def make_method(
+    name: str,
+    model: PreTrainedModel,
+    *,
+    cache_size: int,
+    num_sinks: int | None = None,
+    num_evicted: int | None = None,
+    aligner: Aligner | str | Path | None = None,
+) -> Method:
+    """Make a method ready to stream; everything that can be wrong is said here, before any work.
+
+    Args:
+        name: key of `METHODS`.
+        model: a causal LM of transformers.
+        cache_size, num_sinks, num_evicted: entries; None takes the method's default.
+        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the shipped one.
+
+    Raises:
+        ValueError: unknown method, sizes that do not fit, no aligner, or one made for another model.
+        FileNotFoundError: no aligner of that name.
+    """
+    cls = method_class(name)
+    sizes: dict[str, Any] = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
+    for size in cls.fixed:
+        if sizes[size] is not None:
+            log.warning("%s %s: %s=%s has no effect", name, cls.about, size, sizes[size])
+            sizes[size] = None
+    if cls.takes_aligner:
+        sizes["aligner"] = aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
+    return cls(model, **sizes)
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method; ValueError with the nearest and all known names."""
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown method {name!r}{hint} (known: {', '.join(METHODS)})")
+    return METHODS[name]
+
+
+def _load_aligner(aligner: str | Path | None, model: PreTrainedModel) -> Aligner:
+    aligner = aligner or checkpoints.default_aligner(model.config.name_or_path)
+    if aligner is None:
+        raise ValueError(
+            f"no aligner ships for {model.config.name_or_path or 'this model'}: train one (kvalign gen-data, kvalign "
+            "train) and name its folder (--aligner)"
+        )
+    return Aligner.from_pretrained(aligner)

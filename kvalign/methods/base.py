@@ -1,0 +1,163 @@
+"""What every streaming method does: take in tokens, give the logits of the next one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.cache import StreamingCache, check_sizes
+from kvalign.models import spec_of
+from kvalign.realign import Realigner
+
+
+_BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
+_BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
+
+
+class Method(ABC):
+    """One way to stream. An instance is one batch of streams of equal length; `reset()` begins new ones.
+
+    Args:
+        model: a causal LM of transformers.
+        cache_size: entries stored between steps.
+        num_sinks: first entries that stay; None takes the method's own default.
+        num_evicted: entries dropped at once; None takes the method's own default.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    default_num_sinks: ClassVar[int] = 4
+    takes_aligner: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Sizes that the method itself sets."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        cache_size: int,
+        num_sinks: int | None = None,
+        num_evicted: int | None = None,
+    ):
+        self.model, self.spec = model, spec_of(model.config, model.config.name_or_path)
+        self.cache_size = cache_size
+        self.num_sinks = self.default_num_sinks if num_sinks is None else num_sinks
+        self.num_evicted = self.default_num_evicted() if num_evicted is None else num_evicted
+        check_sizes(self.spec, cache_size, self.num_sinks, self.num_evicted)
+
+    def default_num_evicted(self) -> int:
+        return 1
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that can still be fed; None: endless."""
+        return None
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the stream."""
+
+    @abstractmethod
+    def feed(self, ids: Tensor) -> Tensor:
+        """Take in ids [B, T] int64, T >= 1; return the logits [B, V] float32 of the token that follows."""
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, on_labels: Callable[[int], object] = lambda n: None) -> Tensor:
+        """NLL in nats of every token that follows the first cache_size + 1, each predicted from the stream before it.
+
+            ids   0 1 ... C | C+1 C+2 ... N-1
+                  first input  labels
+
+        Args:
+            ids: [1, N] int64, N >= cache_size + 2.
+            on_labels: told the number of labels scored since the last call, for a progress bar.
+
+        Returns:
+            [N - cache_size - 1] float32.
+        """
+        first = self.cache_size + 1
+        self.reset()
+        logits = self.feed(ids[:, :first])
+        nll = []
+        for i in range(first, ids.shape[1]):
+            nll.append(torch.nn.functional.cross_entropy(logits, ids[:, i]))
+            on_labels(1)
+            if i + 1 < ids.shape[1]:
+                logits = self.feed(ids[:, i : i + 1])
+        return torch.stack(nll)
+
+
+class Cached(Method):
+    """A method that keeps its entries in a streaming cache and moves them with a realigner."""
+
+    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+        super().__init__(model, **sizes)
+        self.cache = StreamingCache(
+            self.spec, self.cache_size, self.num_sinks, self.num_evicted, self.realigner()
+        )
+
+    @abstractmethod
+    def realigner(self) -> Realigner | None:
+        """What moves kept entries."""
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor) -> Tensor:
+        """The first cache_size + 1 tokens go in at once; a longer input follows in chunks of half the window."""
+        done = 0
+        while done < ids.shape[1]:
+            chunk = ids[:, done : done + self._chunk_len()]
+            out = self.model(input_ids=chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            done += chunk.shape[1]
+        return out.logits[:, -1].float()
+
+    def _chunk_len(self) -> int:
+        stored = self.cache.get_seq_length()
+        if stored < self.cache_size:
+            return self.cache_size + 1 - stored
+        half = max(1, (self.cache_size - self.num_sinks) // 2)
+        return half if self.spec.context_len is None else min(half, self.spec.context_len - stored)
+
+
+class Reencoding(Method):
+    """A method whose logits at every step are those of a clean context: tokens re-encoded, nothing stale.
+
+    The kept tokens change only when something is dropped, so all steps between two drops are one causal forward pass:
+    scoring takes a batch of such periods at once.
+    """
+
+    def keep(self, ids: Tensor) -> Tensor:
+        """The part of ids [B, T] that a step sees: everything, or the sinks and what is left after dropping."""
+        excess = ids.shape[1] - (self.cache_size + 1)
+        if excess <= 0:
+            return ids
+        dropped = -(-excess // self.num_evicted) * self.num_evicted
+        return torch.cat([ids[:, : self.num_sinks], ids[:, self.num_sinks + dropped :]], 1)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, on_labels: Callable[[int], object] = lambda n: None) -> Tensor:
+        """As in `Method.score`; the same figures as stepping, in batches of windows."""
+        first, k = self.cache_size + 1, self.num_evicted
+        num_labels = ids.shape[1] - first
+        # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and predicts k labels.
+        num_periods = 1 + -(-(num_labels - 1) // k)
+        sinks, rest = ids[0, : self.num_sinks], ids[0, self.num_sinks :]
+        windows = torch.nn.functional.pad(rest, (0, k)).unfold(0, first - self.num_sinks, k)[:num_periods]
+        windows = torch.cat([sinks.expand(num_periods, -1), windows], 1)  # [periods, C + 1]
+        batch_size = max(1, min(_BATCH_TOKENS // first, _BATCH_LOGITS // (k * self.model.config.vocab_size)))
+        nll = []
+        for start in range(0, num_periods, batch_size):
+            batch = windows[start : start + batch_size]
+            logits = self.model(input_ids=batch, use_cache=False, logits_to_keep=k).logits
+            logits = logits.flatten(0, 1).float()  # [periods * k, V], in the order of the labels
+            if start == 0:
+                logits = logits[k - 1 :]
+            labels = ids[0, first + len(nll) :][: len(logits)]
+            nll.extend(torch.nn.functional.cross_entropy(logits[: len(labels)], labels, reduction="none"))
+            on_labels(len(labels))
+        return torch.stack(nll)

@@ -1,0 +1,35 @@
+"""`dense`: keep everything, stop at the context length. The reference that needs no eviction; kept for tests."""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvalign.methods.base import Method
+
+
+class Dense(Method):
+    name = "dense"
+    about = "keeps everything and stops at the context length"
+    default_num_sinks = 0
+
+    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+        super().__init__(model, **sizes)
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache = DynamicCache()
+
+    @property
+    def room(self) -> int | None:
+        limit = self.spec.context_len
+        return None if limit is None else limit - self.cache.get_seq_length()
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor) -> Tensor:
+        if self.room is not None and ids.shape[1] > self.room:
+            raise ValueError(
+                f"dense has room for {self.room} more tokens before the context length of {self.spec.name} "
+                f"({self.spec.context_len}), got {ids.shape[1]}: choose a streaming method"
+            )
+        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].float()

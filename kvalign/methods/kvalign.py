@@ -1,0 +1,21 @@
+"""`kvalign`: attention sinks and a window, every kept key and value realigned by a trained aligner (KV-Align 2024)."""
+
+from transformers import PreTrainedModel
+
+from kvalign.aligners import Aligner
+from kvalign.methods.base import Cached
+from kvalign.realign import Realigner, Trained
+
+
+class KVAlign(Cached):
+    name = "kvalign"
+    about = "keeps sinks and a window; a trained aligner corrects keys and values after each eviction"
+    takes_aligner = True
+
+    def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: int | None):
+        self.aligner = aligner
+        super().__init__(model, **sizes)
+        aligner.check(model, self.cache_size, self.num_sinks, self.num_evicted)
+
+    def realigner(self) -> Realigner | None:
+        return Trained(self.model, self.aligner)

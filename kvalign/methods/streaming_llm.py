@@ -1,0 +1,16 @@
+"""`streaming-llm`: attention sinks and a window (Xiao et al. 2024).
+
+Rotary keys are rotated to their place in the cache, ALiBi goes by the slot, learned positions stay stale. On a rotary
+model with `num_evicted` above 1 this is also the shift of keys in a ring buffer that LLM runtimes offer.
+"""
+
+from kvalign.methods.base import Cached
+from kvalign.realign import Realigner, closed_form
+
+
+class StreamingLLM(Cached):
+    name = "streaming-llm"
+    about = "keeps sinks and a window; rotates rotary keys, leaves learned positions stale"
+
+    def realigner(self) -> Realigner | None:
+        return closed_form(self.model)

@@ -1,0 +1,32 @@
+"""The exact move of rotated keys: rotations add up, so turning a key back makes it the key of an earlier position.
+
+RoPE (Su et al. 2021) as transformers lays it out: the two numbers of a pair lie half the rotary dimensions apart. A
+model's attention scaling (YaRN, LongRoPE) is already in its keys and is not applied again.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
+    """Move rotated keys `shift` positions towards the start; angles in float32, result in the dtype of `keys`.
+
+    Args:
+        keys: [..., S, D], already rotated. Dimensions beyond the rotary ones (GPT-NeoX) stay as they are.
+        shift: positions, one for all slots or [S] a slot; negative moves away from the start.
+        inv_freq: [rotary_dim / 2] float32, the model's own, scaling included (`kvalign.models.inv_freq`).
+
+    Returns:
+        [..., S, D]; a shift of 0 gives the very same numbers.
+    """
+    inv_freq = inv_freq.to(keys.device, torch.float32)
+    steps = torch.as_tensor(shift, device=keys.device, dtype=torch.float32)
+    angles = -steps[..., None] * inv_freq  # [rotary_dim / 2] or [S, rotary_dim / 2]
+    cos, sin = angles.cos(), angles.sin()
+    num_pairs = inv_freq.shape[0]
+    first, second = keys[..., :num_pairs].float(), keys[..., num_pairs : 2 * num_pairs].float()
+    parts = [
+        (first * cos - second * sin).to(keys.dtype),
+        (second * cos + first * sin).to(keys.dtype),
+    ]
+    return torch.cat([*parts, keys[..., 2 * num_pairs :]], dim=-1)

@@ -1,0 +1,159 @@
+"""Batches of recorded rows, gathered from memory-mapped shards without a loop over rows.
+
+A row is one entry of one layer and head: its vector before realignment (stale, the input) and after (aligned, the
+label). Where it sits follows from its number in the shard. The order of training depends on the seed and the epoch
+alone, so a run resumes at the very batch where it stopped.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalign.data_gen.store import Shard, Store
+
+
+OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2
+
+
+class Batch(NamedTuple):
+    """Rows stale and aligned [N, D] float32; position (from the first slot after the sinks), layer, head [N] int64."""
+
+    stale: Tensor
+    aligned: Tensor
+    position: Tensor
+    layer: Tensor
+    head: Tensor
+
+
+class _Step(NamedTuple):
+    """One batch of the plan: the `part`-th of shard number `shard`, whose window is open at a time."""
+
+    window: int
+    shard: int
+    part: int
+
+
+class InOrder:
+    """Every row once, as stored: for validation. Rank r of `world_size` takes every `world_size`-th batch."""
+
+    def __init__(self, shards: list[Shard], target: str, batch_size: int, *, rank: int = 0, world_size: int = 1):
+        self.shards, self.target = shards, target
+        self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
+        self.plan = [(i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)][rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i, steps in groupby(self.plan, key=lambda step: step[0]):
+            pair = self.shards[i].tensors(self.target)
+            parts = torch.arange(self.shards[i].num_rows).tensor_split(self.parts[i])
+            for _, part in steps:
+                yield gather(*pair, parts[part])
+
+
+class Shuffled:
+    """Every row once an epoch in random order, in batches of nearly the same size.
+
+    Shards come in random order, `OPEN_SHARDS` at a time, and the batches of these take turns at random. Each `iter`
+    goes on after the last batch drawn; the end of an epoch is the end of the iterator. All ranks get the same number
+    of batches, so up to `world_size - 1` batches of an epoch are left out.
+    """
+
+    def __init__(
+        self, shards: list[Shard], target: str, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
+    ):
+        self.shards, self.target, self.seed = shards, target, seed
+        self.rank, self.world_size = rank, world_size
+        self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return sum(self.parts) // self.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, first = divmod(self.drawn, len(self))
+        steps = self._plan(epoch)[self.rank :: self.world_size][first : len(self)]
+        for _, together in groupby(steps, key=lambda step: step.window):
+            opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
+            for _, i, part in together:
+                if i not in opened:
+                    rows = np.random.default_rng((self.seed, epoch, i)).permutation(self.shards[i].num_rows)
+                    parts = torch.from_numpy(rows).tensor_split(self.parts[i])
+                    opened[i] = (*self.shards[i].tensors(self.target), parts)
+                stale, aligned, parts = opened[i]
+                self.drawn += 1
+                yield gather(stale, aligned, parts[part])
+
+    def _plan(self, epoch: int) -> list[_Step]:
+        """The batches of an epoch, for all ranks."""
+        rng = np.random.default_rng((self.seed, epoch))
+        order = rng.permutation(len(self.shards)).tolist()
+        plan = []
+        for start in range(0, len(order), OPEN_SHARDS):
+            steps = [_Step(start, i, part) for i in order[start : start + OPEN_SHARDS] for part in range(self.parts[i])]
+            plan += [steps[n] for n in rng.permutation(len(steps))]
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
+    """Rows by their number in a shard.
+
+    Args:
+        stale, aligned: [num_chunks, L, H, S, D], contiguous, any float dtype.
+        rows: [N] int64, each in 0 .. num_chunks * L * H * S - 1.
+    """
+    _, num_layers, num_heads, num_slots, head_dim = stale.shape
+    above = rows // num_slots
+    return Batch(
+        stale.view(-1, head_dim).index_select(0, rows).float(),
+        aligned.view(-1, head_dim).index_select(0, rows).float(),
+        position=rows % num_slots,
+        layer=above // num_heads % num_layers,
+        head=above % num_heads,
+    )
+
+
+class RowsOfTarget(pl.LightningDataModule):
+    """Training and validation batches of `key` or `value` vectors; rows of all recorded shifts together.
+
+    Raises:
+        ValueError: the store lacks training or validation data.
+    """
+
+    def __init__(self, store: Store, target: str, batch_size: int, seed: int = 0):
+        super().__init__()
+        self.shards = {split: store.shards(split) for split in ("train", "val")}
+        for split, shards in self.shards.items():
+            if not shards:
+                raise ValueError(f"{store.folder} has no {split} shards: record more with kvalign gen-data")
+        self.target, self.batch_size, self.seed = target, batch_size, seed
+
+    def num_batches(self, world_size: int) -> int:
+        """Training batches an epoch of each device; ValueError if there are none."""
+        found = len(Shuffled(self.shards["train"], self.target, self.batch_size, self.seed, world_size=world_size))
+        if not found:
+            raise ValueError(f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices")
+        return found
+
+    def train_dataloader(self) -> Shuffled:
+        return Shuffled(self.shards["train"], self.target, self.batch_size, self.seed, **self._share())
+
+    def val_dataloader(self) -> InOrder:
+        return InOrder(self.shards["val"], self.target, self.batch_size, **self._share())
+
+    def _share(self) -> dict[str, int]:
+        if self.trainer is None:
+            return {}
+        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
