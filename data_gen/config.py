@@ -54,16 +54,17 @@ def new_config(settings: GenDataSettings, loaded: LoadedModel) -> dict[str, Any]
 def is_finished(settings: GenDataSettings, config: dict[str, Any]) -> bool:
     """Whether the folder has the whole recording; ValueError if it has another, or other files."""
     if not (settings.out / CONFIG).exists():
-        if settings.out.is_dir() and any(settings.out.glob("*[!.partial]")):
+        found = settings.out.iterdir() if settings.out.is_dir() else ()
+        if any(path.suffix != ".partial" for path in found):
             raise ValueError(f"{settings.out} holds other files: name a new folder with --out")
         return False
     finished = (settings.out / MANIFEST).exists()
     skip = (*_FREE, "versions") if finished else _FREE
     there = read_json(settings.out / CONFIG)
     if field := _first_difference(there, config, skip):
-        found, wanted = _at(there, field), _at(config, field)
         raise ValueError(
-            f"{settings.out} was recorded with {field} {found!r}, not {wanted!r}: "
+            f"{settings.out} was recorded with {field} {_at(there, field)!r}, "
+            f"not {_at(config, field)!r}: "
             "take that, or name a new folder with --out"
         )
     return finished

@@ -1,7 +1,7 @@
-"""Record training pairs of a corpus, shard by shard.
+"""Record the training pairs of a corpus, shard by shard.
 
-What a shard holds depends on the settings and the corpus alone, so an interrupted run continues where it stopped
-and ends in the same bytes. In memory are one shard for each number evicted and two shards' ids.
+What a shard holds depends on the settings and the corpus alone, so an interrupted run continues where
+it stopped and ends in the same bytes. In memory is one shard for each number of entries evicted.
 """
 
 import hashlib
@@ -18,18 +18,19 @@ from kvalign.commands.gen_data import GenDataSettings
 from kvalign.data_gen.chunks import Group, chunks, first_of_val, groups
 from kvalign.data_gen.config import is_finished, new_config
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.data_gen.pairs import PAIRS, TARGETS, record_pairs, squared_error
+from kvalign.data_gen.files import sha256, write_json
+from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.store import (
     CONFIG,
     MANIFEST,
+    PAIRS,
     SPLITS,
+    TARGETS,
     Shard,
     Store,
     find_damage,
     open_store,
-    sha256,
     shard_at,
-    write_json,
     write_shard,
 )
 from kvalign.models import LoadedModel
@@ -38,11 +39,14 @@ log = logging.getLogger(__name__)
 
 
 def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]:
-    """Record what is missing in `settings.out`; returns the store and whether it was finished before.
+    """Record what is missing in `settings.out`.
+
+    Returns:
+        the store, and whether it was finished before.
 
     Raises:
-        ValueError: the model or the corpus is too short for the settings, the folder holds another recording, or
-            a number does not fit `settings.dtype`.
+        ValueError: the model or the corpus is too short for the settings, the folder holds another
+            recording, or a number does not fit `settings.dtype`.
     """
     config = new_config(settings, loaded)
     stride = config["settings"]["stride"]
@@ -50,7 +54,8 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     needed_len = (num_needed - 1) * stride + settings.chunk_len
     if settings.num_tokens < needed_len:
         raise ValueError(
-            f"--num-tokens must be at least {needed_len} for a chunk in each split, got {settings.num_tokens}"
+            f"--num-tokens must be at least {needed_len} for a chunk of {settings.chunk_len} tokens "
+            f"in both train and val, got {settings.num_tokens}"
         )
     if is_finished(settings, config):
         return open_store(settings.out), True
@@ -59,7 +64,8 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     head = list(itertools.islice(stream, num_needed))
     if len(head) < num_needed:
         raise ValueError(
-            f"corpus {settings.corpus!r} is too short: {needed_len} tokens fill both splits; lower --chunk-len"
+            f"corpus {settings.corpus!r} has less than the {needed_len} tokens that a chunk in both "
+            "train and val takes: lower --chunk-len or name a longer corpus"
         )
     settings.out.mkdir(parents=True, exist_ok=True)
     if not (settings.out / CONFIG).exists():
@@ -75,36 +81,38 @@ def _record_shards(
     loaded: LoadedModel,
     stream: Iterable[list[int]],
 ) -> list[Shard]:
-    """Write the shards that are not there yet; returns all of them."""
-    shards = []
+    """Write the shards that are not there yet; returns all of them in the manifest's order."""
     values = config["settings"]
     num_expected = (settings.num_tokens - settings.chunk_len) // values["stride"] + 1
     num_found = 0
-    with tqdm(
-        total=num_expected * settings.chunk_len, unit="tok", unit_scale=True, desc="gen-data"
-    ) as bar:
+    shards = []
+    total = num_expected * settings.chunk_len
+    with tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar:
         for group in groups(stream, values, config["chunks_per_shard"]):
-            num_chunks = len(group.places)
+            place = (group.index, len(group.places))
             of_group = [
-                shard_at(settings.out, config, group.split, k, group.index, num_chunks)
-                for k in values["num_evicted"]
+                shard_at(settings.out, config, group.split, shift, *place)
+                for shift in values["num_evicted"]
             ]
             shards += of_group
             num_found = max(num_found, int(group.places[-1]) + 1)
             tokens = hashlib.sha256(group.ids.numpy().tobytes()).hexdigest()
-            missing = [
-                s for s in of_group if find_damage(s, config) or s.notes().get("tokens") != tokens
-            ]
+            missing = [shard for shard in of_group if not _is_recorded(shard, config, tokens)]
             if missing:
                 _write_group(settings, loaded, group, missing, tokens, bar)
             else:
-                bar.initial += group.ids.numel()  # not counted as speed
+                bar.initial += group.ids.numel()  # no part of the speed
                 bar.update(group.ids.numel())
     if num_found < num_expected:
         log.warning(
             "corpus %s ended after %d of %d chunks", settings.corpus, num_found, num_expected
         )
     return sorted(shards, key=lambda s: (SPLITS.index(s.split), s.num_evicted, s.path.name))
+
+
+def _is_recorded(shard: Shard, config: dict[str, Any], tokens: str) -> bool:
+    """Whether the shard is there, whole, and made of these tokens (a corpus may have changed)."""
+    return not find_damage(shard, config) and shard.notes().get("tokens_sha256") == tokens
 
 
 def _write_group(
@@ -123,38 +131,40 @@ def _write_group(
             parts[shift].append([x.to("cpu", dtype) for x in pairs])
         bar.update(ids.numel())
     for shard in shards:
-        stored = [torch.cat(batches) for batches in zip(*parts.pop(shard.num_evicted), strict=True)]
+        batches = parts.pop(shard.num_evicted)
+        stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
         if not all(x.isfinite().all() for x in stored):
             raise ValueError(
-                f"numbers of {loaded.spec.name} do not fit --dtype {settings.dtype}: use float32 or bfloat16"
+                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: "
+                "take bfloat16 or float32"
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {
-            t: squared_error(tensors[f"{t}_stale"], tensors[f"{t}_aligned"]) for t in TARGETS
+            target: squared_error(tensors[f"{target}_stale"], tensors[f"{target}_aligned"])
+            for target in TARGETS
         }
-        write_shard(
-            shard, {**tensors, "chunk": group.places}, {"squared_error": squares, "tokens": tokens}
-        )
+        notes = {"squared_error": squares, "tokens_sha256": tokens}
+        write_shard(shard, {**tensors, "chunk": group.places}, notes)
 
 
 def _manifest(shards: list[Shard], config: dict[str, Any]) -> dict[str, Any]:
     """What `manifest.json` holds."""
-    head_dim = config["model"]["head_dim"]
+    shifts = config["settings"]["num_evicted"]
     mse: dict[str, dict[str, float]] = {target: {} for target in TARGETS}
-    for shift in config["settings"]["num_evicted"]:
+    for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
-        num_numbers = sum(shard.num_rows for shard in of_shift) * head_dim
+        num_numbers = sum(shard.num_rows for shard in of_shift) * config["model"]["head_dim"]
+        squares = [shard.notes()["squared_error"] for shard in of_shift]
         for target in TARGETS:
-            total = sum(shard.notes()["squared_error"][target] for shard in of_shift)
-            mse[target][str(shift)] = total / num_numbers
-    by_split = {split: [shard for shard in shards if shard.split == split] for split in SPLITS}
-    first_shift = config["settings"]["num_evicted"][0]
+            mse[target][str(shift)] = sum(square[target] for square in squares) / num_numbers
+    num_chunks, num_rows = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    for shard in shards:
+        num_rows[shard.split] += shard.num_rows
+        if shard.num_evicted == shifts[0]:  # the chunks are the same for each shift
+            num_chunks[shard.split] += shard.num_chunks
     return {
-        "num_chunks": {
-            split: sum(s.num_chunks for s in found if s.num_evicted == first_shift)
-            for split, found in by_split.items()
-        },
-        "num_rows": {split: sum(s.num_rows for s in found) for split, found in by_split.items()},
+        "num_chunks": num_chunks,
+        "num_rows": num_rows,
         "input_label_mse": mse,
         "shards": [
             {

@@ -142,7 +142,8 @@ def find_damage(shard: Shard, config: dict[str, Any]) -> str | None:
     expected["chunk"] = ([shard.num_chunks], "I64")
     try:
         with safe_open(shard.path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
             found = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except FileNotFoundError:
         return "it is missing"

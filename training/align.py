@@ -73,9 +73,14 @@ def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: 
         except SystemExit as end:  # Lightning's answer to Ctrl-C, which it also switches off
             signal.signal(signal.SIGINT, interrupt)
             raise KeyboardInterrupt from end
-    saved = torch.load(work_dir / BEST, map_location="cpu", weights_only=True)["state_dict"]
-    net.cpu().load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
+    best_weights(net.cpu(), work_dir)
     return trainer
+
+
+def best_weights(net: RealignNet, work_dir: Path) -> None:
+    """Load the weights of the best validation report into `net`."""
+    saved = torch.load(work_dir / BEST, map_location="cpu", weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
 
 
 @torch.no_grad()

@@ -1,48 +1,37 @@
-"""A training run and its folder: what is finished, what can be resumed, what must not be overwritten.
-
-    OUT/config.json, model.safetensors, README.md   the aligner, there once each asked target is trained
-    OUT/training/TARGET/run.json                    written first: settings and data
-    OUT/training/TARGET/best.ckpt, last.ckpt        of Lightning
-    OUT/training/TARGET/csv/, tensorboard/          losses by step
-    OUT/training/TARGET/result.json                 written last
-"""
+"""A training run: one network a target, then the aligner's folder, whole or not at all."""
 
 import dataclasses
-import hashlib
 import math
 import os
 import platform
-import shlex
-import shutil
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
-from kvalign.data_gen.store import MANIFEST, Store, open_store, read_json, write_json
-from kvalign.settings import flag
-from kvalign.training.align import BEST, fit, losses
+from kvalign.data_gen.store import Store, open_store
+from kvalign.training.align import best_weights, fit, losses
 from kvalign.training.rows import InOrder, RowsOfTarget
+from kvalign.training.run_folder import RunFolder, command_line, describe
 
-RUN, RESULT = "run.json", "result.json"
-_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
-_HIDDEN = tuple(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2))
-# What may differ between a run and its resumption.
-_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite", "json")
+_EVAL_BATCH = 8192
+_SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
 
 
 def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     """Train the asked networks and save the aligner in `settings.out`.
 
     Returns:
-        for each target `val_loss`, `input_label_mse`, `ratio` of the two, and what else its config keeps; nothing
-        on devices other than the first.
+        for each target what the aligner's config keeps: `val_loss`, `input_label_mse` (mean squared errors per
+        number), `ratio` (first by second, lower is better), steps, seconds, settings, data; empty on devices other
+        than the first.
 
     Raises:
         FileNotFoundError: no recorded data.
@@ -54,38 +43,115 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     store = open_store(settings.data)
     targets = TARGETS if settings.target == "both" else (settings.target,)
     torch.manual_seed(settings.seed)
-    fresh = NetworkAligner(_config(store, settings))
-    aligner = _with_trained(fresh, settings, targets)
-    runs = {target: _describe(settings, store, target) for target in targets}
+    aligner = _beside_trained(NetworkAligner(_config(store, settings)), settings, targets)
     rows = {target: RowsOfTarget(store, target, settings.batch_size, settings.seed) for target in targets}
-    # All folders before the first fit: it starts the processes of the other devices, which must find them so.
-    finished = {t: _begin(_folder(settings, t), runs[t], settings, aligner.config.training.get(t)) for t in targets}
+    runs = {target: describe(settings, store, target) for target in targets}
+    folders = {target: RunFolder(settings.out / "training" / target) for target in targets}
+    # All of them before the first fit: it starts the other devices' processes, which must find the folders so.
+    results = {
+        target: folders[target].begin(runs[target], settings, aligner.config.training.get(target))
+        for target in targets
+    }
     for target in targets:
-        net, folder, start = getattr(aligner, target), _folder(settings, target), time.monotonic()
-        if finished[target]:
-            saved = torch.load(folder / BEST, map_location="cpu", weights_only=True)["state_dict"]
-            net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
+        net = getattr(aligner, target)
+        if results[target]:
+            best_weights(net, folders[target].path)
             continue
-        trainer = fit(net, rows[target], settings, folder)
-        if not trainer.is_global_zero:
-            continue
-        val_loss, unchanged = losses(net, InOrder(rows[target].shards["val"], target, 8192))
-        if not math.isfinite(val_loss):
-            raise ValueError(f"the {target} network diverged (val loss {val_loss}): lower --lr and give --overwrite")
-        finished[target] = {
-            "val_loss": val_loss,
-            "input_label_mse": unchanged,
-            "ratio": val_loss / unchanged if unchanged else math.nan,
-            "num_steps": trainer.global_step,
-            "seconds": round(time.monotonic() - start, 3),
-            "command": _command(settings),
-            "device": platform.machine() if trainer.strategy.root_device.type == "cpu" else _gpu_name(trainer),
-            "versions": {name: version(name) for name in ("kvalign", "torch", "lightning")},
-            **runs[target],
-        }
-        write_json(folder / RESULT, finished[target])
-    if rank_zero_only.rank:
+        start = time.monotonic()
+        trainer = fit(net, rows[target], settings, folders[target].path)
+        if trainer.is_global_zero:
+            measured = _measure(net, rows[target])
+            seconds = round(time.monotonic() - start, 3)
+            results[target] = {**measured, "seconds": seconds, **_made_by(settings, trainer), **runs[target]}
+            folders[target].finish(results[target])
+    if not all(results.values()):
         return {}
-    aligner.config = dataclasses.replace(aligner.config, training={**aligner.config.training, **finished})
+    trained = {**aligner.config.training, **results}
+    aligner.config = dataclasses.replace(aligner.config, training=trained)
     _save(aligner, settings.out)
-    return finished
+    return results
+
+
+def _config(store: Store, settings: TrainSettings) -> AlignerConfig:
+    model, recorded = store.config["model"], store.config["settings"]
+    sizes = (*_SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
+    return AlignerConfig(
+        kind=NetworkAligner.kind,
+        base_model=model["name"],
+        **{name: model[name] for name in ("family", "num_layers", "num_kv_heads", "head_dim")},
+        probe=tuple(store.config["probe"]),
+        chunk_len=recorded["chunk_len"],
+        num_sinks=recorded["num_sinks"],
+        shifts=store.shifts,
+        sizes={name: getattr(settings, name) for name in sizes},
+    )
+
+
+def _beside_trained(new: NetworkAligner, settings: TrainSettings, targets: tuple[str, ...]) -> NetworkAligner:
+    """`new` with the network that `out` already holds for the target which is not to be trained now.
+
+    Raises:
+        FileExistsError: `out` holds a trained network of an asked target, and `overwrite` is not set.
+        ValueError: `out` holds something else, or an aligner made for another model or data.
+    """
+    if not (settings.out / CONFIG).exists():
+        return new
+    found = Aligner.from_pretrained(settings.out)
+    there = found.config
+    kept = [target for target in TARGETS if target in there.training and target not in targets]
+    clash = [target for target in targets if target in there.training]
+    if (clash or not kept) and not settings.overwrite:
+        what = f"a trained {' and '.join(clash)} network" if clash else f"another aligner, of kind {there.kind}"
+        raise FileExistsError(f"{settings.out} already holds {what}: give --overwrite or another --out")
+    if not kept:
+        # The old results still tell `RunFolder.begin` which run is already in the aligner.
+        new.config = dataclasses.replace(new.config, training=there.training)
+        return new
+    fields = ("kind", "family", "num_layers", "num_kv_heads", "head_dim", "probe", "chunk_len", "num_sinks", "shifts")
+    pairs = [(name, getattr(there, name), getattr(new.config, name)) for name in fields]
+    pairs += [(name, there.sizes.get(name), new.config.sizes[name]) for name in _SHARED_SIZES]
+    for name, expected, here in pairs:
+        if expected != here:
+            shown = "another" if name == "probe" else f"{expected}, here {here}"
+            raise ValueError(
+                f"{settings.out} holds a {kept[0]} network made for {there.base_model}: {name} is {shown}; name "
+                "another --out"
+            )
+    hidden = {name: size for name, size in there.sizes.items() if name.startswith(f"{kept[0]}_hidden")}
+    sizes = {**new.config.sizes, **hidden}
+    merged = NetworkAligner(dataclasses.replace(new.config, sizes=sizes, training=there.training))
+    setattr(merged, kept[0], getattr(found, kept[0]))
+    setattr(merged, targets[0], getattr(new, targets[0]))
+    return merged
+
+
+def _measure(net: torch.nn.Module, rows: RowsOfTarget) -> dict[str, float | None]:
+    val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.target, _EVAL_BATCH))
+    if not math.isfinite(val_loss):
+        raise ValueError(f"the {rows.target} network diverged (val loss {val_loss}): lower --lr and give --overwrite")
+    return {
+        "val_loss": val_loss,
+        "input_label_mse": unchanged,
+        "ratio": val_loss / unchanged if unchanged else None,
+    }
+
+
+def _made_by(settings: TrainSettings, trainer: pl.Trainer) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    return {
+        "num_steps": trainer.global_step,
+        "command": command_line(settings),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "num_threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("kvalign", "torch", "lightning")},
+    }
+
+
+def _save(aligner: NetworkAligner, out: Path) -> None:
+    """Write the aligner elsewhere, then move its files into place, the config last."""
+    aligner.eval().requires_grad_(False)
+    partial = out / "training" / "aligner.partial"
+    aligner.save_pretrained(partial)
+    for name in ("README.md", WEIGHTS, CONFIG):
+        os.replace(partial / name, out / name)
+    partial.rmdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints, hub
+from kvalign.aligners.card import card_text
 from kvalign.models import ModelSpec, spec_of
 
 WEIGHTS = "model.safetensors"
@@ -124,6 +125,10 @@ class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags
                 f"num_evicted must be a multiple of {min(self.config.shifts)} with this aligner (trained on shifts "
                 f"{', '.join(map(str, self.config.shifts))}), got {num_evicted}"
             )
+
+    def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
+        """The README.md that `save_pretrained` writes where there is none."""
+        return ModelCard(card_text(self.config))
 
     def _save_pretrained(self, save_directory: Path) -> None:
         config = json.dumps(dataclasses.asdict(self.config), indent=1) + "\n"

@@ -50,7 +50,8 @@ def run(settings: TrainSettings) -> None:
         print(json.dumps(results))
         return
     for target, found in results.items():
+        ratio = "none" if found["ratio"] is None else f"{found['ratio']:.4f}"
         print(
             f"{target}: val loss {found['val_loss']:.6g}, input-label MSE {found['input_label_mse']:.6g}, "
-            f"ratio {found['ratio']:.3f}"
+            f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
         )

@@ -1,0 +1,109 @@
+"""The folder of one target's run: what identifies a run, whether it is finished, and whether it can be resumed.
+
+    OUT/training/TARGET/run.json              written first: settings and data
+    OUT/training/TARGET/best.ckpt, last.ckpt  Lightning's checkpoints
+    OUT/training/TARGET/csv, tensorboard      losses by step
+    OUT/training/TARGET/result.json           written last
+"""
+
+import json
+import shlex
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
+
+from kvalign.aligners.network import TARGETS
+from kvalign.commands.train import TrainSettings
+from kvalign.data_gen.files import read_json, sha256, write_json
+from kvalign.data_gen.store import MANIFEST, Store
+from kvalign.settings import flag
+
+_RUN, _RESULT = "run.json", "result.json"
+# What may differ between a run and its resumption.
+_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite", "json")
+
+
+class RunFolder:
+    """One target's run in `path`, which need not exist yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def begin(self, run: dict[str, Any], settings: TrainSettings, in_aligner: dict | None) -> dict[str, Any]:
+        """Make the folder ready for a run: new, or as an unfinished run of the same description left it.
+
+        Args:
+            run: from `describe`.
+            in_aligner: result of the run that the saved aligner has this target's network from, if any.
+
+        Returns:
+            the result of a run that was finished but is not in the aligner yet; else nothing.
+
+        Raises:
+            FileExistsError: the folder holds another unfinished run, and `overwrite` is not set.
+        """
+        found = read_json(self.path / _RUN) if (self.path / _RUN).exists() else None
+        result = read_json(self.path / _RESULT) if (self.path / _RESULT).exists() else {}
+        if found == run and settings.resume and (not result or result != in_aligner):
+            return result
+        if not settings.overwrite and not (found and (result or not settings.resume)):
+            self._check_replaceable(found, run)
+        if rank_zero_only.rank == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+            write_json(self.path / _RUN, run)
+        return {}
+
+    def _check_replaceable(self, found: dict[str, Any] | None, run: dict[str, Any]) -> None:
+        if found is None and self.path.exists() and any(self.path.iterdir()):
+            raise FileExistsError(f"{self.path} holds files that are no run: name another --out")
+        if found not in (None, run):
+            raise FileExistsError(
+                f"{self.path} holds an unfinished run of other settings ({_difference(found, run)}): give --overwrite "
+                "or another --out"
+            )
+
+    def finish(self, result: dict[str, Any]) -> None:
+        write_json(self.path / _RESULT, result)
+
+
+def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, Any]:
+    """What a run of one target depends on, as JSON holds it; a run of the same description can be resumed."""
+    other = TARGETS[1 - TARGETS.index(target)]
+    recorded = store.config["settings"]
+    run = {
+        "settings": {
+            name: value
+            for name, value in settings.as_dict().items()
+            if name not in _FREE and not name.startswith(f"{other}_")
+        },
+        "data": {
+            "model": store.config["model"]["name"],
+            **{name: recorded[name] for name in ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")},
+            "num_rows": store.manifest["num_rows"],
+            "manifest_sha256": sha256(store.folder / MANIFEST),
+        },
+    }
+    return json.loads(json.dumps(run))
+
+
+def command_line(settings: TrainSettings) -> str:
+    """The command that gives these settings, without what only concerns how it runs and prints."""
+    words = ["kvalign", "train"]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default and field.name not in ("resume", "overwrite", "json"):
+            words += [flag(field.name), str(value)]
+    return shlex.join(words)
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    for part in here:
+        for name, value in here[part].items():
+            found = there.get(part, {}).get(name)
+            if found != value:
+                return f"{name} is {found} there, {value} now"
+    return "of an older version"
