@@ -1,11 +1,12 @@
 """Plots of results, as PNG or SVG by the file's ending."""
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from kvalign.files import write_whole
 
 # Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is not alone.
 _STYLES = {
@@ -53,9 +54,7 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{settings['model']}, {rows[0]['num_labels']} labels of {corpus}", fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    figure.savefig(partial, dpi=150)
-    os.replace(partial, path)
+    write_whole(path, lambda partial: figure.savefig(partial, dpi=150))
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -6,6 +6,7 @@ A command line, a test and a sweep trial all make an instance and hand it to the
 import argparse
 import dataclasses
 import inspect
+import shlex
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,21 @@ class Settings:
         """The settings as JSON can hold them."""
         values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+
+    def command_line(self, command: str) -> str:
+        """The shell command that makes these settings, with what differs from the defaults."""
+        words = ["kvalign", *command.split()]
+        for field in _fields(type(self)):
+            value = getattr(self, field.name)
+            if value == field.default or value is None:
+                continue
+            name = flag(field.name)
+            if isinstance(value, bool):
+                words.append(name if value else f"--no-{name[2:]}")
+            else:
+                items = value if isinstance(value, tuple) else (value,)
+                words += [name, ",".join(map(str, items))]
+        return shlex.join(words)
 
 
 def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:

@@ -14,6 +14,7 @@ CACHE_SIZE = 20
 
 def network(model, train=False, **changes) -> Aligner:
     """An aligner for a tiny model: zero-initialised, or with random weights of some effect."""
+    torch.manual_seed(2)
     sizes = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
     fields = dict(chunk_len=CONTEXT_LEN, num_sinks=4, shifts=(1,), sizes=sizes) | changes
     aligner = NetworkAligner(new_config("network", model, spec_of(model.config, "tiny"), **fields))

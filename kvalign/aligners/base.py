@@ -6,7 +6,6 @@ already rotated to their new positions, so an aligner that adds nothing is exact
 
 import dataclasses
 import json
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints, hub
+from kvalign.files import write_text, write_whole
 from kvalign.aligners.card import card_text
 from kvalign.models import ModelSpec, spec_of
 
@@ -132,9 +132,9 @@ class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags
 
     def _save_pretrained(self, save_directory: Path) -> None:
         config = json.dumps(dataclasses.asdict(self.config), indent=1) + "\n"
-        _write(save_directory / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
+        write_text(save_directory / CONFIG, config)
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        _write(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
+        write_whole(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
 
     @classmethod
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
@@ -196,12 +196,6 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
     if expected != found:
         raise ValueError(f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this model")
-
-
-def _write(path: Path, write: Any) -> None:
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    os.replace(partial, path)
 
 
 def _download(model_id: str, revision: str | None) -> Path:

@@ -1,8 +1,8 @@
 """The model card of an aligner: what it is, what it was made for and from, and how well it did.
 
-It is written from the config alone. `training` may hold one entry a part (the network kind: `key` and `value`), each a
-dict; of these the card prints what it knows: `val_loss`, `input_label_mse`, `ratio`, `num_steps`, `seconds`, `device`,
-`command`, `versions` and `data`.
+It is written from the config alone. `training` may hold one dict a part (the network kind: `key`
+and `value`); of these the card prints what it knows: `val_loss`, `input_label_mse`, `ratio`,
+`num_steps`, `seconds`, `device`, `command`, `versions` and `data`.
 """
 
 import re
@@ -25,12 +25,12 @@ tags:
 
 # KV-Align aligner for {base_model}
 
-When a streaming language model evicts entries from its KV cache, the entries that stay move to smaller positions. This
-aligner (kind `{kind}`) corrects their keys and values. It fits {base_model} only: the weights are checked when it is
-loaded.
+When a streaming language model evicts entries from its KV cache, the entries that stay move to
+smaller positions. This aligner (kind `{kind}`) corrects their keys and values.
+It fits {base_model} only: the model is checked when the aligner is used.
 
 ```bash
-kvalign generate --model {base_model} --method kvalign --aligner THIS_FOLDER --prompt "The history of the island"
+kvalign generate --model {base_model} --aligner THIS_FOLDER --prompt "The history of the island"
 ```
 
 | made for | |
@@ -47,8 +47,8 @@ kvalign generate --model {base_model} --method kvalign --aligner THIS_FOLDER --p
 
 ## Limits
 
-Tested on the validation chunks of its own data only. A low error does not mean a low perplexity after many evictions:
-measure that with `kvalign eval perplexity`.
+Tested on the validation chunks of its own data only. A low error does not mean a low perplexity
+after many evictions: measure that with `kvalign eval perplexity`.
 
 ## Licence
 
@@ -62,18 +62,21 @@ def card_text(config: "AlignerConfig") -> str:
     made_for = {
         "base model": config.base_model,
         "positions": config.family,
-        "shape": f"{config.num_layers} layers, {config.num_kv_heads} KV heads of {config.head_dim} dimensions",
+        "layers, KV heads": f"{config.num_layers}, {config.num_kv_heads} of size {config.head_dim}",
         "caches": f"up to {config.chunk_len - 1} entries, {config.num_sinks} of them sinks",
         "evicted at once": f"multiples of {', '.join(map(str, config.shifts))}",
         "sizes": ", ".join(f"{name} {size}" for name, size in config.sizes.items()) or "none",
     }
     return _CARD.format(
-        base_model_line=f"base_model: {config.base_model}\n" if _is_hub_id(config.base_model) else "",
+        base_model_line=f"base_model: {config.base_model}\n"
+        if _is_hub_id(config.base_model)
+        else "",
         base_model=config.base_model,
         kind=config.kind,
         made_for="\n".join(f"| {name} | {value} |" for name, value in made_for.items()),
         results="\n".join(_results(parts)) or "Not recorded.",
-        made="\n\n".join("\n".join(_made(name, part)) for name, part in parts.items()) or "Not recorded.",
+        made="\n\n".join("\n".join(_made(name, part)) for name, part in parts.items())
+        or "Not recorded.",
     )
 
 
@@ -81,8 +84,8 @@ def _results(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
     measured = {name: part for name, part in parts.items() if "val_loss" in part}
     if not measured:
         return
-    yield "Mean squared error per number on validation rows; the ratio is error by error without realignment, lower is"
-    yield "better.\n"
+    yield "Mean squared error per number on validation rows; `ratio` is the error as a share of the"
+    yield "error without realignment, lower is better.\n"
     yield "| part | realigned | unchanged | ratio |\n|---|---|---|---|"
     for name, part in measured.items():
         numbers = (part.get(column) for column in ("val_loss", "input_label_mse", "ratio"))
@@ -94,7 +97,8 @@ def _made(name: str, part: dict[str, Any]) -> Iterator[str]:
     if "command" in part:
         yield f"- `{part['command']}`"
     if "num_steps" in part:
-        yield f"- {part['num_steps']} steps in {part.get('seconds', 0):.0f} s on {part.get('device', 'unknown')}"
+        seconds, device = part.get("seconds", 0), part.get("device", "an unknown device")
+        yield f"- {part['num_steps']} steps in {seconds:.3g} s on {device}"
     for field in ("data", "versions"):
         if isinstance(part.get(field), dict):
             yield f"- {field}: " + ", ".join(f"{key} {value}" for key, value in part[field].items())

@@ -18,7 +18,7 @@ class PretrainSettings(Settings):
     corpus: tuple[str, ...] = option(
         ("python-docs",), help="corpora to mix, each SPEC or SPEC@WEIGHT (share of the tokens)"
     )
-    out: Path = option(Path("pretrained"), help="folder of the model")
+    out: Path = option(help="folder of the model")
     tokenizer: Path | None = option(None, help="folder of a tokenizer to share (default: train one)")
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
     context_len: int = option(512, help="context length in tokens", at_least=16)

@@ -1,0 +1,49 @@
+# `make demo` and `make test` set everything up from a fresh clone; a second run reuses .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := demo
+PROMPT := = History of the island = The island was first settled
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint format wheel-test clean
+
+demo: .venv/installed
+	@rm -rf $(DEMO)
+	@echo "== 1. record caches of gpt2-mini before and after eviction"
+	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 20000 --out $(DEMO)/caches
+	@echo "== 2. train a key and a value network on them"
+	$(BIN)/kvalign train --target both --data $(DEMO)/caches --out $(DEMO)/aligner --max-epochs 1
+	@echo "== 3. stream far past the context length with them"
+	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/aligner --cache-size 64 \
+	  --max-new-tokens 600 --prompt " $(PROMPT)"
+	@echo "== 4. compare all methods on text that nothing was trained on"
+	$(BIN)/kvalign eval compare --model gpt2-mini --aligner $(DEMO)/aligner --cache-size 64 --out $(DEMO)/comparison
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The wheel alone, in a clean environment, away from the checkout.
+wheel-test: .venv/installed
+	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
+	$(PYTHON) -m venv --clear build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	cd build/wheel && venv/bin/kvalign generate --model gpt2-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
+	cd build/wheel && venv/bin/kvalign generate --model llama-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build $(DEMO) *.egg-info

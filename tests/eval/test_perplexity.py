@@ -1,0 +1,115 @@
+"""Perplexity against an independent loop in plain transformers, and the documents the commands print."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from kvalign import checkpoints
+from kvalign.cli import main
+from kvalign.data_gen.corpora import texts
+from kvalign.methods import make_method
+
+ROW = [
+    "method",
+    "cache_size",
+    "num_sinks",
+    "num_evicted",
+    "num_labels",
+    "nll_nats",
+    "perplexity",
+    "seconds",
+]
+
+
+def rotate_back_one(keys, inv_freq):
+    """RoPE by -1 with complex numbers, unlike the package's own."""
+    half = keys.shape[-1] // 2
+    turned = torch.complex(keys[..., :half], keys[..., half:]) * torch.polar(
+        torch.ones_like(inv_freq), -inv_freq
+    )
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+@torch.no_grad()
+def plain_stepping(model, ids, cache_size, num_sinks, rotary):
+    """Sinks and window, one eviction a step, by editing a DynamicCache between plain forward calls."""
+    cache, nll = DynamicCache(), []
+    logits = model(input_ids=ids[None, : cache_size + 1], past_key_values=cache).logits[0, -1]
+    for label in ids[cache_size + 1 :]:
+        nll.append(-logits.log_softmax(-1)[label].item())
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                full = getattr(layer, name)
+                kept = full[:, :, num_sinks + 1 :]
+                if name == "keys" and rotary:
+                    kept = rotate_back_one(kept, model.model.rotary_emb.inv_freq)
+                setattr(layer, name, torch.cat([full[:, :, :num_sinks], kept], 2))
+        position = torch.tensor([[cache_size]])
+        logits = model(
+            input_ids=label.view(1, 1), past_key_values=cache, position_ids=position
+        ).logits[0, -1]
+    return math.exp(sum(nll) / len(nll))
+
+
+@torch.no_grad()
+def plain_recompute(model, ids, cache_size):
+    nll = 0.0
+    for i in range(cache_size + 1, len(ids)):
+        window = ids[None, i - cache_size - 1 : i]
+        nll -= model(input_ids=window).logits[0, -1].log_softmax(-1)[ids[i]].item()
+    return math.exp(nll / (len(ids) - cache_size - 1))
+
+
+def run_json(capsys, *argv):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+def test_command_equals_an_independent_loop(name, capsys):
+    cache_size, num_tokens = 32, 60
+    methods = "window,streaming-llm,recompute"
+    found = run_json(
+        capsys,
+        *f"eval perplexity --model {name} --methods {methods} --cache-sizes {cache_size}".split(),
+        *f"--num-tokens {num_tokens} --corpus python-docs".split(),
+    )
+    assert [list(row) for row in found["rows"]] == [ROW] * 3
+    assert found["settings"]["num_tokens"] == num_tokens
+    folder = checkpoints.model_path(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = next(texts("python-docs", "test"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text[:20_000], return_tensors="pt").input_ids[0, : cache_size + 1 + num_tokens]
+    rotary = name == "llama-mini"
+    expected = [
+        plain_stepping(model, ids, cache_size, 0, rotary),
+        plain_stepping(model, ids, cache_size, 4, rotary),
+        plain_recompute(model, ids, cache_size),
+    ]
+    for row, perplexity in zip(found["rows"], expected, strict=True):
+        assert row["num_labels"] == num_tokens
+        assert math.isclose(row["perplexity"], perplexity, rel_tol=1e-4), row["method"]
+
+
+def test_same_labels_at_every_cache_size_start_after_the_first_input(ids):
+    model = tiny_model("gpt2")
+    for cache_size in (10, 20):
+        nll = make_method("recompute", model, cache_size=cache_size).score(ids[:1, :50])
+        logits = model(input_ids=ids[:1, : cache_size + 1]).logits[0, -1]
+        assert len(nll) == 50 - cache_size - 1
+        assert torch.isclose(nll[0], -logits.log_softmax(-1)[ids[0, cache_size + 1]], atol=1e-5)
+
+
+def test_plots_are_written(capsys, tmp_path):
+    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        path = tmp_path / f"plot{ending}"
+        argv = "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 20"
+        assert main([*argv.split(), "--plot", str(path)]) == 0
+        assert path.read_bytes().startswith(magic)
+    assert "recompute" in path.read_text()
+    assert "perplexity" in capsys.readouterr().out

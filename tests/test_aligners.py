@@ -1,0 +1,73 @@
+"""Aligner folders: exact round trip, refusals that name what is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_methods import network
+
+from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+
+
+@pytest.fixture
+def folder(models, tmp_path):
+    network(models["gpt2"], train=True).save_pretrained(tmp_path / "aligner")
+    return tmp_path / "aligner"
+
+
+def test_round_trip_is_exact(models, folder):
+    saved, loaded = network(models["gpt2"], train=True), Aligner.from_pretrained(folder)
+    assert isinstance(loaded, NetworkAligner) and loaded.config == saved.config
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    again = folder.parent / "again"
+    loaded.save_pretrained(again)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_other_folders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        Aligner.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
+        Aligner.from_pretrained("someone/something")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: "{", "is not JSON"),
+        (lambda c: "[" * 100_000, "is not JSON"),
+        (lambda c: "[]", "must be an object"),
+        (lambda c: json.dumps(c | {"extra": 1}), r"unknown \['extra'\]"),
+        (lambda c: json.dumps({k: v for k, v in c.items() if k != "family"}), r"missing \['family'\]"),
+        (lambda c: json.dumps(c | {"num_layers": "6"}), "num_layers must be a count"),
+        (lambda c: json.dumps(c | {"num_layers": 10**12}), "num_layers must be a count"),
+        (lambda c: json.dumps(c | {"num_layers": 4}), r"layer.weight must be \(4, 8\), found \(3, 8\)"),
+        (lambda c: json.dumps(c | {"kind": "magic"}), "unknown aligner kind 'magic'"),
+    ],
+)
+def test_damaged_configs_are_refused(folder, damage, message):
+    path = folder / "config.json"
+    path.write_text(damage(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match=message):
+        Aligner.from_pretrained(folder)
+
+
+def test_damaged_weights_are_refused(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="cannot read the weights"):
+        Aligner.from_pretrained(folder)
+    save_file({"other": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="found nothing"):
+        Aligner.from_pretrained(folder)
+
+
+def test_config_survives_json(models):
+    config = network(models["gpt2"]).config
+    values = json.loads(json.dumps(vars(config)))
+    assert AlignerConfig.from_dict(values) == config

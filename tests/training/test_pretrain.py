@@ -1,0 +1,115 @@
+"""The reference models' recipe: resuming changes nothing, the result is a model like any other."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvalign.commands.pretrain import PretrainSettings
+from kvalign.models import load_model
+from kvalign.training import pretrain as recipe
+from kvalign.training.pretrain import bits_per_byte, pretrain
+from kvalign.training.token_mix import parse_mix
+
+TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return f"text:{path}"
+
+
+def tiny(text, out, **changes):
+    small = dict(
+        corpus=(f"{text}@2", f"marked:{text}@1"),
+        vocab_size=300,
+        context_len=32,
+        num_layers=1,
+        hidden_size=64,
+        batch_size=2,
+        num_tokens=12 * 64,
+        eval_corpus=text,
+    )
+    return PretrainSettings(**({"out": out} | small | changes))
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_interrupted_run_ends_like_an_undisturbed_one(arch, text, tmp_path, monkeypatch):
+    facts = pretrain(tiny(text, tmp_path / "whole", arch=arch))
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_seven(run, loss_of, update=recipe.Run.update):
+        if run.step == 7:
+            raise Stop
+        update(run, loss_of)
+
+    often = tiny(text, tmp_path / "parts", arch=arch, save_minutes=1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Run, "update", stop_at_seven)
+        with pytest.raises(Stop):
+            pretrain(often)
+    again = pretrain(often)
+    assert again["tokens_seen"] == facts["tokens_seen"] == 12 * 64
+    assert again["bits_per_byte"] == facts["bits_per_byte"]
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+
+
+def test_result_is_a_model_with_card_and_facts(text, tmp_path):
+    facts = pretrain(tiny(text, tmp_path / "a", num_tokens=60 * 64))
+    loaded = load_model(str(tmp_path / "a"))
+    assert loaded.spec.context_len == 32 and len(loaded.tokenizer) == 300
+    assert json.loads((tmp_path / "a/pretrain.json").read_text()) == json.loads(json.dumps(facts))
+    card = (tmp_path / "a/README.md").read_text()
+    assert f"{facts['bits_per_byte']:.3f} bits per byte" in card and "--vocab-size 300" in card
+    torch.manual_seed(0)
+    untrained = recipe.build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
+    assert facts["bits_per_byte"] < 0.9 * bits_per_byte(untrained, loaded.tokenizer, text, 32)
+    other = tiny(text, tmp_path / "b", tokenizer=tmp_path / "a", arch="llama", num_tokens=64)
+    pretrain(other)
+    assert load_model(str(tmp_path / "b")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+
+
+def test_bits_per_byte_of_uniform_logits_counts_bytes(text, tmp_path):
+    pretrain(tiny(text, tmp_path / "a", num_tokens=64))
+    loaded = load_model(str(tmp_path / "a"))
+    loaded.model.transformer.wte.weight.data.zero_()
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    num_blocks = 60
+    blocks = torch.tensor(ids[: num_blocks * 32]).view(num_blocks, 32)[:, 1:]
+    num_bytes = sum(len(loaded.tokenizer.decode(row)) for row in blocks)
+    expected = blocks.numel() * torch.tensor(300.0).log2().item() / num_bytes
+    found = bits_per_byte(loaded.model, loaded.tokenizer, text, 32)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_wrong_settings_are_refused(text, tmp_path):
+    pretrain(tiny(text, tmp_path / "a", num_tokens=64))
+    for changes, message in (
+        (dict(out=tmp_path / "a", lr=0.5), "was begun with lr 0.002, got 0.5"),
+        (dict(hidden_size=70), "multiple of 64"),
+        (dict(corpus=(f"{text}@-1",)), "must be above 0"),
+        (dict(corpus=(f"{text}@x",)), "SPEC or SPEC@WEIGHT"),
+        (dict(context_len=100_000), "more than --context-len"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretrain(tiny(text, **({"out": tmp_path / "b", **changes})))
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json"):
+        pretrain(tiny(text, tmp_path / "c", tokenizer=tmp_path))
+
+
+def test_shares_add_up():
+    assert parse_mix(("python-docs", "text:a@b/c.txt@3")) == {
+        "python-docs": 0.25,
+        "text:a@b/c.txt": 0.75,
+    }

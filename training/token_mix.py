@@ -1,0 +1,128 @@
+"""The text of a language model's training: corpora with shares, a tokenizer of their own, token files, batches."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvalign.commands.pretrain import PretrainSettings
+from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.files import write_whole
+
+END = "<|endoftext|>"
+_TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
+
+
+@dataclass(frozen=True)
+class TokenMix:
+    """Tokenised corpora and the share of the rows that each gives.
+
+    Attributes:
+        ids: a memory-mapped array [num_tokens] uint16 or uint32 a corpus.
+        shares: adding up to 1.
+    """
+
+    ids: list[np.ndarray]
+    shares: np.ndarray
+
+    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Tensor:
+        """Rows from random places, [num_rows, row_len + 1] int64: the same for the same seed and step."""
+        rng = np.random.default_rng((seed, step))
+        rows = []
+        for which in rng.choice(len(self.ids), num_rows, p=self.shares):
+            start = rng.integers(0, len(self.ids[which]) - row_len)
+            rows.append(self.ids[which][start : start + row_len + 1].astype(np.int64))
+        return torch.from_numpy(np.stack(rows))
+
+
+def parse_mix(specs: tuple[str, ...]) -> dict[str, float]:
+    """`SPEC` or `SPEC@WEIGHT` each: the corpora and their shares, which add up to 1."""
+    weights = {}
+    for spec in specs:
+        name, at, weight = spec.rpartition("@")
+        try:
+            weights[name if at else spec] = float(weight) if at else 1.0
+        except ValueError:
+            raise ValueError(f"--corpus takes SPEC or SPEC@WEIGHT, got {spec!r}") from None
+    if not all(0 < weight < float("inf") for weight in weights.values()):
+        raise ValueError(f"--corpus weights must be above 0, got {', '.join(specs)}")
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+def open_mix(
+    settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase, work_dir: Path
+) -> TokenMix:
+    """Tokenise each corpus once into a file of `work_dir`, and open the files.
+
+    Raises:
+        ValueError: a corpus shorter than one row.
+    """
+    mix = parse_mix(settings.corpus)
+    vocabulary = tokenizer.get_vocab()
+    fingerprint = hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest()
+    dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
+    ids = []
+    for spec in mix:
+        name = hashlib.sha256(f"{spec} {fingerprint}".encode()).hexdigest()[:16]
+        path = work_dir / f"{name}.npy"
+        if not path.exists():
+            pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
+            write_whole(path, lambda partial, pieces=pieces: np.save(partial, np.concatenate(pieces)))
+        ids.append(np.load(path, mmap_mode="r"))
+        if len(ids[-1]) <= settings.context_len:
+            raise ValueError(
+                f"corpus {spec!r} has {len(ids[-1])} tokens, more than --context-len "
+                f"({settings.context_len}) are needed"
+            )
+    return TokenMix(ids, np.array(list(mix.values())))
+
+
+def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer to share, the one already in `out`, or a new byte-level BPE trained on the mix."""
+    if settings.tokenizer or (settings.out / "tokenizer.json").exists():
+        folder = settings.tokenizer or settings.out
+        if not (folder / "tokenizer.json").exists():
+            raise FileNotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
+        return AutoTokenizer.from_pretrained(folder)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_sample(parse_mix(settings.corpus)), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END,
+        eos_token=END,
+        model_max_length=settings.context_len,
+    )
+    tokenizer.save_pretrained(settings.out)
+    return tokenizer
+
+
+def _sample(mix: dict[str, float]) -> Iterator[str]:
+    """Text of each corpus by its share, a small corpus as often as it takes."""
+    for spec, share in mix.items():
+        wanted, pieces = int(_TOKENIZER_CHARS * share), []
+        for text in texts(spec, "train"):
+            pieces.append(text[:wanted])
+            wanted -= len(pieces[-1])
+            if wanted <= 0:
+                break
+        yield from pieces
+        for text in itertools.cycle(filter(None, pieces)):
+            if wanted <= 0:
+                break
+            yield text[:wanted]
+            wanted -= len(text)
