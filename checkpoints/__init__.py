@@ -23,5 +23,6 @@ def aligner_path(name: str) -> Path | None:
 def default_aligner(model: str) -> str | None:
     """The shipped aligner of a shipped model, given the model's name or folder."""
     return DEFAULT_ALIGNERS.get(model) or next(
-        (aligner for name, aligner in DEFAULT_ALIGNERS.items() if Path(model) == FOLDER / name), None
+        (aligner for name, aligner in DEFAULT_ALIGNERS.items() if Path(model) == FOLDER / name),
+        None,
     )

@@ -1,8 +1,9 @@
 """Chunks of a corpus and the split of each: a matter of its place alone, so that any run agrees."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from kvalign.data_gen.store import SPLITS
 BLOCK_CHUNKS = 4  # overlapping chunks are split by blocks of text this many chunks long
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """The chunks of one shard, or of one for each number evicted.
 
     Attributes:
@@ -24,6 +26,17 @@ class Group(NamedTuple):
     index: int
     places: Tensor
     ids: Tensor
+
+
+def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Iterator[list[int]]:
+    """The first ids of each corpus, `num_tokens` in all, one corpus after the other."""
+    for i, pieces in enumerate(corpora):
+        left = num_tokens * (i + 1) // len(corpora) - num_tokens * i // len(corpora)
+        for piece in pieces:
+            yield piece[:left]
+            left -= min(left, len(piece))
+            if not left:
+                break
 
 
 def chunks(

@@ -10,8 +10,7 @@ import torch
 
 from kvalign.aligners import probe
 from kvalign.commands.gen_data import GenDataSettings
-from kvalign.data_gen.files import read_json
-from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS
+from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS, read_json
 from kvalign.models import LoadedModel
 
 # Settings that may change between the runs of a recording: they touch the last bits at most.
@@ -55,7 +54,7 @@ def is_finished(settings: GenDataSettings, config: dict[str, Any]) -> bool:
     """Whether the folder has the whole recording; ValueError if it has another, or other files."""
     if not (settings.out / CONFIG).exists():
         found = settings.out.iterdir() if settings.out.is_dir() else ()
-        if any(path.suffix != ".partial" for path in found):
+        if any(not path.name.startswith(".") for path in found):
             raise ValueError(f"{settings.out} holds other files: name a new folder with --out")
         return False
     finished = (settings.out / MANIFEST).exists()
@@ -63,8 +62,8 @@ def is_finished(settings: GenDataSettings, config: dict[str, Any]) -> bool:
     there = read_json(settings.out / CONFIG)
     if field := _first_difference(there, config, skip):
         raise ValueError(
-            f"{settings.out} was recorded with {field} {_at(there, field)!r}, "
-            f"not {_at(config, field)!r}: "
+            f"{settings.out} was recorded with {field.removeprefix('settings.')} "
+            f"{_at(there, field)!r}, not {_at(config, field)!r}: "
             "take that, or name a new folder with --out"
         )
     return finished
@@ -83,7 +82,7 @@ def _first_difference(there: Any, here: Any, skip: tuple[str, ...]) -> str:
     return ""
 
 
-def _at(config: dict[str, Any], field: str) -> Any:
+def _at(config: Any, field: str) -> Any:
     for name in field.split("."):
         config = config.get(name) if isinstance(config, dict) else None
     return config

@@ -1,4 +1,4 @@
-"""Text to record, train and evaluate on: one specification string per corpus, all loaded through `datasets`.
+"""Text to record, train and evaluate on: one specification string per corpus.
 
 | spec | text |
 |---|---|
@@ -9,7 +9,9 @@
 | `text:PATH` | a file, a folder of .txt files or a glob; one text for both splits |
 | `marked:SPEC` | any of these in WikiText's tokenised form (`it 's a two @-@ part word`) |
 
-A tokenised corpus is one stream of ids: no special tokens, rows joined.
+Files and hub data sets are read through `datasets`, streaming. As in `datasets`, a local folder is
+taken before a hub data set of the same name: a copy in ./Salesforce/wikitext serves `wikitext`
+without a network. A tokenised corpus is one stream of ids: no special tokens, rows joined.
 """
 
 import difflib
@@ -21,13 +23,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import hub
 from kvalign.data_gen.python_docs import python_docs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OFFLINE = ("python-docs", "text:PATH")
-PIECE_LEN = 1 << 20  # characters tokenised at once: bounds memory, larger than any evaluation reads
+OFFLINE = ("python-docs", "text:PATH", "hub:FOLDER")
+PIECE_LEN = 1 << 20  # characters held at once: bounds memory
+
+# A text can be cut after the last of these newlines: no tokenizer that splits words by one of the
+# usual patterns (GPT-2, Llama 3, o200k) has a token across it, or one that differs at a text's end.
+_CUT = re.compile(r"(?s).*(?:(?<=\S)\n(?=\w)|\n(?= \w))")
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,8 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
         split: `train` or `test`. A `text:` corpus is the same in both: keep the two apart yourself.
 
     Raises:
-        ValueError: unknown corpus, split or column, or a hub that cannot be reached (the message names the
-            corpora that work offline).
+        ValueError: unknown corpus, split or column, or a hub that cannot be reached (the message
+            names the corpora that work offline).
         FileNotFoundError: `text:` with a path that matches nothing.
     """
     if split not in ("train", "test"):
@@ -77,8 +84,7 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
     if spec in HUB:
         return _pieces(_hub_rows(HUB[spec], split))
     if kind == "hub" and rest:
-        name, *more = rest.split(":")
-        return _pieces(_hub_rows(HubCorpus(name, *more[:1], **dict(zip(["column"], more[1:]))), split))
+        return _pieces(_hub_rows(_parse_hub(rest), split))
     near = difflib.get_close_matches(spec, NAMES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ValueError(f"unknown corpus {spec!r}{hint} (known: {', '.join(NAMES)})")
@@ -87,13 +93,27 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
 def token_pieces(
     spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train"
 ) -> Iterator[list[int]]:
-    """Yield the ids of a corpus, a piece of text at a time, without special tokens."""
+    """Yield the ids of a corpus, about a megabyte of text at a time, without special tokens.
+
+    With a byte-level tokenizer they are the ids of the whole text; one that puts a space before
+    every text (SentencePiece) does so to each piece.
+    """
+    held = ""
     for text in texts(spec, split):
-        yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        held += text
+        if cut := _CUT.match(held):
+            yield _ids(held[: cut.end()], tokenizer)
+            held = held[cut.end() :]
+    if held:
+        yield _ids(held, tokenizer)
+
+
+def _ids(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _pieces(rows: Iterable[str]) -> Iterator[str]:
-    """Join rows to pieces of PIECE_LEN. A piece ends where a line ends, so that tokenising it alone changes nothing."""
+    """Join rows to pieces of PIECE_LEN or more, each but the last ending where a line ends."""
     held: list[str] = []
     held_len = 0
     for row in rows:
@@ -109,42 +129,68 @@ def _pieces(rows: Iterable[str]) -> Iterator[str]:
 def _file_lines(path: str) -> Iterator[str]:
     import datasets
 
-    found = sorted(str(p) for p in Path(path).rglob("*.txt")) if Path(path).is_dir() else sorted(glob.glob(path))
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = sorted(str(file) for file in place.rglob("*.txt"))
+    else:
+        found = [str(place)] if place.is_file() else sorted(glob.glob(str(place)))
+    found = [glob.escape(file) for file in found if Path(file).is_file()]  # `datasets` globs too
     if not found:
-        raise FileNotFoundError(f"no text at {path!r}: name a file, a folder with .txt files, or a glob")
+        raise FileNotFoundError(
+            f"no text at {path!r}: name a file, a folder with .txt files, or a glob"
+        )
     rows = datasets.load_dataset(
         "text", data_files=found, split="train", streaming=True, keep_linebreaks=True
     )
     return (row["text"] for row in rows)
 
 
+def _parse_hub(text: str) -> HubCorpus:
+    """NAME[:CONFIG][:COLUMN]; an empty part is one left out."""
+    name, *more = text.split(":")
+    if not name or len(more) > 2:
+        raise ValueError(f"a hub data set is hub:NAME[:CONFIG][:COLUMN], got {'hub:' + text!r}")
+    config, column = (*more, "", "")[:2]
+    return HubCorpus(name, config or None, column or "text")
+
+
 def _hub_rows(corpus: HubCorpus, split: str) -> Iterator[str]:
     import datasets
 
+    place = Path(corpus.name).expanduser()
+    is_local = place.is_dir()
+    offline = f"corpora that work offline: {', '.join(OFFLINE)}"
+    if not is_local and not hub.is_reachable():
+        raise ValueError(f"no folder {corpus.name!r} here and the hub cannot be reached; {offline}")
+    source = str(place) if is_local else corpus.name
     wanted = getattr(corpus, split)
     try:
-        rows = datasets.load_dataset(corpus.name, corpus.config, split=wanted, streaming=True)
-    except (ConnectionError, OSError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise ValueError(
-            f"cannot load {corpus.name!r} from the hub ({type(error).__name__}); "
-            f"corpora that work offline: {', '.join(OFFLINE)}"
-        ) from error
+        rows = datasets.load_dataset(source, corpus.config, split=wanted, streaming=True)
+    except (OSError, ValueError) as error:  # no such data set, config or split; no connection
+        where = "" if is_local else f"; {offline}"
+        raise ValueError(f"cannot load {wanted!r} of {corpus.name!r}: {error}{where}") from error
     return (_row_text(row, corpus.column) + "\n\n" for row in rows)
 
 
 def _row_text(row: dict, column: str) -> str:
-    """The text of one row: a string as it is, a conversation as the contents of its turns, a line each."""
+    """The text of one row: a string as it is; of a conversation its turns, a line each."""
     if column not in row:
-        raise ValueError(f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)")
+        raise ValueError(
+            f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)"
+        )
     value = row[column]
-    if isinstance(value, list) and all(isinstance(turn, dict) and "content" in turn for turn in value):
+    if isinstance(value, list) and all(
+        isinstance(turn, dict) and "content" in turn for turn in value
+    ):
         value = "\n".join(turn["content"] for turn in value)
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} holds {type(value).__name__}, not text: name another column")
+        raise ValueError(
+            f"column {column!r} holds {type(value).__name__}, not text: name another column"
+        )
     return value.rstrip("\n")
 
 
-_QUOTES = str.maketrans("“”‘’", "\"\"''")
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 @lru_cache(maxsize=1)
@@ -157,7 +203,7 @@ def _moses():
 
 
 def _mark(text: str) -> str:
-    """Write plain text the way WikiText does: Moses tokens, `@-@` inside words, `@,@` and `@.@` inside numbers."""
+    """Text the way WikiText writes it: Moses tokens, `@-@` in words, `@,@` and `@.@` in numbers."""
     lines = []
     for line in text.translate(_QUOTES).split("\n"):
         line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)

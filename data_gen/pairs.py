@@ -3,8 +3,8 @@
     tokens    s s s s e 5 6 7 8   encode all: K, V at positions 0..8; of slots 5..8: stale
     evict e   s s s s   5 6 7 8   encode the rest: K, V at positions 0..7; of slots 4..7: aligned
 
-(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are rotated to
-their new positions first: that part of the move is exact, the rest is what an aligner learns.
+(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are rotated
+to their new positions first: that part of the move is exact, the rest is what an aligner learns.
 """
 
 import torch

@@ -1,26 +1,45 @@
-"""The default corpus, on every machine: the language reference inside CPython and the standard library's docstrings.
+"""The default corpus, on every machine: CPython's language reference and the library's docstrings.
 
-Nothing is imported and nothing downloaded: `pydoc_data.topics` is a data module, and docstrings are read from the
-standard library's source with `ast`. The text depends a little on the Python version; the split does not, because
-a document goes to `test` by a hash of its name.
+Nothing is imported but a data module and nothing downloaded: the reference is `pydoc_data.topics`,
+and docstrings are read from the standard library's source with `ast`. The text depends a little on
+the Python version; the split does not, because a document goes to `test` by a hash of its name.
 """
 
 import ast
 import hashlib
 import inspect
+import os
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 
 TEST_SHARE = 0.1
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "turtledemo",
+}
 
 
 def python_docs(split: str) -> Iterator[dict[str, str]]:
     """Yield `{"name", "text"}` documents of `split` (`train` or `test`), in a fixed order."""
-    for name, text in _documents():
-        if _is_test(name) == (split == "test"):
+    from pydoc_data.topics import topics  # 700 kB
+
+    wanted = split == "test"
+    for topic in sorted(topics):
+        name = f"topic/{topic}"
+        if _is_test(name) == wanted:
+            yield {"name": name, "text": topics[topic]}
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for path in _sources(stdlib):
+        name = f"module/{path.relative_to(stdlib).as_posix()}"
+        if _is_test(name) == wanted and (text := _docstrings(path)):
             yield {"name": name, "text": text}
 
 
@@ -28,22 +47,25 @@ def _is_test(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 256 * TEST_SHARE
 
 
-def _documents() -> Iterator[tuple[str, str]]:
-    for name in sorted(topics):
-        yield f"topic/{name}", topics[name]
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(stdlib.rglob("*.py")):
-        relative = path.relative_to(stdlib)
-        if _SKIPPED.isdisjoint(relative.parts) and not relative.name.startswith("test_"):
-            text = _docstrings(path)
-            if text:
-                yield f"module/{relative.as_posix()}", text
+def _sources(stdlib: Path) -> list[Path]:
+    """The library's own source files in order; packages installed below it are not listed."""
+    found = []
+    for folder, subfolders, files in os.walk(stdlib):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
+        found += [
+            Path(folder, name)
+            for name in files
+            if name.endswith(".py") and not name.startswith("test_")
+        ]
+    return sorted(found)
 
 
 def _docstrings(path: Path) -> str:
-    """All docstrings of one source file, each under the signature-like name it documents."""
+    """The longer docstrings of one source file, each under the name of what it documents."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes: errors under -W error, and lost text
+            tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return ""
     parts = []

@@ -1,7 +1,7 @@
 """Record the training pairs of a corpus, shard by shard.
 
-What a shard holds depends on the settings and the corpus alone, so an interrupted run continues where
-it stopped and ends in the same bytes. In memory is one shard for each number of entries evicted.
+What a shard holds depends on the settings and the corpus alone, so an interrupted run continues
+where it stopped and ends in the same bytes. One shard for each number evicted is in memory.
 """
 
 import hashlib
@@ -15,10 +15,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvalign.commands.gen_data import GenDataSettings
-from kvalign.data_gen.chunks import Group, chunks, first_of_val, groups
+from kvalign.data_gen.chunks import Group, chunks, equal_shares, first_of_val, groups
 from kvalign.data_gen.config import is_finished, new_config
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.data_gen.files import sha256, write_json
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.store import (
     CONFIG,
@@ -30,7 +29,9 @@ from kvalign.data_gen.store import (
     Store,
     find_damage,
     open_store,
+    sha256,
     shard_at,
+    write_json,
     write_shard,
 )
 from kvalign.models import LoadedModel
@@ -54,18 +55,21 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     needed_len = (num_needed - 1) * stride + settings.chunk_len
     if settings.num_tokens < needed_len:
         raise ValueError(
-            f"--num-tokens must be at least {needed_len} for a chunk of {settings.chunk_len} tokens "
-            f"in both train and val, got {settings.num_tokens}"
+            f"--num-tokens must be at least {needed_len} for a chunk in both train and val, "
+            f"got {settings.num_tokens}"
         )
     if is_finished(settings, config):
         return open_store(settings.out), True
-    pieces = token_pieces(settings.corpus, loaded.tokenizer, "train")
+    pieces = equal_shares(
+        [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus],
+        settings.num_tokens,
+    )
     stream = chunks(pieces, settings.chunk_len, stride, settings.num_tokens)
     head = list(itertools.islice(stream, num_needed))
     if len(head) < num_needed:
         raise ValueError(
-            f"corpus {settings.corpus!r} has less than the {needed_len} tokens that a chunk in both "
-            "train and val takes: lower --chunk-len or name a longer corpus"
+            f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a chunk in both "
+            "train and val: lower --chunk-len or name a longer corpus"
         )
     settings.out.mkdir(parents=True, exist_ok=True)
     if not (settings.out / CONFIG).exists():
@@ -105,7 +109,10 @@ def _record_shards(
                 bar.update(group.ids.numel())
     if num_found < num_expected:
         log.warning(
-            "corpus %s ended after %d of %d chunks", settings.corpus, num_found, num_expected
+            "corpus %s ended after %d of %d chunks",
+            ", ".join(settings.corpus),
+            num_found,
+            num_expected,
         )
     return sorted(shards, key=lambda s: (SPLITS.index(s.split), s.num_evicted, s.path.name))
 

@@ -4,10 +4,12 @@
     train-k1-00000.safetensors ...   a fixed number of chunks each; written whole or not at all
     manifest.json                    written last: the shards, their rows and SHA-256
 
-A shard holds `key_stale`, `key_aligned`, `value_stale`, `value_aligned`, each [num_chunks, L, H, S, D]
-with S = chunk_len - num_sinks - num_evicted, and `chunk` [num_chunks] int64, places in the corpus.
+A shard holds `key_stale`, `key_aligned`, `value_stale`, `value_aligned`, each
+[num_chunks, L, H, S, D] with S = chunk_len - num_sinks - num_evicted, and `chunk` [num_chunks]
+int64, places in the corpus.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.data_gen.files import read_json, sha256, write_whole
+from kvalign.files import write_text, write_whole
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 SPLITS = ("train", "val")
@@ -107,7 +109,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         raise ValueError(f"{folder} is unfinished: run the same gen-data command again")
     store = Store(folder, read_json(folder / CONFIG), read_json(folder / MANIFEST))
     _check_config(folder / CONFIG, store.config)
-    for shard, entry in zip(_listed(store), store.manifest["shards"], strict=True):
+    shards = list(_listed(store))
+    for shard, entry in zip(shards, store.manifest["shards"], strict=True):
         damage = find_damage(shard, store.config)
         if not damage and verify and sha256(shard.path) != entry.get("sha256"):
             damage = "its SHA-256 differs from the manifest's"
@@ -155,6 +158,29 @@ def find_damage(shard: Shard, config: dict[str, Any]) -> str | None:
     return None
 
 
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError naming the file when it does not hold a JSON object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, found {type(values).__name__}")
+    return values
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _check_config(path: Path, config: dict[str, Any]) -> None:
     """Raise ValueError, naming the field, unless a store can be read by this config."""
     settings, shapes = config.get("settings"), config.get("shapes")
@@ -162,7 +188,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         raise ValueError(f"{path} is damaged: settings and shapes must be objects")
     if settings.get("dtype") not in list(_DTYPES):
         raise ValueError(f"{path} is damaged: dtype must be one of {', '.join(_DTYPES)}")
-    shifts = settings.get("num_evicted")
+    shifts: Any = settings.get("num_evicted")
     if not _are_counts(shifts) or sorted(set(shifts)) != shifts:
         raise ValueError(f"{path} is damaged: num_evicted must be ascending counts, got {shifts!r}")
     for shift in map(str, shifts):

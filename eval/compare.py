@@ -30,10 +30,13 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         method_class(name)
     loaded = load_model(settings.model, settings.device, settings.dtype)
     sizes = dict(
-        cache_size=settings.cache_size, num_sinks=settings.num_sinks, num_evicted=settings.num_evicted
+        cache_size=settings.cache_size,
+        num_sinks=settings.num_sinks,
+        num_evicted=settings.num_evicted,
     )
     methods = [
-        make_method(name, loaded.model, **sizes, aligner=settings.aligner) for name in settings.methods
+        make_method(name, loaded.model, **sizes, aligner=settings.aligner)
+        for name in settings.methods
     ]
     ids = read_ids(loaded, settings.corpus, settings.cache_size + 1 + settings.num_tokens)
     draws = dict(
@@ -42,19 +45,28 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     rows = []
     for method, scores in zip(methods, score(methods, ids, settings.num_tokens), strict=True):
         list(TextStream(loaded, method, settings.prompt, max_new_tokens=8, **draws))  # warm-up
-        stream = TextStream(loaded, method, settings.prompt, max_new_tokens=settings.max_new_tokens, **draws)
+        stream = TextStream(
+            loaded, method, settings.prompt, max_new_tokens=settings.max_new_tokens, **draws
+        )
         for _ in tqdm(stream, desc=f"{method.name} writes", unit="piece"):
             pass
         shown = ("method", "num_sinks", "num_evicted", "perplexity")
         timing = {k: v for k, v in stream.timing().items() if k != "num_tokens"}
         rows.append({**{k: scores[k] for k in shown}, **timing, "text": stream.text})
-    return {"settings": settings.as_dict(), "environment": environment(settings.device), "rows": rows}
+    return {
+        "settings": settings.as_dict(),
+        "environment": environment(settings.device),
+        "rows": rows,
+    }
 
 
 def write(result: dict[str, Any], folder: Path) -> None:
     """Write comparison.json and the self-contained comparison.html; text of prompt and models is escaped."""
     templates = Environment(
-        loader=PackageLoader("kvalign.eval"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("kvalign.eval"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     best = min(row["perplexity"] for row in result["rows"])
     page = templates.get_template("comparison.html").render(

@@ -68,7 +68,9 @@ def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
         ids += piece
         if len(ids) >= num_ids:
             return torch.tensor([ids[:num_ids]], device=loaded.model.device)
-    raise ValueError(f"corpus {corpus!r} has {len(ids)} tokens, {num_ids} are needed: lower --num-tokens")
+    raise ValueError(
+        f"corpus {corpus!r} has {len(ids)} tokens, {num_ids} are needed: lower --num-tokens"
+    )
 
 
 def score(methods: Iterable[Method], ids: torch.Tensor, num_labels: int) -> list[dict[str, Any]]:

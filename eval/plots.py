@@ -60,6 +60,10 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
 def _ticks(low: float, high: float) -> list[float]:
     """Round values between the ends of a log axis, enough to read it by."""
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
-    ticks = [step * 10**power for power in range(0, 8) for step in steps if low * 0.95 <= step * 10**power <= high * 1.05]
+    ticks = [
+        step * 10**power
+        for power in range(0, 8)
+        for step in steps
+        if low * 0.95 <= step * 10**power <= high * 1.05
+    ]
     return ticks if len(ticks) <= 8 else ticks[:: math.ceil(len(ticks) / 8)]
-

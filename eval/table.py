@@ -11,6 +11,8 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     """An aligned table with the digits that mean something."""
     table = pd.DataFrame(rows)
     formatters = {
-        name: (lambda x, digits=digits: f"{x:.{digits}f}") for name, digits in _DIGITS.items() if name in table
+        name: (lambda x, digits=digits: f"{x:.{digits}f}")
+        for name, digits in _DIGITS.items()
+        if name in table
     }
     return table.to_string(index=False, formatters=formatters)

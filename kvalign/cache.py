@@ -42,7 +42,9 @@ class StreamingCache(Cache):
     ):
         check_sizes(spec, cache_size, num_sinks, num_evicted)
         self.slots = Slots(cache_size, num_sinks, num_evicted)
-        super().__init__(layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)])
+        super().__init__(
+            layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)]
+        )
 
     def reset(self) -> None:
         """Forget everything: the next token is the first of a new stream."""

@@ -52,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         module.run(parse(settings_class(module), args[len(name.split()) :], f"kvalign {name}"))
-    except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+    except (
+        ValueError,
+        FileNotFoundError,
+        FileExistsError,
+        IsADirectoryError,
+        NotADirectoryError,
+    ) as error:
         return _wrong_use(str(error), name)
     except SystemExit as end:  # argparse's --help and errors
         return int(end.code or 0)
@@ -67,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     width = max(map(len, COMMANDS)) + 2
-    return _USAGE.format(commands="\n".join(f"  {n:{width}}{about}" for n, about in COMMANDS.items()))
+    return _USAGE.format(
+        commands="\n".join(f"  {n:{width}}{about}" for n, about in COMMANDS.items())
+    )
 
 
 def module_name(command: str) -> str:
@@ -80,7 +88,9 @@ def settings_class(module) -> type[Settings]:
     own = [
         value
         for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Settings) and value.__module__ == module.__name__
+        if inspect.isclass(value)
+        and issubclass(value, Settings)
+        and value.__module__ == module.__name__
     ]
     assert len(own) == 1, f"{module.__name__} must declare one Settings class"
     return own[0]

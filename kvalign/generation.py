@@ -1,6 +1,6 @@
 """The one generation loop: an iterator of tokens. The command line, the evaluation and `model.generate` all use it.
 
-    model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000)
+model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000)
 """
 
 from collections.abc import Collection, Iterator
@@ -114,7 +114,9 @@ def stream_generate(
     )
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):
-            criterion.max_position_embeddings = None  # it would warn that the context length is exceeded
+            criterion.max_position_embeddings = (
+                None  # it would warn that the context length is exceeded
+            )
     eos = config.eos_token_id
     tokens = stream_tokens(
         streaming,
@@ -156,12 +158,16 @@ class _History:
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if (config.num_beams or 1) > 1:
-        raise ValueError(f"streaming has no beam search: num_beams must be 1, got {config.num_beams}")
+        raise ValueError(
+            f"streaming has no beam search: num_beams must be 1, got {config.num_beams}"
+        )
     if config.return_dict_in_generate:
         raise ValueError("streaming returns ids alone: return_dict_in_generate must be False")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not mask.bool().all():
-        raise ValueError("streams of a batch need prompts of equal length: got an attention mask with padding")
+        raise ValueError(
+            "streams of a batch need prompts of equal length: got an attention mask with padding"
+        )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("stream_generate begins a new stream: leave past_key_values out")

@@ -10,13 +10,18 @@ A family says what moving a cached entry means:
 import difflib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from kvalign import checkpoints, hub
@@ -136,7 +141,9 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"device {device!r} is not available here: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _context_len(config: PretrainedConfig) -> int | None:

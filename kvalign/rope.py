@@ -1,7 +1,7 @@
-"""The exact move of rotated keys: rotations add up, so turning a key back makes it the key of an earlier position.
+"""The exact move of rotated keys: rotations add up, so turning a key back moves it to the front.
 
-RoPE (Su et al. 2021) as transformers lays it out: the two numbers of a pair lie half the rotary dimensions apart. A
-model's attention scaling (YaRN, LongRoPE) is already in its keys and is not applied again.
+RoPE (Su et al. 2021) as transformers lays it out: the two numbers of a pair lie half the rotary
+dimensions apart. A model's attention scaling (YaRN, LongRoPE) is in its keys and not applied again.
 """
 
 import torch
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
-    """Move rotated keys `shift` positions towards the start; angles in float32, result in the dtype of `keys`.
+    """Move rotated keys `shift` positions towards the start; angles and products in float32.
 
     Args:
-        keys: [..., S, D], already rotated. Dimensions beyond the rotary ones (GPT-NeoX) stay as they are.
-        shift: positions, one for all slots or [S] a slot; negative moves away from the start.
-        inv_freq: [rotary_dim / 2] float32, the model's own, scaling included (`kvalign.models.inv_freq`).
+        keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
+        shift: positions, one number for all slots or [S]; negative moves away from the start.
+        inv_freq: [rotary_dim / 2] float32, the model's own (`kvalign.models.inv_freq`).
 
     Returns:
-        [..., S, D]; a shift of 0 gives the very same numbers.
+        [..., S, D] in the dtype of `keys`; a shift of 0 gives the very same numbers.
     """
     inv_freq = inv_freq.to(keys.device, torch.float32)
     steps = torch.as_tensor(shift, device=keys.device, dtype=torch.float32)

@@ -78,7 +78,9 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
     hints = typing.get_type_hints(cls)
     for field in _fields(cls):
         parser.add_argument(flag(field.name), **_argument(field, hints[field.name]))
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    given = {
+        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
+    }
     for name, value in given.items():
         if typing.get_origin(hints[name]) is tuple:
             given[name] = tuple(item for part in value for item in part)

@@ -50,7 +50,9 @@ class TextStream:
     ):
         self.tokenizer, self.max_new_tokens = loaded.tokenizer, max_new_tokens
         device = loaded.model.device
-        ids = torch.tensor([self.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.int64, device=device)
+        ids = torch.tensor(
+            [self.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.int64, device=device
+        )
         processors = LogitsProcessorList()
         if no_repeat_ngram_size:
             processors.append(NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))

@@ -35,7 +35,7 @@ _ROTARY = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-_SHAPES |= {kind: _ROTARY for kind in ("llama", "mistral", "qwen2")}
+_SHAPES |= dict.fromkeys(("llama", "mistral", "qwen2"), _ROTARY)
 _SHAPES["qwen3"] = dict(_ROTARY, head_dim=16)
 _SHAPES["gpt_neox"] = {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"}
 KINDS = tuple(_SHAPES)

@@ -42,10 +42,16 @@ def test_other_folders_are_refused(tmp_path, monkeypatch):
         (lambda c: "[" * 100_000, "is not JSON"),
         (lambda c: "[]", "must be an object"),
         (lambda c: json.dumps(c | {"extra": 1}), r"unknown \['extra'\]"),
-        (lambda c: json.dumps({k: v for k, v in c.items() if k != "family"}), r"missing \['family'\]"),
+        (
+            lambda c: json.dumps({k: v for k, v in c.items() if k != "family"}),
+            r"missing \['family'\]",
+        ),
         (lambda c: json.dumps(c | {"num_layers": "6"}), "num_layers must be a count"),
         (lambda c: json.dumps(c | {"num_layers": 10**12}), "num_layers must be a count"),
-        (lambda c: json.dumps(c | {"num_layers": 4}), r"layer.weight must be \(4, 8\), found \(3, 8\)"),
+        (
+            lambda c: json.dumps(c | {"num_layers": 4}),
+            r"layer.weight must be \(4, 8\), found \(3, 8\)",
+        ),
         (lambda c: json.dumps(c | {"kind": "magic"}), "unknown aligner kind 'magic'"),
     ],
 )

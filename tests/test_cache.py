@@ -104,7 +104,9 @@ def test_reset_begins_a_new_stream(models, ids):
 def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_evicted):
     """Layer 0 of a rotary model depends on token and position alone: the cache must hold what re-encoding gives."""
     model = models[kind]
-    cache = StreamingCache(spec_of(model.config), 14, num_evicted=num_evicted, realigner=Rotation(model))
+    cache = StreamingCache(
+        spec_of(model.config), 14, num_evicted=num_evicted, realigner=Rotation(model)
+    )
     _stream(model, cache, ids, 50)
     kept = ids[:, :50][:, cache.slots.index]
     clean = model(input_ids=kept, use_cache=True).past_key_values.layers[0]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import CONTEXT_LEN
+from test_methods import STREAMING, make, network
 from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
@@ -12,7 +13,6 @@ from transformers import (
     StoppingCriteriaList,
     TopKLogitsWarper,
 )
-from test_methods import STREAMING, make, network
 
 import kvalign
 
@@ -22,7 +22,9 @@ def take(tokens, count):
 
 
 def test_greedy_without_eviction_is_transformers_own(model, ids):
-    expected = model.generate(ids[:, :10], max_new_tokens=10, min_new_tokens=10, do_sample=False, use_cache=True)
+    expected = model.generate(
+        ids[:, :10], max_new_tokens=10, min_new_tokens=10, do_sample=False, use_cache=True
+    )
     expected = expected[:, 10:]
     ours = take(kvalign.stream_tokens(make("streaming-llm", model), ids[:, :10]), 10)
     # transformers suppresses the end token to reach min_new_tokens; the tiny models may choose it
@@ -56,7 +58,9 @@ def test_batch_streams_as_single_rows_do(models, ids):
     method = make("streaming-llm", models["llama"])
     both = take(kvalign.stream_tokens(method, ids[:, :30]), 60)
     for row in range(2):
-        assert torch.equal(take(kvalign.stream_tokens(method, ids[row : row + 1, :30]), 60)[0], both[row])
+        assert torch.equal(
+            take(kvalign.stream_tokens(method, ids[row : row + 1, :30]), 60)[0], both[row]
+        )
 
 
 def test_no_repeat_ngram_sees_the_evicted_history(models, ids):
@@ -84,7 +88,11 @@ def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
 
 def test_empty_prompt_is_refused(models):
     with pytest.raises(ValueError, match="the prompt is empty"):
-        next(kvalign.stream_tokens(make("window", models["gpt2"]), torch.zeros(1, 0, dtype=torch.int64)))
+        next(
+            kvalign.stream_tokens(
+                make("window", models["gpt2"]), torch.zeros(1, 0, dtype=torch.int64)
+            )
+        )
 
 
 def test_dense_stream_ends_with_the_context(models, ids):

@@ -131,7 +131,9 @@ def test_scoring_is_stepping(name, models, ids, num_evicted):
         for num_tokens in (CACHE_SIZE + 2, CACHE_SIZE + 3, 75):
             expected = Method.score(method, ids[:1, :num_tokens])
             counted = []
-            assert torch.allclose(method.score(ids[:1, :num_tokens], counted.append), expected, atol=1e-4)
+            assert torch.allclose(
+                method.score(ids[:1, :num_tokens], counted.append), expected, atol=1e-4
+            )
             assert sum(counted) == len(expected) == num_tokens - CACHE_SIZE - 1
 
 

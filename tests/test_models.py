@@ -61,7 +61,9 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
             input_ids=ids,
             position_ids=torch.arange(start, start + 12)[None],
             use_cache=True,
-        ).past_key_values.layers[0].keys
+        )
+        .past_key_values.layers[0]
+        .keys
         for start in (0, shift)
     ]
     assert torch.allclose(rerotate(at[1], shift, inv_freq(model)), at[0], atol=1e-4)
@@ -69,14 +71,21 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
 
 
 def test_scaling_by_length_limits_the_cache():
-    assert spec_of(tiny_model("llama", rope_parameters=SCALINGS["longrope"]).config).context_len == 32
-    assert spec_of(tiny_model("llama", rope_parameters=SCALINGS["dynamic"]).config).context_len == CONTEXT_LEN
+    assert (
+        spec_of(tiny_model("llama", rope_parameters=SCALINGS["longrope"]).config).context_len == 32
+    )
+    assert (
+        spec_of(tiny_model("llama", rope_parameters=SCALINGS["dynamic"]).config).context_len
+        == CONTEXT_LEN
+    )
 
 
 def test_unknown_scaling_is_refused(models):
     config = AutoConfig.for_model("llama")
     config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4}
-    with pytest.raises(ValueError, match="RoPE scaling 'spiral' cannot be shifted.*known: default, linear"):
+    with pytest.raises(
+        ValueError, match="RoPE scaling 'spiral' cannot be shifted.*known: default, linear"
+    ):
         spec_of(config)
 
 
@@ -88,7 +97,11 @@ def test_unknown_architecture_is_refused_naming_the_known():
 @pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
 def test_shipped_models_load(name):
     loaded = load_model(name)
-    assert loaded.spec.context_len == 512 and loaded.spec.num_layers == 6 and loaded.spec.head_dim == 64
+    assert (
+        loaded.spec.context_len == 512
+        and loaded.spec.num_layers == 6
+        and loaded.spec.head_dim == 64
+    )
     assert loaded.spec.num_kv_heads == {"gpt2-mini": 4, "llama-mini": 2}[name]
     assert len(loaded.tokenizer) == 8192
     text = "A tale of ½ café\n\n  = Title = <unk> 世界"
@@ -97,7 +110,9 @@ def test_shipped_models_load(name):
 
 def test_unknown_names_and_devices_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
-    with pytest.raises(ValueError, match="no model 'gpt2-mimi' here or on the hub; did you mean gpt2-mini"):
+    with pytest.raises(
+        ValueError, match="no model 'gpt2-mimi' here or on the hub; did you mean gpt2-mini"
+    ):
         load_model("gpt2-mimi")
     with pytest.raises(ValueError, match="cannot load a model from folder"):
         load_model(str(tmp_path))

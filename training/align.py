@@ -1,23 +1,26 @@
-"""Training one realignment network with Lightning: mean squared error on rows, AdamW, early stopping.
+"""Training one realignment network with Lightning: mean squared error, AdamW, early stopping.
 
-The paper's protocol: at most 3 epochs, 5 validation reports in each, weight decay 0.01. The weights with the best
-validation loss are kept; `last.ckpt` is written at each report, and a run resumed from it ends in the same weights.
+The paper's protocol: at most 3 epochs, 5 validation reports in each, weight decay 0.01. The weights
+with the best validation loss are kept; `last.ckpt` is written at each report, and a run resumed
+from it ends in the same weights.
 """
 
 import logging
+import math
 import signal
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import mse_loss
 from tqdm.auto import tqdm
 
 from kvalign.aligners import RealignNet
@@ -36,22 +39,24 @@ class Realignment(pl.LightningModule):
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = _loss(self.net, batch)
+        found = loss(self.net, batch)
         if batch_idx % LOG_EVERY == 0:
             for logger in self.loggers:
-                logger.log_metrics({"train_loss": loss.item()}, step=self.global_step)
-        return loss
+                logger.log_metrics({"train_loss": found.item()}, step=self.global_step)
+        return found
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", _loss(self.net, batch), batch_size=len(batch.stale), sync_dist=True)
+        self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         fused = self.device.type in ("cpu", "cuda")
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused)
+        return torch.optim.AdamW(
+            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused
+        )
 
 
 def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.Trainer:
-    """Train `net` in place, from `work_dir / last.ckpt` where there is one; it ends with its best weights.
+    """Train `net` in place, from `work_dir / last.ckpt` where there is one; keep its best weights.
 
     Raises:
         ValueError: a device or a number of devices that this machine does not have.
@@ -59,7 +64,7 @@ def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: 
     """
     last = work_dir / LAST
     interrupt = signal.getsignal(signal.SIGINT)
-    with _Quiet():
+    with _quiet():
         try:
             trainer = _trainer(rows, settings, work_dir)
             trainer.fit(
@@ -69,7 +74,9 @@ def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: 
                 weights_only=True,
             )
         except MisconfigurationException as error:
-            raise ValueError(f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}") from error
+            raise ValueError(
+                f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"
+            ) from error
         except SystemExit as end:  # Lightning's answer to Ctrl-C, which it also switches off
             signal.signal(signal.SIGINT, interrupt)
             raise KeyboardInterrupt from end
@@ -83,32 +90,34 @@ def best_weights(net: RealignNet, work_dir: Path) -> None:
     net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
 
 
+def loss(net: RealignNet, batch: Batch) -> Tensor:
+    """Mean squared error per number of the realigned rows: [] float32."""
+    return mse_loss(net(batch.stale, batch.position, batch.layer, batch.head), batch.aligned)
+
+
 @torch.no_grad()
 def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Mean squared error of the realigned rows and of the rows as they are, each against the labels."""
+    """Mean squared errors against the labels: of the realigned rows and of the rows as they are."""
     sums, num_rows = torch.zeros(2, dtype=torch.float64), 0
     for batch in batches:
-        stale = F.mse_loss(batch.stale, batch.aligned)
-        sums += len(batch.stale) * torch.stack([_loss(net, batch), stale]).double()
+        stale = mse_loss(batch.stale, batch.aligned)
+        sums += len(batch.stale) * torch.stack([loss(net, batch), stale]).double()
         num_rows += len(batch.stale)
     realigned, unchanged = (sums / num_rows).tolist()
     return realigned, unchanged
 
 
-def _loss(net: RealignNet, batch: Batch) -> Tensor:
-    return F.mse_loss(net(batch.stale, batch.position, batch.layer, batch.head), batch.aligned)
-
-
 def _trainer(rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.Trainer:
     num_batches = rows.num_batches(settings.devices)
-    report_every = max(1, num_batches // settings.vals_per_epoch)
+    num_steps = min(num_batches, settings.max_steps or num_batches)
+    num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
     return pl.Trainer(
         accelerator=settings.accelerator,
         devices=settings.devices,
         max_epochs=settings.max_epochs,
         max_steps=settings.max_steps or -1,
         num_sanity_val_steps=0,
-        val_check_interval=min(report_every, settings.max_steps or report_every),
+        val_check_interval=max(1, num_steps // num_reports),
         log_every_n_steps=min(LOG_EVERY, num_batches),
         use_distributed_sampler=False,  # the batches know their rank
         enable_progress_bar=False,  # Lightning's own writes to stdout
@@ -119,6 +128,7 @@ def _trainer(rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
             _checkpoint(work_dir, BEST, monitor="val_loss"),
             _checkpoint(work_dir, LAST, monitor=None),
+            Timer(),
             _Progress(rows.target),
         ],
     )
@@ -141,8 +151,13 @@ class _Progress(pl.Callback):
         self.name = name
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        total, hidden = int(trainer.estimated_stepping_batches), None if trainer.is_global_zero else True
-        self.bar = tqdm(total=total, initial=trainer.global_step, desc=self.name, unit="step", disable=hidden)
+        total, hidden = (
+            int(trainer.estimated_stepping_batches),
+            None if trainer.is_global_zero else True,
+        )
+        self.bar = tqdm(
+            total=total, initial=trainer.global_step, desc=self.name, unit="step", disable=hidden
+        )
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.bar.update()
@@ -158,17 +173,20 @@ class _Progress(pl.Callback):
             self.bar.close()
 
 
-class _Quiet(warnings.catch_warnings):
-    """Without Lightning's tips and device reports; its warnings stay."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self.loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-        self.levels = [logger.level for logger in self.loggers]
-        for logger in self.loggers:
-            logger.setLevel(logging.WARNING)
-
-    def __exit__(self, *error: Any) -> None:
-        for logger, level in zip(self.loggers, self.levels, strict=True):
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's tips, device reports and two warnings that say nothing of this run."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Checkpoint directory .* exists and is not empty"
+            )
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        super().__exit__(*error)

@@ -4,13 +4,13 @@ import dataclasses
 import math
 import os
 import platform
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
 from kvalign.aligners.base import CONFIG, WEIGHTS
@@ -19,7 +19,7 @@ from kvalign.commands.train import TrainSettings
 from kvalign.data_gen.store import Store, open_store
 from kvalign.training.align import best_weights, fit, losses
 from kvalign.training.rows import InOrder, RowsOfTarget
-from kvalign.training.run_folder import RunFolder, command_line, describe
+from kvalign.training.run_folder import RunFolder, describe
 
 _EVAL_BATCH = 8192
 _SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
@@ -29,14 +29,16 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     """Train the asked networks and save the aligner in `settings.out`.
 
     Returns:
-        for each target what the aligner's config keeps: `val_loss`, `input_label_mse` (mean squared errors per
-        number), `ratio` (first by second, lower is better), steps, seconds, settings, data; empty on devices other
-        than the first.
+        for each target what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
+        squared errors per number), `ratio` (first by second, lower is better), steps, seconds,
+        settings, data; empty on devices other than the first.
 
     Raises:
         FileNotFoundError: no recorded data.
-        FileExistsError: `out` holds a trained network or another unfinished run, and `overwrite` is not set.
-        ValueError: unfinished data, an aligner in `out` that cannot take another network, a loss that is not finite.
+        FileExistsError: `out` holds a trained network or another unfinished run, and `overwrite`
+            is not set.
+        ValueError: unfinished data, an aligner in `out` that cannot take another network, a loss
+            that is not finite.
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -44,10 +46,13 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     targets = TARGETS if settings.target == "both" else (settings.target,)
     torch.manual_seed(settings.seed)
     aligner = _beside_trained(NetworkAligner(_config(store, settings)), settings, targets)
-    rows = {target: RowsOfTarget(store, target, settings.batch_size, settings.seed) for target in targets}
+    rows = {
+        target: RowsOfTarget(store, target, settings.batch_size, settings.seed)
+        for target in targets
+    }
     runs = {target: describe(settings, store, target) for target in targets}
     folders = {target: RunFolder(settings.out / "training" / target) for target in targets}
-    # All of them before the first fit: it starts the other devices' processes, which must find the folders so.
+    # All before the first fit: it starts the other devices' processes, which must find them so.
     results = {
         target: folders[target].begin(runs[target], settings, aligner.config.training.get(target))
         for target in targets
@@ -57,12 +62,13 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         if results[target]:
             best_weights(net, folders[target].path)
             continue
-        start = time.monotonic()
         trainer = fit(net, rows[target], settings, folders[target].path)
         if trainer.is_global_zero:
-            measured = _measure(net, rows[target])
-            seconds = round(time.monotonic() - start, 3)
-            results[target] = {**measured, "seconds": seconds, **_made_by(settings, trainer), **runs[target]}
+            results[target] = {
+                **_measure(net, rows[target]),
+                **_made_by(settings, trainer),
+                **runs[target],
+            }
             folders[target].finish(results[target])
     if not all(results.values()):
         return {}
@@ -87,11 +93,13 @@ def _config(store: Store, settings: TrainSettings) -> AlignerConfig:
     )
 
 
-def _beside_trained(new: NetworkAligner, settings: TrainSettings, targets: tuple[str, ...]) -> NetworkAligner:
-    """`new` with the network that `out` already holds for the target which is not to be trained now.
+def _beside_trained(
+    new: NetworkAligner, settings: TrainSettings, targets: tuple[str, ...]
+) -> NetworkAligner:
+    """`new` with the network that `out` already holds for the target not to be trained now.
 
     Raises:
-        FileExistsError: `out` holds a trained network of an asked target, and `overwrite` is not set.
+        FileExistsError: without `overwrite`, `out` holds a trained network of an asked target.
         ValueError: `out` holds something else, or an aligner made for another model or data.
     """
     if not (settings.out / CONFIG).exists():
@@ -101,23 +109,41 @@ def _beside_trained(new: NetworkAligner, settings: TrainSettings, targets: tuple
     kept = [target for target in TARGETS if target in there.training and target not in targets]
     clash = [target for target in targets if target in there.training]
     if (clash or not kept) and not settings.overwrite:
-        what = f"a trained {' and '.join(clash)} network" if clash else f"another aligner, of kind {there.kind}"
-        raise FileExistsError(f"{settings.out} already holds {what}: give --overwrite or another --out")
+        what = (
+            f"a trained {' and '.join(clash)} network"
+            if clash
+            else f"another aligner, of kind {there.kind}"
+        )
+        raise FileExistsError(
+            f"{settings.out} already holds {what}: give --overwrite or another --out"
+        )
     if not kept:
         # The old results still tell `RunFolder.begin` which run is already in the aligner.
         new.config = dataclasses.replace(new.config, training=there.training)
         return new
-    fields = ("kind", "family", "num_layers", "num_kv_heads", "head_dim", "probe", "chunk_len", "num_sinks", "shifts")
+    fields = (
+        "kind",
+        "family",
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "probe",
+        "chunk_len",
+        "num_sinks",
+        "shifts",
+    )
     pairs = [(name, getattr(there, name), getattr(new.config, name)) for name in fields]
     pairs += [(name, there.sizes.get(name), new.config.sizes[name]) for name in _SHARED_SIZES]
     for name, expected, here in pairs:
         if expected != here:
             shown = "another" if name == "probe" else f"{expected}, here {here}"
             raise ValueError(
-                f"{settings.out} holds a {kept[0]} network made for {there.base_model}: {name} is {shown}; name "
-                "another --out"
+                f"{settings.out} holds a {kept[0]} network made for {there.base_model}: "
+                f"{name} is {shown}; name another --out"
             )
-    hidden = {name: size for name, size in there.sizes.items() if name.startswith(f"{kept[0]}_hidden")}
+    hidden = {
+        name: size for name, size in there.sizes.items() if name.startswith(f"{kept[0]}_hidden")
+    }
     sizes = {**new.config.sizes, **hidden}
     merged = NetworkAligner(dataclasses.replace(new.config, sizes=sizes, training=there.training))
     setattr(merged, kept[0], getattr(found, kept[0]))
@@ -128,7 +154,10 @@ def _beside_trained(new: NetworkAligner, settings: TrainSettings, targets: tuple
 def _measure(net: torch.nn.Module, rows: RowsOfTarget) -> dict[str, float | None]:
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.target, _EVAL_BATCH))
     if not math.isfinite(val_loss):
-        raise ValueError(f"the {rows.target} network diverged (val loss {val_loss}): lower --lr and give --overwrite")
+        raise ValueError(
+            f"the {rows.target} network diverged (val loss {val_loss}): lower --lr and give "
+            "--overwrite"
+        )
     return {
         "val_loss": val_loss,
         "input_label_mse": unchanged,
@@ -138,10 +167,16 @@ def _measure(net: torch.nn.Module, rows: RowsOfTarget) -> dict[str, float | None
 
 def _made_by(settings: TrainSettings, trainer: pl.Trainer) -> dict[str, Any]:
     device = trainer.strategy.root_device
+    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
     return {
+        "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
-        "command": command_line(settings),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "command": dataclasses.replace(
+            settings, resume=True, overwrite=False, json=False
+        ).command_line("train"),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.machine(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("kvalign", "torch", "lightning")},
     }

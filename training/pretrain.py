@@ -137,7 +137,9 @@ def bits_per_byte(
     for block in blocks.to(model.device).split(4):
         logits = model(input_ids=block, use_cache=False).logits[:, :-1].float()
         labels = block[:, 1:].flatten()
-        nll += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
+        nll += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels, reduction="sum"
+        ).item()
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in blocks[:, 1:].tolist())
     return nll / math.log(2) / num_bytes
 
@@ -151,7 +153,9 @@ class Run:
         self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
         embeddings = {
-            id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, torch.nn.Embedding)
         }
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]

@@ -1,8 +1,8 @@
 """Batches of recorded rows, gathered from memory-mapped shards without a loop over rows.
 
-A row is one entry of one layer and head: its vector before realignment (stale, the input) and after (aligned, the
-label). Where it sits follows from its number in the shard. The order of training depends on the seed and the epoch
-alone, so a run resumes at the very batch where it stopped.
+A row is one entry of one layer and head: its vector before realignment (stale, the input) and after
+(aligned, the label). Where it sits follows from its number in the shard. The order of training
+depends on the seed and the epoch alone, so a run resumes at the very batch where it stopped.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from kvalign.data_gen.store import Shard, Store
 
-
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2
 
 
 class Batch(NamedTuple):
-    """Rows stale and aligned [N, D] float32; position (from the first slot after the sinks), layer, head [N] int64."""
+    """Rows stale and aligned [N, D] float32, and where they sit: [N] int64 each.
+
+    Position 0 is the first slot after the sinks.
+    """
 
     stale: Tensor
     aligned: Tensor
@@ -31,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One batch of the plan: the `part`-th of shard number `shard`, whose window is open at a time."""
+    """One batch of the plan, the `part`-th of a shard; one window of shards is open at a time."""
 
     window: int
     shard: int
@@ -39,12 +41,22 @@ class _Step(NamedTuple):
 
 
 class InOrder:
-    """Every row once, as stored: for validation. Rank r of `world_size` takes every `world_size`-th batch."""
+    """Every row once, as stored: for validation. Ranks take the batches in turn."""
 
-    def __init__(self, shards: list[Shard], target: str, batch_size: int, *, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        shards: list[Shard],
+        target: str,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         self.shards, self.target = shards, target
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
-        self.plan = [(i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)][rank::world_size]
+        self.plan = [
+            (i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)
+        ][rank::world_size]
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -60,13 +72,21 @@ class InOrder:
 class Shuffled:
     """Every row once an epoch in random order, in batches of nearly the same size.
 
-    Shards come in random order, `OPEN_SHARDS` at a time, and the batches of these take turns at random. Each `iter`
-    goes on after the last batch drawn; the end of an epoch is the end of the iterator. All ranks get the same number
-    of batches, so up to `world_size - 1` batches of an epoch are left out.
+    Shards come in random order, `OPEN_SHARDS` at a time, and the batches of these take turns at
+    random. Each `iter` goes on after the last batch drawn; the end of an epoch is the end of the
+    iterator. All ranks get the same number of batches, so up to `world_size - 1` batches of an
+    epoch are left out.
     """
 
     def __init__(
-        self, shards: list[Shard], target: str, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
+        self,
+        shards: list[Shard],
+        target: str,
+        batch_size: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.shards, self.target, self.seed = shards, target, seed
         self.rank, self.world_size = rank, world_size
@@ -83,7 +103,9 @@ class Shuffled:
             opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
             for _, i, part in together:
                 if i not in opened:
-                    rows = np.random.default_rng((self.seed, epoch, i)).permutation(self.shards[i].num_rows)
+                    rows = np.random.default_rng((self.seed, epoch, i)).permutation(
+                        self.shards[i].num_rows
+                    )
                     parts = torch.from_numpy(rows).tensor_split(self.parts[i])
                     opened[i] = (*self.shards[i].tensors(self.target), parts)
                 stale, aligned, parts = opened[i]
@@ -96,7 +118,11 @@ class Shuffled:
         order = rng.permutation(len(self.shards)).tolist()
         plan = []
         for start in range(0, len(order), OPEN_SHARDS):
-            steps = [_Step(start, i, part) for i in order[start : start + OPEN_SHARDS] for part in range(self.parts[i])]
+            steps = [
+                _Step(start, i, part)
+                for i in order[start : start + OPEN_SHARDS]
+                for part in range(self.parts[i])
+            ]
             plan += [steps[n] for n in rng.permutation(len(steps))]
         return plan
 
@@ -126,7 +152,7 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 
 class RowsOfTarget(pl.LightningDataModule):
-    """Training and validation batches of `key` or `value` vectors; rows of all recorded shifts together.
+    """Training and validation batches of `key` or `value` vectors, all recorded shifts together.
 
     Raises:
         ValueError: the store lacks training or validation data.
@@ -137,18 +163,28 @@ class RowsOfTarget(pl.LightningDataModule):
         self.shards = {split: store.shards(split) for split in ("train", "val")}
         for split, shards in self.shards.items():
             if not shards:
-                raise ValueError(f"{store.folder} has no {split} shards: record more with kvalign gen-data")
+                raise ValueError(
+                    f"{store.folder} has no {split} shards: record more with kvalign gen-data"
+                )
         self.target, self.batch_size, self.seed = target, batch_size, seed
 
     def num_batches(self, world_size: int) -> int:
         """Training batches an epoch of each device; ValueError if there are none."""
-        found = len(Shuffled(self.shards["train"], self.target, self.batch_size, self.seed, world_size=world_size))
+        found = len(
+            Shuffled(
+                self.shards["train"], self.target, self.batch_size, self.seed, world_size=world_size
+            )
+        )
         if not found:
-            raise ValueError(f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices")
+            raise ValueError(
+                f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
+            )
         return found
 
     def train_dataloader(self) -> Shuffled:
-        return Shuffled(self.shards["train"], self.target, self.batch_size, self.seed, **self._share())
+        return Shuffled(
+            self.shards["train"], self.target, self.batch_size, self.seed, **self._share()
+        )
 
     def val_dataloader(self) -> InOrder:
         return InOrder(self.shards["val"], self.target, self.batch_size, **self._share())

@@ -1,15 +1,13 @@
-"""The folder of one target's run: what identifies a run, whether it is finished, and whether it can be resumed.
+"""The folder of one target's run: which run it is, whether it is finished or can be resumed.
 
-    OUT/training/TARGET/run.json              written first: settings and data
-    OUT/training/TARGET/best.ckpt, last.ckpt  Lightning's checkpoints
-    OUT/training/TARGET/csv, tensorboard      losses by step
-    OUT/training/TARGET/result.json           written last
+OUT/training/TARGET/run.json              written first: settings and data
+OUT/training/TARGET/best.ckpt, last.ckpt  Lightning's checkpoints
+OUT/training/TARGET/csv, tensorboard      losses by step
+OUT/training/TARGET/result.json           written last
 """
 
 import json
-import shlex
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
-from kvalign.data_gen.files import read_json, sha256, write_json
-from kvalign.data_gen.store import MANIFEST, Store
-from kvalign.settings import flag
+from kvalign.data_gen.store import MANIFEST, Store, read_json, sha256, write_json
 
 _RUN, _RESULT = "run.json", "result.json"
 # What may differ between a run and its resumption.
@@ -32,12 +28,14 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
 
-    def begin(self, run: dict[str, Any], settings: TrainSettings, in_aligner: dict | None) -> dict[str, Any]:
-        """Make the folder ready for a run: new, or as an unfinished run of the same description left it.
+    def begin(
+        self, run: dict[str, Any], settings: TrainSettings, in_aligner: dict | None
+    ) -> dict[str, Any]:
+        """Make the folder ready: new, or as an unfinished run of the same description left it.
 
         Args:
             run: from `describe`.
-            in_aligner: result of the run that the saved aligner has this target's network from, if any.
+            in_aligner: result of the run that the saved aligner's network is from, if any.
 
         Returns:
             the result of a run that was finished but is not in the aligner yet; else nothing.
@@ -62,8 +60,8 @@ class RunFolder:
             raise FileExistsError(f"{self.path} holds files that are no run: name another --out")
         if found not in (None, run):
             raise FileExistsError(
-                f"{self.path} holds an unfinished run of other settings ({_difference(found, run)}): give --overwrite "
-                "or another --out"
+                f"{self.path} holds an unfinished run of other settings "
+                f"({_difference(found, run)}): give --overwrite or another --out"
             )
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -71,7 +69,7 @@ class RunFolder:
 
 
 def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, Any]:
-    """What a run of one target depends on, as JSON holds it; a run of the same description can be resumed."""
+    """What a run of one target depends on, as JSON holds it."""
     other = TARGETS[1 - TARGETS.index(target)]
     recorded = store.config["settings"]
     run = {
@@ -82,22 +80,15 @@ def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, An
         },
         "data": {
             "model": store.config["model"]["name"],
-            **{name: recorded[name] for name in ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")},
+            **{
+                name: recorded[name]
+                for name in ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
+            },
             "num_rows": store.manifest["num_rows"],
             "manifest_sha256": sha256(store.folder / MANIFEST),
         },
     }
     return json.loads(json.dumps(run))
-
-
-def command_line(settings: TrainSettings) -> str:
-    """The command that gives these settings, without what only concerns how it runs and prints."""
-    words = ["kvalign", "train"]
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value != field.default and field.name not in ("resume", "overwrite", "json"):
-            words += [flag(field.name), str(value)]
-    return shlex.join(words)
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:

@@ -74,7 +74,9 @@ def open_mix(
         path = work_dir / f"{name}.npy"
         if not path.exists():
             pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
-            write_whole(path, lambda partial, pieces=pieces: np.save(partial, np.concatenate(pieces)))
+            write_whole(
+                path, lambda partial, pieces=pieces: np.save(partial, np.concatenate(pieces))
+            )
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:
             raise ValueError(

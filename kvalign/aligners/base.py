@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints, hub
-from kvalign.files import write_text, write_whole
 from kvalign.aligners.card import card_text
+from kvalign.files import write_text, write_whole
 from kvalign.models import ModelSpec, spec_of
 
 WEIGHTS = "model.safetensors"
@@ -62,10 +62,16 @@ class AlignerConfig:
         known = {f.name: f for f in dataclasses.fields(cls)}
         if not isinstance(values, dict):
             raise ValueError(f"an aligner's config must be an object, got {type(values).__name__}")
-        missing = [n for n, f in known.items() if n not in values and f.default_factory is dataclasses.MISSING]
+        missing = [
+            n
+            for n, f in known.items()
+            if n not in values and f.default_factory is dataclasses.MISSING
+        ]
         if missing or values.keys() - known:
             unknown = sorted(values.keys() - known)
-            raise ValueError(f"not an aligner's config: missing {missing or 'none'}, unknown {unknown or 'none'}")
+            raise ValueError(
+                f"not an aligner's config: missing {missing or 'none'}, unknown {unknown or 'none'}"
+            )
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
             if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
                 raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
@@ -77,7 +83,9 @@ class AlignerConfig:
         return self.chunk_len - self.num_sinks - 1
 
 
-class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags=["kv-cache", "kvalign"]):
+class Aligner(
+    nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags=["kv-cache", "kvalign"]
+):
     """Base of the aligner kinds; `Aligner.from_pretrained` returns the kind that the config names."""
 
     kind: ClassVar[str]
@@ -92,7 +100,9 @@ class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags
         Aligner.kinds[cls.kind] = cls
 
     @abstractmethod
-    def realign(self, layer: int, keys: Tensor, values: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    def realign(
+        self, layer: int, keys: Tensor, values: Tensor, shift: int
+    ) -> tuple[Tensor, Tensor]:
         """Correct the entries after the sinks once they have moved `shift` places towards the start.
 
         Args:
@@ -105,12 +115,16 @@ class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags
             keys and values of the same shape and dtype.
         """
 
-    def check(self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int) -> None:
+    def check(
+        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
+    ) -> None:
         """Raise ValueError, naming the field, if this aligner was not made for such a model or cache."""
         spec = spec_of(model.config)
         for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
             _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
-        if not torch.allclose(torch.tensor(self.config.probe), torch.tensor(probe(model)), rtol=2e-2, atol=1e-4):
+        if not torch.allclose(
+            torch.tensor(self.config.probe), torch.tensor(probe(model)), rtol=2e-2, atol=1e-4
+        ):
             raise ValueError(
                 f"this aligner was made for {self.config.base_model}: probe (its embedding weights) differs from "
                 "this model's; train an aligner for it with gen-data and train"
@@ -150,23 +164,31 @@ class Aligner(nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags
         try:
             values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}") from None
+            raise FileNotFoundError(
+                f"no aligner in {str(model_id)!r}: it has no {CONFIG}"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
         config = AlignerConfig.from_dict(values)
         if config.kind not in Aligner.kinds:
-            raise ValueError(f"unknown aligner kind {config.kind!r} (known: {', '.join(Aligner.kinds)})")
+            raise ValueError(
+                f"unknown aligner kind {config.kind!r} (known: {', '.join(Aligner.kinds)})"
+            )
         try:
             weights = load_file(folder / WEIGHTS)
         except (FileNotFoundError, SafetensorError) as error:
-            raise ValueError(f"cannot read the weights of aligner {str(model_id)!r}: {error}") from None
+            raise ValueError(
+                f"cannot read the weights of aligner {str(model_id)!r}: {error}"
+            ) from None
         with torch.device("meta"):
             aligner = Aligner.kinds[config.kind](config)
         for name, expected in aligner.state_dict().items():
             found = weights.get(name)
             if found is None or found.shape != expected.shape:
                 shape = "nothing" if found is None else tuple(found.shape)
-                raise ValueError(f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found {shape}")
+                raise ValueError(
+                    f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found {shape}"
+                )
         aligner.load_state_dict(weights, strict=True, assign=True)
         return aligner.requires_grad_(False).eval()
 
@@ -195,7 +217,9 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 
 def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
     if expected != found:
-        raise ValueError(f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this model")
+        raise ValueError(
+            f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this model"
+        )
 
 
 def _download(model_id: str, revision: str | None) -> Path:
@@ -209,4 +233,6 @@ def _download(model_id: str, revision: str | None) -> Path:
             )
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(f"no aligner {model_id!r}: neither a folder nor on the hub") from error
+        raise FileNotFoundError(
+            f"no aligner {model_id!r}: neither a folder nor on the hub"
+        ) from error

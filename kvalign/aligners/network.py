@@ -87,20 +87,29 @@ class NetworkAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         sizes = dict(config.sizes)
-        hidden = {target: [sizes.pop(f"{target}_hidden1"), sizes.pop(f"{target}_hidden2")] for target in TARGETS}
+        hidden = {
+            target: [sizes.pop(f"{target}_hidden1"), sizes.pop(f"{target}_hidden2")]
+            for target in TARGETS
+        }
         shape = (config.head_dim, config.num_positions, config.num_layers, config.num_kv_heads)
         self.key, self.value = (
-            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes) for target in TARGETS
+            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
+            for target in TARGETS
         )
         for net in (self.key, self.value):
             nn.init.zeros_(net.fc3.weight)
             nn.init.zeros_(net.fc3.bias)
 
-    def realign(self, layer: int, keys: Tensor, values: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    def realign(
+        self, layer: int, keys: Tensor, values: Tensor, shift: int
+    ) -> tuple[Tensor, Tensor]:
         left = shift
         for step in sorted(self.config.shifts, reverse=True):
             for _ in range(left // step):
-                keys, values = self.key.forward_layer(keys, layer), self.value.forward_layer(values, layer)
+                keys, values = (
+                    self.key.forward_layer(keys, layer),
+                    self.value.forward_layer(values, layer),
+                )
             left %= step
         assert left == 0, "check() lets only sums of trained shifts through"
         return keys, values

@@ -16,9 +16,12 @@ class CompareSettings(Settings):
     """
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
-    prompt: str = option(" = History of the island = \n \n The island was first settled", help="text to continue")
+    prompt: str = option(
+        " = History of the island = \n \n The island was first settled", help="text to continue"
+    )
     methods: tuple[str, ...] = option(
-        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"), help="methods, comma-separated"
+        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
+        help="methods, comma-separated",
     )
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(
@@ -28,13 +31,23 @@ class CompareSettings(Settings):
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
     max_new_tokens: int = option(300, help="tokens to generate by each method", at_least=2)
-    corpus: str = option("python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ...")
+    corpus: str = option(
+        "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
+    )
     num_tokens: int = option(1000, help="labels to score", at_least=1)
-    aligner: str | None = option(None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)")
-    top_k: int = option(20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1)
-    no_repeat_ngram_size: int = option(0, help="never repeat an n-gram of this size; 0: off", at_least=0)
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    no_repeat_ngram_size: int = option(
+        0, help="never repeat an n-gram of this size; 0: off", at_least=0
+    )
     seed: int = option(0, help="seed of the draws, the same for each method")
-    dtype: str = option("float32", help="precision of the model", choices=("float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
+    )
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     out: Path = option(help="folder for comparison.html and comparison.json")
     overwrite: bool = option(False, help="replace an earlier comparison in that folder")

@@ -15,11 +15,16 @@ class PerplexitySettings(Settings):
     """
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
-    corpus: str = option("python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ...")
-    methods: tuple[str, ...] = option(
-        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"), help="methods, comma-separated"
+    corpus: str = option(
+        "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
-    cache_sizes: tuple[int, ...] = option((32, 64), help="entries the cache keeps, comma-separated", at_least=1)
+    methods: tuple[str, ...] = option(
+        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
+        help="methods, comma-separated",
+    )
+    cache_sizes: tuple[int, ...] = option(
+        (32, 64), help="entries the cache keeps, comma-separated", at_least=1
+    )
     num_sinks: int | None = option(
         None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
     )
@@ -27,8 +32,12 @@ class PerplexitySettings(Settings):
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
-    aligner: str | None = option(None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)")
-    dtype: str = option("float32", help="precision of the model", choices=("float32", "bfloat16", "float16"))
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+    dtype: str = option(
+        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
+    )
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
     json: bool = option(False, help="print one JSON document with settings and rows")

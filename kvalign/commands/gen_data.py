@@ -1,4 +1,4 @@
-"""`kvalign gen-data`: record KV caches before and after eviction, the pairs that an aligner is trained on."""
+"""`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +8,22 @@ from kvalign.settings import Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class GenDataSettings(Settings):
-    """Record keys and values of a corpus, each before and after the tokens behind the sinks are evicted.
+    """Record keys and values of a corpus before and after the tokens behind the sinks are evicted.
 
-    Run the same command again to resume.
+    Run the same command again to resume an interrupted recording.
 
     Example:
-        kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 2048 --chunk-len 64 --out pairs
+        kvalign gen-data --model gpt2-mini --num-tokens 2048 --chunk-len 64 --out caches
     """
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of the base model")
-    corpus: str = option(
-        "python-docs", help="python-docs, wikitext, everyday, text:PATH, hub:NAME or marked:SPEC"
+    corpus: tuple[str, ...] = option(
+        ("python-docs",),
+        help="python-docs, wikitext, everyday, text:PATH, hub:NAME or marked:SPEC; "
+        "several give an equal share of the tokens each",
     )
-    out: Path = option(help="folder of the pairs")
-    num_tokens: int = option(
-        50_000, help="tokens of the corpus's train split to record", at_least=1
-    )
+    out: Path = option(help="folder of the recording")
+    num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
     chunk_len: int = option(
         256, help="tokens encoded together; caches up to this less one can be aligned", at_least=2
     )
@@ -53,8 +53,8 @@ class GenDataSettings(Settings):
         room = self.chunk_len - self.num_sinks - max(self.num_evicted)
         if room < 1:
             raise ValueError(
-                f"--chunk-len must be above num_sinks + num_evicted = {self.chunk_len - room} so that entries are "
-                f"left to align, got {self.chunk_len}"
+                f"--chunk-len must be above --num-sinks + --num-evicted ({self.chunk_len - room}): "
+                f"no entry is left to align, got {self.chunk_len}"
             )
         if self.stride is not None and self.stride > self.chunk_len:
             raise ValueError(
@@ -78,7 +78,7 @@ def run(settings: GenDataSettings) -> None:
         return
     for split, num_rows in found["num_rows"].items():
         print(
-            f"{split}: {num_rows} rows for each of key and value ({found['num_chunks'][split]} chunks)"
+            f"{split}: {num_rows} rows each of key and value ({found['num_chunks'][split]} chunks)"
         )
     for target, by_shift in found["input_label_mse"].items():
         for num_evicted, mse in by_shift.items():

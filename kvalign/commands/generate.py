@@ -26,15 +26,25 @@ class GenerateSettings(Settings):
     num_evicted: int | None = option(
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
-    aligner: str | None = option(None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)")
-    top_k: int = option(20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1)
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
     temperature: float = option(1.0, help="divides the logits before drawing", above=0)
-    no_repeat_ngram_size: int = option(0, help="never repeat an n-gram of this size; 0: off", at_least=0)
+    no_repeat_ngram_size: int = option(
+        0, help="never repeat an n-gram of this size; 0: off", at_least=0
+    )
     stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
-    dtype: str = option("float32", help="precision of the model", choices=("float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
+    )
     device: str = option("cpu", help="cpu, cuda, mps, ...")
-    json: bool = option(False, help="print one JSON document at the end instead of the text as it comes")
+    json: bool = option(
+        False, help="print one JSON document at the end instead of the text as it comes"
+    )
 
 
 def run(settings: GenerateSettings) -> None:

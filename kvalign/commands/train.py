@@ -20,7 +20,9 @@ class TrainSettings(Settings):
     key_hidden1: int = option(256, help="first hidden size of the network for keys", at_least=1)
     key_hidden2: int = option(64, help="second hidden size of the network for keys", at_least=1)
     value_hidden1: int = option(64, help="first hidden size of the network for values", at_least=1)
-    value_hidden2: int = option(128, help="second hidden size of the network for values", at_least=1)
+    value_hidden2: int = option(
+        128, help="second hidden size of the network for values", at_least=1
+    )
     position_dim: int = option(32, help="size of the position embedding", at_least=1)
     layer_dim: int = option(8, help="size of the layer embedding", at_least=1)
     head_embed_dim: int = option(4, help="size of the head embedding", at_least=1)
@@ -30,7 +32,9 @@ class TrainSettings(Settings):
     max_epochs: int = option(3, help="epochs at most", at_least=1)
     max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
-    patience: int = option(5, help="reports without a better validation loss before it stops", at_least=1)
+    patience: int = option(
+        5, help="reports without a better validation loss before it stops", at_least=1
+    )
     accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
     devices: int = option(1, help="number of devices", at_least=1)
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
@@ -52,6 +56,7 @@ def run(settings: TrainSettings) -> None:
     for target, found in results.items():
         ratio = "none" if found["ratio"] is None else f"{found['ratio']:.4f}"
         print(
-            f"{target}: val loss {found['val_loss']:.6g}, input-label MSE {found['input_label_mse']:.6g}, "
+            f"{target}: val loss {found['val_loss']:.6g}, "
+            f"input-label MSE {found['input_label_mse']:.6g}, "
             f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
         )

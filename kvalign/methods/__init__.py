@@ -46,13 +46,19 @@ def make_method(
         FileNotFoundError: no aligner of that name.
     """
     cls = method_class(name)
-    sizes: dict[str, Any] = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
+    sizes: dict[str, Any] = {
+        "cache_size": cache_size,
+        "num_sinks": num_sinks,
+        "num_evicted": num_evicted,
+    }
     for size in cls.fixed:
         if sizes[size] is not None:
             log.warning("%s %s: %s=%s has no effect", name, cls.about, size, sizes[size])
             sizes[size] = None
     if cls.takes_aligner:
-        sizes["aligner"] = aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
+        sizes["aligner"] = (
+            aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
+        )
     return cls(model, **sizes)
 
 

@@ -12,7 +12,6 @@ from kvalign.cache import StreamingCache, check_sizes
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
 
-
 _BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
 _BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
 
@@ -112,7 +111,9 @@ class Cached(Method):
         done = 0
         while done < ids.shape[1]:
             chunk = ids[:, done : done + self._chunk_len()]
-            out = self.model(input_ids=chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(
+                input_ids=chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
             done += chunk.shape[1]
         return out.logits[:, -1].float()
 
@@ -147,9 +148,13 @@ class Reencoding(Method):
         # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and predicts k labels.
         num_periods = 1 + -(-(num_labels - 1) // k)
         sinks, rest = ids[0, : self.num_sinks], ids[0, self.num_sinks :]
-        windows = torch.nn.functional.pad(rest, (0, k)).unfold(0, first - self.num_sinks, k)[:num_periods]
+        windows = torch.nn.functional.pad(rest, (0, k)).unfold(0, first - self.num_sinks, k)[
+            :num_periods
+        ]
         windows = torch.cat([sinks.expand(num_periods, -1), windows], 1)  # [periods, C + 1]
-        batch_size = max(1, min(_BATCH_TOKENS // first, _BATCH_LOGITS // (k * self.model.config.vocab_size)))
+        batch_size = max(
+            1, min(_BATCH_TOKENS // first, _BATCH_LOGITS // (k * self.model.config.vocab_size))
+        )
         nll = []
         for start in range(0, num_periods, batch_size):
             batch = windows[start : start + batch_size]
@@ -158,6 +163,8 @@ class Reencoding(Method):
             if start == 0:
                 logits = logits[k - 1 :]
             labels = ids[0, first + len(nll) :][: len(logits)]
-            nll.extend(torch.nn.functional.cross_entropy(logits[: len(labels)], labels, reduction="none"))
+            nll.extend(
+                torch.nn.functional.cross_entropy(logits[: len(labels)], labels, reduction="none")
+            )
             on_labels(len(labels))
         return torch.stack(nll)

@@ -31,5 +31,7 @@ class Dense(Method):
                 f"dense has room for {self.room} more tokens before the context length of {self.spec.name} "
                 f"({self.spec.context_len}), got {ids.shape[1]}: choose a streaming method"
             )
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
         return out.logits[:, -1].float()

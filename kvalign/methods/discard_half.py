@@ -33,5 +33,7 @@ class DiscardHalf(Reencoding):
         self.seen = self.keep(seen)
         if self.seen is not seen:
             self.cache, ids = DynamicCache(), self.seen
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
         return out.logits[:, -1].float()

@@ -9,7 +9,9 @@ from kvalign.realign import Realigner, Trained
 
 class KVAlign(Cached):
     name = "kvalign"
-    about = "keeps sinks and a window; a trained aligner corrects keys and values after each eviction"
+    about = (
+        "keeps sinks and a window; a trained aligner corrects keys and values after each eviction"
+    )
     takes_aligner = True
 
     def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: int | None):

@@ -24,7 +24,15 @@ class _Page(HTMLParser):
 
 def test_command_writes_table_json_and_page(tmp_path, capsys):
     argv = "eval compare --methods streaming-llm,discard-half --cache-size 16 --num-tokens 20"
-    argv = [*argv.split(), "--max-new-tokens", "30", "--prompt", HOSTILE[:40], "--out", str(tmp_path)]
+    argv = [
+        *argv.split(),
+        "--max-new-tokens",
+        "30",
+        "--prompt",
+        HOSTILE[:40],
+        "--out",
+        str(tmp_path),
+    ]
     assert main(argv) == 0
     assert "discard-half" in capsys.readouterr().out
     document = json.loads((tmp_path / "comparison.json").read_text())

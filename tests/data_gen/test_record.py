@@ -1,0 +1,315 @@
+"""Recorded pairs are plain encodings; splits depend on places alone; interrupted runs resume."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONTEXT_LEN, KINDS, VOCAB, tiny_model
+from tiny_corpus import TEXT, byte_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.commands.gen_data import GenDataSettings, run
+from kvalign.data_gen import record as record_module
+from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, split_of
+from kvalign.data_gen.pairs import record_pairs
+from kvalign.data_gen.record import record
+from kvalign.data_gen.store import SPLITS, open_store
+from kvalign.models import LoadedModel, inv_freq, spec_of
+from kvalign.rope import rerotate
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return byte_tokenizer(VOCAB, TEXT)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "cat.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def wrap(tokenizer):
+    def wrapped(model: PreTrainedModel) -> LoadedModel:
+        return LoadedModel(
+            model, tokenizer, spec_of(model.config, f"tiny {model.config.model_type}")
+        )
+
+    return wrapped
+
+
+@pytest.fixture(scope="session")
+def gpt2(wrap) -> LoadedModel:
+    return wrap(tiny_model("gpt2"))
+
+
+@pytest.fixture
+def settings(text_file, tmp_path):
+    def make(**changes) -> GenDataSettings:
+        small = {
+            "corpus": (f"text:{text_file}",),
+            "out": tmp_path / "pairs",
+            "num_tokens": 480,
+            "chunk_len": 24,
+            "num_evicted": (1, 3),
+            "batch_size": 2,
+            "shard_mb": 0.08,
+        }
+        return GenDataSettings(**small | changes)
+
+    return make
+
+
+def _bytes(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+    }
+
+
+def _encode(model, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values of one chunk [T], by the whole model and its own cache: [L, H, T, D] each."""
+    layers = model(input_ids=ids[None], use_cache=True).past_key_values.layers
+    return [torch.cat([getattr(x, name) for x in layers]) for name in ("keys", "values")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_plain_encodings(models, wrap, kind):
+    model, num_sinks, shift = models[kind], 4, 3
+    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    found = record_pairs(wrap(model), ids, num_sinks, (1, shift))[shift]
+    for row, chunk in enumerate(ids):
+        key_stale, value_stale = (x[..., 7:, :] for x in _encode(model, chunk))
+        left = torch.tensor([*chunk[:4].tolist(), *chunk[7:].tolist()])
+        key_aligned, value_aligned = (x[..., 4:, :] for x in _encode(model, left))
+        if hasattr(model.base_model, "rotary_emb"):
+            key_stale = rerotate(key_stale, shift, inv_freq(model))
+        expected = (key_stale, key_aligned, value_stale, value_aligned)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == (2, *b.shape)
+            assert torch.allclose(a[row], b, atol=1e-4)
+
+
+def test_rotary_keys_are_rerotated_so_that_layer_0_is_aligned(models, wrap):
+    """Values of layer 0 know no position; keys of layer 0 nothing but their position."""
+    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    for key_stale, key_aligned, value_stale, value_aligned in record_pairs(
+        wrap(models["llama"]), ids, 4, (1, 8)
+    ).values():
+        assert torch.allclose(key_stale[:, 0], key_aligned[:, 0], atol=1e-4)
+        assert torch.allclose(value_stale[:, 0], value_aligned[:, 0], atol=1e-5)
+        assert not torch.allclose(key_stale[:, 1], key_aligned[:, 1], atol=1e-2)
+
+
+def test_sliding_window_layers_keep_every_entry(wrap):
+    model = tiny_model("mistral", sliding_window=8)
+    ids = torch.arange(20)[None]
+    assert record_pairs(wrap(model), ids, 4, (1,))[1][0].shape[3] == 15
+
+
+def test_store_holds_the_pairs_of_its_chunks(gpt2, tokenizer, text_file, settings):
+    store, was_finished = record(settings(dtype="float32", batch_size=1), gpt2)
+    assert not was_finished
+    assert store.shifts == (1, 3)
+    ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"][:480]).view(20, 24)
+    seen = {split: set() for split in SPLITS}
+    for split in SPLITS:
+        for shard in store.shards(split):
+            places = shard.chunks()
+            seen[split] |= set(places.tolist())
+            expected = [
+                record_pairs(gpt2, ids[[p]], 4, (1, 3))[shard.num_evicted] for p in places.tolist()
+            ]
+            expected = [torch.cat(x) for x in zip(*expected, strict=True)]
+            found = [*shard.tensors("key"), *shard.tensors("value")]
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert shard.num_rows == expected[0][..., 0].numel()
+    assert sorted([*seen["train"], *seen["val"]]) == list(range(20))
+    assert {split: len(places) for split, places in seen.items()} == store.manifest["num_chunks"]
+
+
+def test_mse_is_that_of_the_stored_numbers(gpt2, settings):
+    store, _ = record(settings(), gpt2)
+    for target in ("key", "value"):
+        for shift in store.shifts:
+            pairs = [
+                shard.tensors(target)
+                for split in SPLITS
+                for shard in store.shards(split)
+                if shard.num_evicted == shift
+            ]
+            stale, aligned = (
+                torch.cat([x.double() for x in side]) for side in zip(*pairs, strict=True)
+            )
+            expected = torch.nn.functional.mse_loss(stale, aligned).item()
+            assert store.manifest["input_label_mse"][target][str(shift)] == pytest.approx(expected)
+    num_rows = {split: sum(s.num_rows for s in store.shards(split)) for split in SPLITS}
+    assert num_rows == store.manifest["num_rows"]
+
+
+def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatch):
+    undisturbed, _ = record(settings(out=tmp_path / "a"), gpt2)
+    expected = _bytes(undisturbed.folder)
+    assert len(undisturbed.shards("train")) > 4
+    out = tmp_path / "b"
+    write_shard, written = record_module.write_shard, []
+
+    def crash_at_third(shard, *args):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(shard.path.name)
+        write_shard(shard, *args)
+
+    monkeypatch.setattr(record_module, "write_shard", crash_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        record(settings(out=out), gpt2)
+    with pytest.raises(ValueError, match="is unfinished: run the same gen-data command again"):
+        open_store(out)
+    assert not expected.keys() <= _bytes(out).keys()
+    (out / ".train-k1-00001.partial.safetensors").write_bytes(b"left by a crash")
+    monkeypatch.setattr(record_module, "write_shard", write_shard)
+    assert record(settings(out=out), gpt2)[1] is False
+    assert _bytes(out) == expected
+
+    last = sorted(out.glob("*.safetensors"))[-1]
+    for damaged in (last.unlink, lambda: last.write_bytes(last.read_bytes()[:-1])):
+        damaged()
+        (out / "manifest.json").unlink()
+        kept = {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors") if p != last}
+        record(settings(out=out), gpt2)
+        assert _bytes(out) == expected
+        assert kept == {
+            p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors") if p != last
+        }
+
+
+def test_changed_text_is_recorded_again(gpt2, settings, text_file, tmp_path):
+    path = tmp_path / "changing.txt"
+    path.write_text("the cat " + text_file.read_text())
+    record(settings(corpus=(f"text:{path}",)), gpt2)
+    (tmp_path / "pairs" / "manifest.json").unlink()
+    path.write_text(text_file.read_text())
+    store, _ = record(settings(corpus=(f"text:{path}",)), gpt2)
+    other, _ = record(settings(out=tmp_path / "other"), gpt2)
+    assert store.manifest == other.manifest
+
+
+def test_finished_recordings_are_left_alone(gpt2, settings):
+    store, _ = record(settings(), gpt2)
+    before = {path: path.stat().st_mtime_ns for path in store.folder.iterdir()}
+    again, was_finished = record(settings(batch_size=7, num_evicted=(3, 1, 3)), gpt2)
+    assert was_finished
+    assert again.manifest == store.manifest
+    assert before == {path: path.stat().st_mtime_ns for path in store.folder.iterdir()}
+
+
+def test_another_recording_is_refused(gpt2, wrap, settings, tmp_path):
+    store, _ = record(settings(), gpt2)
+    with pytest.raises(ValueError, match="was recorded with num_tokens 480, not 504"):
+        record(settings(num_tokens=504), gpt2)
+    with pytest.raises(ValueError, match=r"was recorded with num_evicted \[1, 3\], not \[1\]"):
+        record(settings(num_evicted=(1,)), gpt2)
+    other = tiny_model("gpt2")
+    other.transformer.wte.weight.mul_(2)
+    with pytest.raises(ValueError, match="was recorded with probe"):
+        record(settings(), wrap(other))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(ValueError, match="photos holds other files"):
+        record(settings(out=tmp_path / "photos"), gpt2)
+    assert open_store(store.folder).manifest == store.manifest
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, settings, tmp_path):
+    with pytest.raises(
+        ValueError, match=f"--chunk-len must be at most {CONTEXT_LEN} for tiny gpt2"
+    ):
+        record(settings(chunk_len=CONTEXT_LEN + 1), gpt2)
+    with pytest.raises(ValueError, match=r"--chunk-len must be above --num-sinks \+ --num-evicted"):
+        settings(chunk_len=24, num_evicted=(1, 20))
+    with pytest.raises(ValueError, match=r"--stride must be at most --chunk-len \(24\), got 25"):
+        settings(stride=25)
+    with pytest.raises(ValueError, match=r"--num-tokens must be at least 48 .* got 47"):
+        record(settings(num_tokens=47), gpt2)
+    short = tmp_path / "short.txt"
+    short.write_text("the cat\n")
+    with pytest.raises(ValueError, match="has less than the 48 tokens"):
+        record(settings(corpus=(f"text:{short}",)), gpt2)
+    assert not (tmp_path / "pairs").exists()
+
+
+def test_numbers_that_do_not_fit_are_refused(wrap, settings):
+    model = tiny_model("gpt2")
+    model.transformer.h[0].attn.c_attn.bias += 1e5
+    with pytest.raises(ValueError, match="do not fit --dtype float16: take bfloat16 or float32"):
+        record(settings(), wrap(model))
+
+
+@pytest.mark.parametrize("stride", [24, 7])
+@pytest.mark.parametrize("sizes", [(1000,), (1,) * 300 + (50,) * 14, (23, 25, 0, 952)])
+def test_chunks_are_windows_of_the_stream(stride, sizes):
+    stream, pieces = list(range(1000)), []
+    for size in sizes:
+        pieces.append(stream[sum(map(len, pieces)) :][:size])
+    expected = [stream[start : start + 24] for start in range(0, 990 - 23, stride)]
+    assert list(chunks(pieces, 24, stride, 990)) == expected
+
+
+@pytest.mark.parametrize("stride", [24, 16, 7, 1])
+def test_no_token_is_in_both_splits(stride):
+    rule = {"chunk_len": 24, "stride": stride, "val_share": 0.2, "seed": 3}
+    tokens = {"train": set(), "val": set(), None: set()}
+    for place in range(4000):
+        tokens[split_of(place, **rule)] |= set(range(place * stride, place * stride + 24))
+    assert tokens["train"].isdisjoint(tokens["val"])
+    assert 0.1 < len(tokens["val"]) / (4000 * stride) < 0.3
+    assert next(p for p in range(4000) if split_of(p, **rule) == "val") == first_of_val(24, stride)
+    assert split_of(0, **rule) == "train"
+
+
+def test_seed_draws_another_split():
+    def drawn(seed: int) -> list:
+        return [split_of(place, 24, 24, 0.5, seed) for place in range(100)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
+    monkeypatch.setattr("kvalign.models.load_model", lambda name, device: gpt2)
+    run(settings())
+    lines = capsys.readouterr().out.splitlines()
+    store = open_store(settings().out)
+    for line, split in zip(lines, SPLITS, strict=False):
+        assert line.startswith(f"{split}: {store.manifest['num_rows'][split]} rows each of key")
+    assert [line.split()[0] + line.split()[-1] for line in lines[2:]] == [
+        f"{target}:(k={shift})" for target in ("key", "value") for shift in (1, 3)
+    ]
+    run(settings(json=True))
+    captured = capsys.readouterr()
+    assert "is finished already: nothing to do" in captured.err
+    document = json.loads(captured.out)
+    assert document["finished_already"] is True
+    assert document["input_label_mse"] == store.manifest["input_label_mse"]
+
+
+def test_several_corpora_give_equal_shares():
+    first, second = [[1, 2], [3, 4, 5], [6, 7]], [[11], [12, 13], [14, 15, 16]]
+    assert [id_ for piece in equal_shares([first, second], 8) for id_ in piece] == [
+        1,
+        2,
+        3,
+        4,
+        11,
+        12,
+        13,
+        14,
+    ]
+    assert [id_ for piece in equal_shares([first, second], 9) for id_ in piece] == [
+        *(1, 2, 3, 4),
+        *(11, 12, 13, 14, 15),
+    ]

@@ -1,0 +1,175 @@
+"""The command line: every example runs, wrong use is one line and exit code 2, help is quick to import."""
+
+import importlib
+import inspect
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from kvalign.cli import COMMANDS, main, module_name, settings_class
+
+# In this order: a later example reads what an earlier one wrote.
+EXAMPLES = ["pretrain", "gen-data", "train", "generate", "eval perplexity", "eval compare"]
+
+
+def example(command):
+    module = importlib.import_module(module_name(command))
+    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2]
+    words = shlex.split(" ".join(text.split()))
+    assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
+    return words[1:]
+
+
+def test_every_command_has_a_tested_example():
+    assert sorted(EXAMPLES) == sorted(COMMANDS)
+
+
+def test_examples_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
+    monkeypatch.chdir(tmp_path)
+    for command in EXAMPLES:
+        assert main(example(command)) == 0, capfd.readouterr().err
+        assert capfd.readouterr().out.strip(), command
+    assert (
+        main(["generate", "--aligner", "my-aligner", "--prompt", "It", "--cache-size", "20"]) == 0
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_flag(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    module = importlib.import_module(module_name(command))
+    for name in settings_class(module).__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in out
+    assert "example:\n  kvalign" in out
+
+
+def test_help_does_not_import_torch():
+    for command in ("", *COMMANDS):
+        code = (
+            "import sys; from kvalign.cli import main; "
+            f"main({[*command.split(), '--help']!r}); sys.exit('torch' in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+PROMPT = ["--prompt", "The island"]
+WRONG = [
+    ([], "usage: kvalign"),
+    (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
+    (["eval", "speed"], "unknown command 'eval speed'"),
+    (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
+    (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
+    (["generate"], "either --prompt or --prompt-file"),
+    (["generate", *PROMPT, "--prompt-file", "x"], "either --prompt or --prompt-file"),
+    (["generate", "--prompt", "  \n"], "the prompt is empty"),
+    (["generate", "--prompt-file", "missing.txt"], "missing.txt"),
+    (["generate", "--prompt-file", "binary.txt"], "is not UTF-8 text"),
+    (["generate", *PROMPT, "--model", "gpt3-mini"], "no model 'gpt3-mini'"),
+    (["generate", *PROMPT, "--model", "."], "cannot load a model from folder"),
+    (["generate", *PROMPT, "--method", "kv-align"], "did you mean kvalign?"),
+    (["generate", *PROMPT, "--device", "warp"], "device 'warp' is not available"),
+    (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
+    (["generate", *PROMPT, "--top-k", "0"], "--top-k must be at least 1, got 0"),
+    (["generate", *PROMPT, "--temperature", "0"], "--temperature must be above 0"),
+    (["generate", *PROMPT, "--cache-size", "512", "--method", "window"], "at most 511"),
+    (["generate", *PROMPT, "--cache-size", "300"], "at most 255 with this aligner"),
+    (["generate", *PROMPT, "--cache-size", "4"], "cache_size must be above num_sinks"),
+    (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),
+    (["generate", *PROMPT, "--num-evicted", "61"], "num_evicted must be between 1 and"),
+    (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
+    (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
+    (
+        ["generate", *PROMPT, "--aligner", "kvalign-llama-mini-network"],
+        "this aligner was made for llama-mini: family is rotary there, learned in this model",
+    ),
+    (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
+    (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
+    (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
+    (["eval", "perplexity", "--corpus", "text:short.txt"], "lower --num-tokens"),
+    (["eval", "perplexity", "--methods", "window,sink"], "unknown method 'sink'"),
+    (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
+    (["eval", "perplexity", "--cache-sizes", "32,600"], "cache_size must be at most"),
+    (["eval", "perplexity", "--cache-sizes", "32,x"], "argument --cache-sizes"),
+    (["eval", "compare"], "the following arguments are required: --out"),
+    (["gen-data"], "the following arguments are required: --out"),
+    (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
+    (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
+    (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
+    (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
+    (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
+    (["train", "--data", ".", "--out", "a", "--target", "keys"], "--target must be one of"),
+    (["pretrain", "--out", "m", "--arch", "rnn"], "--arch must be one of gpt2, llama"),
+    (
+        ["pretrain", "--out", "m", "--corpus", "text:short.txt", "--vocab-size", "300"],
+        "--context-len",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv)[:70] for argv, _ in WRONG])
+def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("a few words only\n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert main(argv) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    if argv:
+        assert len(captured.err.strip().splitlines()) == 1
+    assert not (tmp_path / "d").exists() and not (tmp_path / "a").exists()
+
+
+def test_truncated_shard_is_one_line_and_code_2(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(example("gen-data")) == 0
+    data = example("gen-data")[example("gen-data").index("--out") + 1]
+    shard = sorted((tmp_path / data).glob("train-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    capfd.readouterr()
+    assert main(["train", "--data", data, "--out", "a"]) == 2
+    error = capfd.readouterr().err
+    assert shard.name in error and len(error.strip().splitlines()) == 1
+
+
+def test_json_is_one_document(capfd):
+    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
+    assert main([*argv, "--max-new-tokens", "30", "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["num_tokens"] == len(document["token_ids"]) == 30
+    assert document["settings"]["cache_size"] == 16 and document["ms_per_token"] > 0
+
+
+def test_text_comes_on_stdout_timing_on_stderr(capfd):
+    argv = ["generate", *PROMPT, "--method", "window", "--cache-size", "16", "--seed", "5"]
+    texts = []
+    for _ in range(2):
+        assert main([*argv, "--max-new-tokens", "20"]) == 0
+        captured = capfd.readouterr()
+        assert captured.out.startswith("The island") and "20 tokens by window" in captured.err
+        texts.append(captured.out)
+    assert texts[0] == texts[1]
+
+
+def test_interrupt_ends_cleanly(capfd, monkeypatch):
+    from kvalign.methods import StreamingLLM
+
+    fed, feed = [], StreamingLLM.feed
+
+    def interrupted(self, ids):
+        fed.append(ids)
+        if len(fed) > 10:
+            raise KeyboardInterrupt
+        return feed(self, ids)
+
+    monkeypatch.setattr(StreamingLLM, "feed", interrupted)
+    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
+    assert main(argv) == 0
+    captured = capfd.readouterr()
+    assert captured.out.startswith("The island") and "10 tokens by streaming-llm" in captured.err
