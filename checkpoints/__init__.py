@@ -1,4 +1,6 @@
-"""What ships with the package: small reference language models and an aligner for each, every one with a card."""
+"""What ships with the package: small reference language models and an aligner for each, every one
+with a card.
+"""
 
 from pathlib import Path
 

@@ -68,7 +68,8 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     head = list(itertools.islice(stream, num_needed))
     if len(head) < num_needed:
         raise ValueError(
-            f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a chunk in both "
+            f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
+            f"chunk in both "
             "train and val: lower --chunk-len or name a longer corpus"
         )
     settings.out.mkdir(parents=True, exist_ok=True)

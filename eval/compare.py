@@ -1,4 +1,6 @@
-"""One prompt, every method: the passages they write, the time they take, and their perplexity on a text."""
+"""One prompt, every method: the passages they write, the time they take, and their perplexity on a
+text.
+"""
 
 import json
 from pathlib import Path
@@ -20,8 +22,9 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     """Let every method continue the prompt with the same seed, and score it.
 
     Returns:
-        `settings`, `environment` and `rows`: a dict each with method, num_sinks, num_evicted, perplexity, ttft_s (prompt
-        included), ms_per_token (after the first) and text. Speed is measured once on this prompt, after a warm-up.
+        `settings`, `environment` and `rows`: a dict each with method, num_sinks, num_evicted,
+        perplexity, ttft_s (prompt included), ms_per_token (after the first) and text. Speed is
+        measured once on this prompt, after a warm-up.
 
     Raises:
         ValueError: wrong settings, said before any work.
@@ -29,7 +32,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     for name in settings.methods:
         method_class(name)
     loaded = load_model(settings.model, settings.device, settings.dtype)
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         cache_size=settings.cache_size,
         num_sinks=settings.num_sinks,
         num_evicted=settings.num_evicted,
@@ -39,7 +42,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         for name in settings.methods
     ]
     ids = read_ids(loaded, settings.corpus, settings.cache_size + 1 + settings.num_tokens)
-    draws = dict(
+    draws: dict[str, Any] = dict(
         top_k=settings.top_k, no_repeat_ngram_size=settings.no_repeat_ngram_size, seed=settings.seed
     )
     rows = []
@@ -61,7 +64,9 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], folder: Path) -> None:
-    """Write comparison.json and the self-contained comparison.html; text of prompt and models is escaped."""
+    """Write comparison.json and the self-contained comparison.html; text of prompt and models is
+    escaped.
+    """
     templates = Environment(
         loader=PackageLoader("kvalign.eval"),
         autoescape=True,

@@ -10,7 +10,9 @@ import torch
 
 
 def environment(device: str = "cpu") -> dict[str, str | int]:
-    """Versions of what computes, the commit (if run from a checkout), the processor or GPU and its threads."""
+    """Versions of what computes, the commit (if run from a checkout), the processor or GPU and its
+    threads.
+    """
     name = _processor() if device == "cpu" else device
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device)

@@ -3,10 +3,10 @@
     ids     0 1 ... C | C+1 C+2 ... C+num_tokens
             first input  labels, one at a time
 
-exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method scores a text by
-stepping; where it re-encodes clean windows anyway (`recompute`, `discard-half`) it takes a batch of windows at once,
-with the same result, so `seconds` is the harness's time and no measure of a method's speed: `kvalign eval compare`
-measures that.
+exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
+scores a text by stepping; where it re-encodes clean windows anyway (`recompute`, `discard-half`) it
+takes a batch of windows at once, with the same result, so `seconds` is the harness's time and no
+measure of a method's speed: `kvalign eval compare` measures that.
 """
 
 import logging
@@ -31,11 +31,12 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
     """Score every method at every cache size.
 
     Returns:
-        `settings`, `environment` and `rows`: a dict each with method, cache_size, num_sinks, num_evicted, num_labels,
-        nll_nats (mean a label), perplexity, seconds.
+        `settings`, `environment` and `rows`: a dict each with method, cache_size, num_sinks,
+        num_evicted, num_labels, nll_nats (mean a label), perplexity, seconds.
 
     Raises:
-        ValueError: wrong settings, or a corpus shorter than the largest cache and the labels; before any work.
+        ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
+            before any work.
     """
     for name in settings.methods:
         method_class(name)
@@ -62,7 +63,7 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
 
 
 def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
-    """The first `num_ids` tokens of the test part of a corpus: [1, num_ids] int64 on the model's device."""
+    """The first tokens of a corpus's test part: [1, num_ids] int64 on the model's device."""
     ids: list[int] = []
     for piece in token_pieces(corpus, loaded.tokenizer, "test"):
         ids += piece

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from kvalign.files import write_whole
 
-# Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is not alone.
+# Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is not
+# alone.
 _STYLES = {
     "dense": ("#000000", "x"),
     "window": ("#999999", "v"),

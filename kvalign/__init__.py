@@ -2,7 +2,8 @@
 
 Shapes are written with one alphabet everywhere:
 
-    B batch   L layers   H KV heads   S slots of a cache   D head_dim   T tokens fed at once   N rows   V vocabulary
+    B batch      L layers   H KV heads   S slots of a cache
+    D head_dim   T tokens fed at once    N rows   V vocabulary
 """
 
 _PUBLIC = {
@@ -18,7 +19,7 @@ __all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str):
-    """Import a public name on first use, so that `import kvalign` and `kvalign --help` do not import torch."""
+    """Import a public name on first use: `import kvalign` and `kvalign --help` need no torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'kvalign' has no attribute {name!r}")
     import importlib

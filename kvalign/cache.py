@@ -3,10 +3,10 @@
      slots   0 1 2 3 | 4 5 6 ... C-1      C entries are stored between two steps
              sinks   | window
 
-A step hands in the key and value of the new token. Attention gets all C + 1 entries; then the `num_evicted` entries
-right after the sinks are dropped, the later ones move towards the start and are realigned. The model needs no hook and
-no patch: it asks the cache for its length and so tells each token its position inside the cache (0..C), never its
-position in the stream.
+A step hands in the key and value of the new token. Attention gets all C + 1 entries; then the
+`num_evicted` entries right after the sinks are dropped, the later ones move towards the start and
+are realigned. The model needs no hook and no patch: it asks the cache for its length and so tells
+each token its position inside the cache (0..C), never its position in the stream.
 """
 
 import torch
@@ -19,7 +19,7 @@ from kvalign.realign import Move, Realigner
 
 
 class StreamingCache(Cache):
-    """A transformers `Cache` of fixed size; pass it as `past_key_values` with neither mask nor position ids.
+    """A `Cache` of fixed size: pass it as `past_key_values`, with neither mask nor position ids.
 
     Args:
         spec: the model, from `kvalign.models.spec_of(model.config)`.
@@ -74,7 +74,7 @@ class Slots:
         return len(self.born)
 
     def append(self, num_new: int) -> None:
-        """Place `num_new` entries after the last and drop what exceeds the cache, in multiples of `num_evicted`."""
+        """Place new entries after the last; drop what exceeds the cache, `num_evicted` at once."""
         born = torch.cat([self.born, torch.arange(len(self), len(self) + num_new)])
         index = torch.cat([self.index, torch.arange(self.num_seen, self.num_seen + num_new)])
         self.num_seen += num_new
@@ -100,11 +100,14 @@ class Slots:
 class StreamingLayer(DynamicLayer):
     """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
 
-    With a realigner, `kept` holds what it starts from: the entries as they were born, in the model's precision, or its
-    own last output in float32, so that half precision does not add up rounding errors.
+    With a realigner, `kept` holds what it starts from: the entries as they were born, in the
+    model's precision, or its own last output in float32, so that half precision does not add up
+    rounding errors.
     """
 
     is_croppable = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, slots: Slots, layer_idx: int, realigner: Realigner | None):
         super().__init__()
@@ -114,7 +117,7 @@ class StreamingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Take in [B, H, T, D], return all keys and values for this step's attention, store what stays."""
+        """Take in [B, H, T, D]; return all entries for this step's attention, store what stays."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.layer_idx == 0:
@@ -124,13 +127,18 @@ class StreamingLayer(DynamicLayer):
         if self.realigner is None:
             self.keys, self.values = self.slots.drop(keys, 2), self.slots.drop(values, 2)
         else:
-            self._keep_and_move(key_states, value_states, keys, values)
+            self._keep_and_move(self.realigner, key_states, value_states, keys, values)
         return keys, values
 
     def _keep_and_move(
-        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor
+        self,
+        realigner: Realigner,
+        new_keys: Tensor,
+        new_values: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
-        dtype = torch.float32 if self.realigner.recursive else self.dtype
+        dtype = torch.float32 if realigner.recursive else self.dtype
         kept_keys, kept_values = new_keys.to(dtype), new_values.to(dtype)
         if self.kept is not None:
             kept_keys = torch.cat([self.kept[0], kept_keys], 2)
@@ -138,7 +146,7 @@ class StreamingLayer(DynamicLayer):
         if self.slots.evicted:
             kept_keys, kept_values = self.slots.drop(kept_keys, 2), self.slots.drop(kept_values, 2)
             first = self.slots.num_sinks
-            moved = self.realigner.move(
+            moved = realigner.move(
                 self.layer_idx,
                 kept_keys[:, :, first:],
                 kept_values[:, :, first:],
@@ -146,7 +154,7 @@ class StreamingLayer(DynamicLayer):
             )
             keys = torch.cat([kept_keys[:, :, :first], moved[0].to(dtype)], 2)
             values = torch.cat([kept_values[:, :, :first], moved[1].to(dtype)], 2)
-            if self.realigner.recursive:
+            if realigner.recursive:
                 kept_keys, kept_values = keys, values
         self.kept = kept_keys, kept_values
         self.keys, self.values = keys.to(self.dtype), values.to(self.dtype)
@@ -178,20 +186,21 @@ class StreamingLayer(DynamicLayer):
 
 
 def check_sizes(spec: ModelSpec, cache_size: int, num_sinks: int, num_evicted: int) -> None:
-    """Raise ValueError unless the sizes fit together and the model has a position for each entry and the new token."""
+    """Raise ValueError unless the sizes fit together and the model has enough positions."""
     if num_sinks < 0:
         raise ValueError(f"num_sinks must be at least 0, got {num_sinks}")
     if cache_size <= num_sinks:
         raise ValueError(
-            f"cache_size must be above num_sinks ({num_sinks}) to leave room for a window, got {cache_size}"
+            f"cache_size must be above num_sinks ({num_sinks}) to leave room for a window, got "
+            f"{cache_size}"
         )
     if not 1 <= num_evicted <= cache_size - num_sinks:
         raise ValueError(
-            f"num_evicted must be between 1 and the window ({cache_size - num_sinks} = cache_size {cache_size} "
-            f"less num_sinks {num_sinks}), got {num_evicted}"
+            f"num_evicted must be between 1 and the window ({cache_size - num_sinks} = cache_size "
+            f"{cache_size} less num_sinks {num_sinks}), got {num_evicted}"
         )
     if spec.context_len is not None and cache_size >= spec.context_len:
         raise ValueError(
-            f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context length less the new "
-            f"token), got {cache_size}"
+            f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
+            f"length less the new token), got {cache_size}"
         )

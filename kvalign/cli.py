@@ -1,8 +1,9 @@
-"""The command line: `kvalign VERB [--flags]`. A command is one module of `kvalign.commands` and one line here.
+"""The command line: `kvalign VERB [--flags]`. A command is one module of `kvalign.commands` and one
+line here.
 
-A command module declares a `Settings` class (its flags) and `run(settings)`; it imports what is heavy inside `run`, so
-that help answers at once. Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed; 2: wrong
-use, said in one line.
+A command module declares a `Settings` class (its flags) and `run(settings)`; it imports what is
+heavy inside `run`, so that help answers at once. Results go to stdout, progress and timings to
+stderr. Exit code 0: done; 1: failed; 2: wrong use, said in one line.
 """
 
 import importlib

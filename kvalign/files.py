@@ -1,4 +1,6 @@
-"""Files that are there whole or not at all: written to a temporary name beside their place, then renamed."""
+"""Files that are there whole or not at all: written to a temporary name beside their place, then
+renamed.
+"""
 
 import os
 from collections.abc import Callable
@@ -6,7 +8,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then give it its name; an interrupted write leaves nothing behind."""
+    """Let `write` fill a temporary file, then give it its name; an interrupted write leaves nothing
+    behind.
+    """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         write(partial)

@@ -1,6 +1,8 @@
-"""The one generation loop: an iterator of tokens. The command line, the evaluation and `model.generate` all use it.
+"""The one generation loop: an iterator of tokens. The command line, the evaluation and
+`model.generate` all use it.
 
-model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000)
+model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64,
+max_new_tokens=2000)
 """
 
 from collections.abc import Collection, Iterator
@@ -33,7 +35,8 @@ def stream_tokens(
     pad_token_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every row has ended.
+    """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
+    row has ended.
 
     Args:
         method: from `make_method`; it is reset first.
@@ -88,11 +91,12 @@ def stream_generate(
     stream_to: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate past the context length; made for `model.generate(..., custom_generate=stream_generate)`.
+    """Generate past the context length; made for `model.generate(...,
+    custom_generate=stream_generate)`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as `generate` hands
-            them over.
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
+            `generate` hands them over.
         method, cache_size, num_sinks, num_evicted, aligner: as in `kvalign.make_method`.
         stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
 
@@ -100,7 +104,8 @@ def stream_generate(
         [B, prompt + new tokens] int64.
 
     Raises:
-        ValueError: what streaming cannot do: beams, padded prompts, a cache already filled, dictionaries of scores.
+        ValueError: what streaming cannot do: beams, padded prompts, a cache already filled,
+            dictionaries of scores.
     """
     config = generation_config or model.generation_config
     _refuse(config, model_kwargs)
@@ -140,7 +145,9 @@ def stream_generate(
 
 
 class _History:
-    """All ids so far [B, T], grown by doubling so that an endless stream does not copy itself at each token."""
+    """All ids so far [B, T], grown by doubling so that an endless stream does not copy itself at
+    each token.
+    """
 
     def __init__(self, ids: Tensor):
         self._buffer, self._len = ids, ids.shape[1]

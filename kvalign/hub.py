@@ -1,4 +1,6 @@
-"""Whether the Hugging Face hub answers, asked once: without it, its clients retry for half a minute before they fail."""
+"""Whether the Hugging Face hub answers, asked once: without it, its clients retry for half a minute
+before they fail.
+"""
 
 import os
 import socket

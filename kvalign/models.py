@@ -3,8 +3,10 @@
 A family says what moving a cached entry means:
 
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
-- `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them exactly.
-- `alibi`: positions are only in the attention bias, by slot (Press et al. 2022); nothing needs to move.
+- `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them
+exactly.
+- `alibi`: positions are only in the attention bias, by slot (Press et al. 2022); nothing needs to
+move.
 """
 
 import difflib
@@ -158,7 +160,8 @@ def _context_len(config: PretrainedConfig) -> int | None:
         return context_len
     if kind not in _LENGTH_ROPE:
         raise ValueError(
-            f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their position "
+            f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their "
+            f"position "
             f"(known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
         )
     original = rope.get("original_max_position_embeddings") or context_len
@@ -170,5 +173,7 @@ def _not_found(name: str, error: Exception) -> str:
         return f"cannot load a model from folder {name!r}: {str(error).splitlines()[0]}"
     near = difflib.get_close_matches(name, checkpoints.MODELS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    shipped = ", ".join(checkpoints.MODELS)
-    return f"no model {name!r} here or on the hub{hint} (works offline: {shipped}, or the path of a folder)"
+    return (
+        f"no model {name!r} here or on the hub{hint} (works offline: "
+        f"{', '.join(checkpoints.MODELS)}, or the path of a folder)"
+    )

@@ -1,7 +1,8 @@
 """How kept entries are moved to their new positions, as the cache sees it.
 
-A realigner either starts from the entry as it was born and computes it for the position it has now (exact in half
-precision: one rounding, however often the entry moved), or works on its own output, eviction after eviction.
+A realigner either starts from the entry as it was born and computes it for the position it has now
+(exact in half precision: one rounding, however often the entry moved), or works on its own output,
+eviction after eviction.
 """
 
 from abc import ABC, abstractmethod
@@ -35,15 +36,19 @@ class Realigner(ABC):
     """Moves kept keys and values; one instance serves all layers and holds no state."""
 
     recursive: ClassVar[bool]
-    """True: `move` is given its own last output, in float32; False: the entries as they were born."""
+    """True: `move` is given its own last output, in float32; False: the entries as born."""
 
     @abstractmethod
     def move(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [B, H, S, D] of the slots after the sinks for their positions now."""
+        """Return the keys and values [B, H, S, D] of the slots after the sinks for their positions
+        now.
+        """
 
 
 class Rotation(Realigner):
-    """The exact move of a rotary model: keys are rotated back, values carry no position (Xiao et al. 2024)."""
+    """The exact move of a rotary model: keys are rotated back, values carry no position (Xiao et
+    al. 2024).
+    """
 
     recursive = False
 
@@ -70,5 +75,7 @@ class Trained(Realigner):
 
 
 def closed_form(model: PreTrainedModel) -> Realigner | None:
-    """What StreamingLLM does: rotation where positions are rotary; nothing moves learned or ALiBi entries."""
+    """What StreamingLLM does: rotation where positions are rotary; nothing moves learned or ALiBi
+    entries.
+    """
     return Rotation(model) if spec_of(model.config).family == "rotary" else None

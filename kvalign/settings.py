@@ -1,4 +1,5 @@
-"""Settings of a command: a frozen dataclass whose fields carry default, range and help text, and the parser made of it.
+"""Settings of a command: a frozen dataclass whose fields carry default, range and help text, and
+the parser made of it.
 
 A command line, a test and a sweep trial all make an instance and hand it to the same function.
 """
@@ -25,9 +26,11 @@ def option(
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field that the command line offers as `--name`; its range is checked when the settings are made.
+    """A dataclass field that the command line offers as `--name`; its range is checked when the
+    settings are made.
 
-    A field without a default must be given. A tuple is given comma-separated or by repeating the flag.
+    A field without a default must be given. A tuple is given comma-separated or by repeating the
+    flag.
     """
     limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
     return dataclasses.field(default=default, metadata={"help": help, **limits})
@@ -66,7 +69,9 @@ class Settings:
 
 
 def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
-    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with code 2."""
+    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with
+    code 2.
+    """
     about, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     parser = OneLineParser(
         prog=prog,
@@ -104,7 +109,9 @@ def _fields(cls: type) -> tuple[dataclasses.Field, ...]:
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in the dataclass."""
+    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
+    the dataclass.
+    """
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING
     if not required and field.default not in (None, False):

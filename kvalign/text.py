@@ -18,7 +18,8 @@ from kvalign.models import LoadedModel
 
 
 class TextStream:
-    """Iterate over the text that continues a prompt; afterwards `text`, `token_ids` and `timing()` tell of it.
+    """Iterate over the text that continues a prompt; afterwards `text`, `token_ids` and `timing()`
+    tell of it.
 
     Args:
         loaded: model and tokenizer.
@@ -80,7 +81,7 @@ class TextStream:
             token = next(self._tokens, None)
             if token is None:
                 return
-            self.token_ids.append(token.item())  # waits for the device
+            self.token_ids.append(int(token))  # waits for the device
             self.times_s.append(time.perf_counter() - start)
             start = time.perf_counter()
             piece = decoder.step(backend, self.token_ids[-1])

@@ -43,7 +43,9 @@ ROTARY_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 
 
 def tiny_model(kind: str, **changes) -> PreTrainedModel:
-    """A random model of an architecture: 2 or 3 layers, hidden 32, context 64; weights large enough to matter."""
+    """A random model of an architecture: 2 or 3 layers, hidden 32, context 64; weights large enough
+    to matter.
+    """
     torch.manual_seed(0)
     ends = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     config = AutoConfig.for_model(kind, vocab_size=VOCAB, **ends, **(_SHAPES[kind] | changes))

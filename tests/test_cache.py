@@ -1,4 +1,6 @@
-"""Slots, sizes and half precision of the streaming cache. The peers' bugs behind a test are named with it."""
+"""Slots, sizes and half precision of the streaming cache. The peers' bugs behind a test are named
+with it.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ def test_slots_keep_sinks_and_the_newest():
 
 
 def test_evictions_are_counted_one_in_k():
-    """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every token)."""
+    """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
+    token).
+    """
     slots = Slots(cache_size=10, num_sinks=2, num_evicted=3)
     lengths = []
     for _ in range(40):
@@ -57,7 +61,9 @@ def test_impossible_sizes_are_refused(models, sizes, message):
 
 
 def test_mask_length_is_key_length(models, ids):
-    """What the model is told of the cache's length is what attention gets (VeloxQuant-MLX issue 370)."""
+    """What the model is told of the cache's length is what attention gets (VeloxQuant-MLX issue
+    370).
+    """
     cache = StreamingCache(spec_of(models["gpt2"].config), 16)
     for i in range(40):
         told = cache.get_mask_sizes(1, 0)[0]
@@ -102,7 +108,9 @@ def test_reset_begins_a_new_stream(models, ids):
 @pytest.mark.parametrize("kind", ROTARY_KINDS)
 @pytest.mark.parametrize("num_evicted", [1, 3])
 def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_evicted):
-    """Layer 0 of a rotary model depends on token and position alone: the cache must hold what re-encoding gives."""
+    """Layer 0 of a rotary model depends on token and position alone: the cache must hold what
+    re-encoding gives.
+    """
     model = models[kind]
     cache = StreamingCache(
         spec_of(model.config), 14, num_evicted=num_evicted, realigner=Rotation(model)
@@ -116,7 +124,9 @@ def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_does_not_drift(dtype, ids):
-    """A key that moved 40 times was rounded once (measured: repeated rotation in bfloat16 is off by 12 %)."""
+    """A key that moved 40 times was rounded once (measured: repeated rotation in bfloat16 is off by
+    12 %).
+    """
     model = tiny_model("llama").to(dtype)
     cache = StreamingCache(spec_of(model.config), 48, realigner=Rotation(model))
     _stream(model, cache, ids, 180)

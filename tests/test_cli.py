@@ -1,4 +1,6 @@
-"""The command line: every example runs, wrong use is one line and exit code 2, help is quick to import."""
+"""The command line: every example runs, wrong use is one line and exit code 2, help is quick to
+import.
+"""
 
 import importlib
 import inspect

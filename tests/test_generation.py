@@ -69,7 +69,7 @@ def test_no_repeat_ngram_sees_the_evicted_history(models, ids):
     prompt = ids[:1, :1]
     new = take(kvalign.stream_tokens(method, prompt, processors=processors, do_sample=True), 300)
     row = torch.cat([prompt, new], 1)[0].tolist()
-    assert len(set(zip(row, row[1:], strict=False))) == 300
+    assert len(set(itertools.pairwise(row))) == 300
 
 
 def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
@@ -112,7 +112,9 @@ class _Streamer:
 
 
 def test_generate_of_transformers_streams(model, ids):
-    """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length limit."""
+    """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
+    limit.
+    """
     streamer = _Streamer()
     kwargs = dict(method="streaming-llm", cache_size=20, num_sinks=2, num_evicted=3)
     out = model.generate(
@@ -148,7 +150,7 @@ def test_generate_uses_processors_criteria_and_an_aligner(models, ids):
         aligner=network(models["gpt2"], train=True),
     )
     row = out[0].tolist()
-    assert len(row) == 70 and len(set(zip(row, row[1:], strict=False))) == 69
+    assert len(row) == 70 and len(set(itertools.pairwise(row))) == 69
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Each method against plain transformers: what it keeps, what it predicts, and that scoring is stepping."""
+"""Each method against plain transformers: what it keeps, what it predicts, and that scoring is
+stepping.
+"""
 
 import pytest
 import torch
@@ -73,7 +75,9 @@ def test_discard_half_is_recompute_that_drops_half(model, ids):
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "llama"])
 @pytest.mark.parametrize("num_evicted", [1, 4])
 def test_one_layer_of_relative_positions_streams_exactly(kind, num_evicted, ids):
-    """With one layer, keys know nothing of evicted tokens: streaming-llm must equal re-encoding what it kept."""
+    """With one layer, keys know nothing of evicted tokens: streaming-llm must equal re-encoding
+    what it kept.
+    """
     depth = {"bloom": "n_layer", "mpt": "n_layers", "llama": "num_hidden_layers"}[kind]
     model = tiny_model(kind, **{depth: 1})
     sizes = dict(num_sinks=4, num_evicted=num_evicted)

@@ -53,7 +53,7 @@ def test_rotary_models_have_fewer_kv_heads_than_heads_or_partial_rotation(models
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
-    """rerotate by s is RoPE at p - s: layer 0 of the same tokens at positions s later, moved back."""
+    """rerotate by s is RoPE at p - s: layer 0 of the same tokens, s positions later."""
     model = tiny_model("llama", rope_parameters=SCALINGS[scaling] | {"rope_theta": theta})
     ids, shift = ids[:, :12], 5
     at = [

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
 
-from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
@@ -151,7 +151,7 @@ def _beside_trained(
     return merged
 
 
-def _measure(net: torch.nn.Module, rows: RowsOfTarget) -> dict[str, float | None]:
+def _measure(net: RealignNet, rows: RowsOfTarget) -> dict[str, float | None]:
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.target, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise ValueError(

@@ -14,9 +14,9 @@ tags: [kvalign, reference-model]
 
 # A {arch} reference model for KV-Align
 
-A small causal language model ({millions:.1f} M parameters) trained from scratch so that KV-Align's commands, tests and
-examples need no hub. It writes simple prose in the style of its corpora and knows nothing reliable: use it to study
-caches, not to answer questions.
+A small causal language model ({millions:.1f} M parameters) trained from scratch so that KV-Align's
+commands, tests and examples need no hub. It writes simple prose in the style of its corpora and
+knows nothing reliable: use it to study caches, not to answer questions.
 
 | | |
 |---|---|

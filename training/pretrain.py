@@ -1,15 +1,15 @@
 """The reference language models' recipe: GPT-2 and Llama shapes small enough to train on a laptop.
 
-Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The rate is constant, then
-falls linearly, so a run can be extended by asking for more tokens before the fall; the first steps use half the
-context. What a step reads depends on the seed and the step alone: a resumed run goes on as if it had not stopped.
+Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
+rate is constant, then falls linearly, so a run can be extended by asking for more tokens before the
+fall; the first steps use half the context. What a step reads depends on the seed and the step
+alone: a resumed run goes on as if it had not stopped.
 """
 
 import json
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 HEAD_DIM = 64
 WARMUP_STEPS = 100
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
-# Settings that may differ when a run goes on: they change where it stops and how it runs, not what it learns.
+# Settings that may differ when a run goes on: they change where it stops and how it runs, not what
+# it learns.
 _FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "compile", "device")
 
 
@@ -45,8 +46,8 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
     """Train, or go on training, the model in `settings.out`.
 
     Returns:
-        what `pretrain.json` and the card state: settings, tokens seen, training loss, and, with an evaluation corpus,
-        bits per byte.
+        what `pretrain.json` and the card state: settings, tokens seen, training loss, and, with an
+        evaluation corpus, bits per byte.
 
     Raises:
         ValueError: a corpus too short, a checkpoint of other settings, a device that is not here.
@@ -69,7 +70,9 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             ids = mix.batch(settings.seed, run.step, num_rows, run.row_len).to(settings.device)
-            run.update(lambda ids=ids: loss_of(model, ids))
+            with torch.autocast(model.device.type, torch.bfloat16):
+                loss = loss_of(model, ids)
+            run.update(loss)
             bar.update()
             if run.step % 20 == 0:
                 bar.set_postfix(loss=f"{run.smooth_loss:.3f}")
@@ -82,7 +85,7 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
 
 
 def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A random model of the asked shape: heads of 64 dimensions, Llama with half as many KV heads."""
+    """A random model of the asked shape; heads of 64 dimensions, Llama with half as many for KV."""
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
     if hidden % HEAD_DIM:
         raise ValueError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
@@ -123,7 +126,9 @@ def bits_per_byte(
     context_len: int,
     num_blocks: int = 60,
 ) -> float:
-    """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each read on its own."""
+    """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each
+    read on its own.
+    """
     ids: list[int] = []
     for piece in token_pieces(corpus, tokenizer, "test"):
         ids += piece
@@ -178,10 +183,8 @@ class Run:
         left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
         return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
 
-    def update(self, loss_of: Callable[[], Tensor]) -> None:
+    def update(self, loss: Tensor) -> None:
         """One step of both optimisers; `smooth_loss` follows with a memory of 50 steps."""
-        with torch.autocast(self.model.device.type, torch.bfloat16):
-            loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in self.optimizers.items():
@@ -214,7 +217,8 @@ class Run:
         for name, value in self.settings.as_dict().items():
             if name not in _FREE and state["settings"][name] != value:
                 raise ValueError(
-                    f"{self.settings.out} was begun with {name} {state['settings'][name]}, got {value}: "
+                    f"{self.settings.out} was begun with {name} {state['settings'][name]}, got "
+                    f"{value}: "
                     "name another --out"
                 )
         self.model.load_state_dict(state["model"])
@@ -237,7 +241,9 @@ def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _publish(
     settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> dict[str, Any]:
-    """Write model, tokenizer, facts and card into `out`; the facts are measured on the weights as they are written."""
+    """Write model, tokenizer, facts and card into `out`; the facts are measured on the weights as
+    they are written.
+    """
     model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()

@@ -63,10 +63,10 @@ class InOrder:
 
     def __iter__(self) -> Iterator[Batch]:
         for i, steps in groupby(self.plan, key=lambda step: step[0]):
-            pair = self.shards[i].tensors(self.target)
+            stale, aligned = self.shards[i].tensors(self.target)
             parts = torch.arange(self.shards[i].num_rows).tensor_split(self.parts[i])
             for _, part in steps:
-                yield gather(*pair, parts[part])
+                yield gather(stale, aligned, parts[part])
 
 
 class Shuffled:

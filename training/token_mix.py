@@ -1,9 +1,12 @@
-"""The text of a language model's training: corpora with shares, a tokenizer of their own, token files, batches."""
+"""The text of a language model's training: corpora with shares, a tokenizer of their own, token
+files, batches.
+"""
 
 import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +36,9 @@ class TokenMix:
     shares: np.ndarray
 
     def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Tensor:
-        """Rows from random places, [num_rows, row_len + 1] int64: the same for the same seed and step."""
+        """Rows from random places, [num_rows, row_len + 1] int64: the same for the same seed and
+        step.
+        """
         rng = np.random.default_rng((seed, step))
         rows = []
         for which in rng.choice(len(self.ids), num_rows, p=self.shares):
@@ -74,9 +79,7 @@ def open_mix(
         path = work_dir / f"{name}.npy"
         if not path.exists():
             pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
-            write_whole(
-                path, lambda partial, pieces=pieces: np.save(partial, np.concatenate(pieces))
-            )
+            write_whole(path, partial(np.save, arr=np.concatenate(pieces)))
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:
             raise ValueError(
@@ -87,7 +90,7 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer to share, the one already in `out`, or a new byte-level BPE trained on the mix."""
+    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix."""
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out
         if not (folder / "tokenizer.json").exists():

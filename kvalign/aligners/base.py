@@ -1,7 +1,9 @@
-"""What every aligner is: trained parts made for one base model, in a folder of safetensors and a config that says so.
+"""What every aligner is: trained parts made for one base model, in a folder of safetensors and a
+config that says so.
 
-An aligner corrects the kept entries of the cache after an eviction. For a rotary model it is handed keys that are
-already rotated to their new positions, so an aligner that adds nothing is exactly StreamingLLM.
+An aligner corrects the kept entries of the cache after an eviction. For a rotary model it is handed
+keys that are already rotated to their new positions, so an aligner that adds nothing is exactly
+StreamingLLM.
 """
 
 import dataclasses
@@ -79,14 +81,16 @@ class AlignerConfig:
 
     @property
     def num_positions(self) -> int:
-        """Places after the sinks that a recorded cache had once one entry was evicted: the most it can align."""
+        """Places after the sinks that a recorded cache had once one entry was evicted: the most it
+        can align.
+        """
         return self.chunk_len - self.num_sinks - 1
 
 
 class Aligner(
     nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags=["kv-cache", "kvalign"]
 ):
-    """Base of the aligner kinds; `Aligner.from_pretrained` returns the kind that the config names."""
+    """Base of the aligner kinds; `from_pretrained` returns the kind that the config names."""
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, type["Aligner"]]] = {}
@@ -103,7 +107,8 @@ class Aligner(
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, shift: int
     ) -> tuple[Tensor, Tensor]:
-        """Correct the entries after the sinks once they have moved `shift` places towards the start.
+        """Correct the entries after the sinks once they have moved `shift` places towards the
+        start.
 
         Args:
             layer: index of the layer.
@@ -118,7 +123,9 @@ class Aligner(
     def check(
         self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
     ) -> None:
-        """Raise ValueError, naming the field, if this aligner was not made for such a model or cache."""
+        """Raise ValueError, naming the field, if this aligner was not made for such a model or
+        cache.
+        """
         spec = spec_of(model.config)
         for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
             _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
@@ -126,17 +133,21 @@ class Aligner(
             torch.tensor(self.config.probe), torch.tensor(probe(model)), rtol=2e-2, atol=1e-4
         ):
             raise ValueError(
-                f"this aligner was made for {self.config.base_model}: probe (its embedding weights) differs from "
+                f"this aligner was made for {self.config.base_model}: probe (its embedding "
+                f"weights) differs from "
                 "this model's; train an aligner for it with gen-data and train"
             )
         if cache_size - num_sinks > self.config.num_positions:
             raise ValueError(
-                f"cache_size must be at most {self.config.num_positions + num_sinks} with this aligner (recorded "
-                f"with chunk_len {self.config.chunk_len} and {self.config.num_sinks} sinks), got {cache_size}"
+                f"cache_size must be at most {self.config.num_positions + num_sinks} with this "
+                f"aligner (recorded "
+                f"with chunk_len {self.config.chunk_len} and {self.config.num_sinks} sinks), got "
+                f"{cache_size}"
             )
         if num_evicted % min(self.config.shifts):
             raise ValueError(
-                f"num_evicted must be a multiple of {min(self.config.shifts)} with this aligner (trained on shifts "
+                f"num_evicted must be a multiple of {min(self.config.shifts)} with this aligner "
+                f"(trained on shifts "
                 f"{', '.join(map(str, self.config.shifts))}), got {num_evicted}"
             )
 
@@ -187,14 +198,15 @@ class Aligner(
             if found is None or found.shape != expected.shape:
                 shape = "nothing" if found is None else tuple(found.shape)
                 raise ValueError(
-                    f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found {shape}"
+                    f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found "
+                    f"{shape}"
                 )
         aligner.load_state_dict(weights, strict=True, assign=True)
         return aligner.requires_grad_(False).eval()
 
 
 def probe(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary: the same for one model in any precision."""
+    """A few embedding weights, spread over the vocabulary: nearly the same in any precision."""
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, _PROBE_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, _PROBE_LEN).long().to(weight.device)
@@ -218,7 +230,8 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
     if expected != found:
         raise ValueError(
-            f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this model"
+            f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this "
+            f"model"
         )
 
 

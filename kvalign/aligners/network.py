@@ -1,7 +1,9 @@
-"""The paper's aligner: one small residual network for keys and one for values, applied at each eviction.
+"""The paper's aligner: one small residual network for keys and one for values, applied at each
+eviction.
 
-out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang 2024). It is trained on
-entries of a clean cache and applied to its own output as often as an entry moves: its error adds up.
+out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang
+2024). It is trained on entries of a clean cache and applied to its own output as often as an entry
+moves: its error adds up.
 """
 
 import torch
@@ -15,8 +17,8 @@ TARGETS = ("key", "value")
 class RealignNet(nn.Module):
     """x [..., D] -> x + MLP(x, position, layer, head), two hidden ReLU layers.
 
-    The first layer acts on a concatenation, so it is a product for the vector and a row of a table for each
-    embedding; the tables are small and computed once a call instead of once a row.
+    The first layer acts on a concatenation, so it is a product for the vector and a row of a table
+    for each embedding; the tables are small and computed once a call instead of once a row.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class RealignNet(nn.Module):
         self.splits = [head_dim, position_dim, layer_dim, head_embed_dim]
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weight of the vector [hidden1, D], and what each position, layer and head adds: [P|L|H, hidden1]."""
+        """Weight of the vector [hidden1, D], and what each position, layer and head adds: [P|L|H,
+        hidden1].
+        """
         vector, position, layer, head = self.fc1.weight.split(self.splits, dim=1)
         return (
             vector,
@@ -54,8 +58,9 @@ class RealignNet(nn.Module):
     def forward(self, x: Tensor, position: Tensor, layer: Tensor, head: Tensor) -> Tensor:
         """Realign rows x [N, D], each with its position after the sinks, layer and head: [N] int64.
 
-        Layer and head share one table, and the tables' rows go into the product as its bias: on a CPU, the gradient
-        of a lookup and each pass over [N, hidden1] cost as much as a good part of the products.
+        Layer and head share one table, and the tables' rows go into the product as its bias: on a
+        CPU, the gradient of a lookup and each pass over [N, hidden1] cost as much as a good part of
+        the products.
         """
         vector, positions, layers, heads = self.tables()
         of_layer = (layers[:, None] + heads).flatten(0, 1)  # [L * H, hidden1]
@@ -70,16 +75,19 @@ class RealignNet(nn.Module):
         return self._residual(x, nn.functional.linear(x, vector) + place)
 
     def _residual(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """`hidden` [..., hidden1] is what the first layer gives, before its ReLU; it is overwritten."""
+        """`hidden` [..., hidden1] is what the first layer gives, before its ReLU; it is
+        overwritten.
+        """
         hidden = self.fc2(hidden.relu_()).relu_()
         return x + self.fc3(hidden)
 
 
 class NetworkAligner(Aligner):
-    """Two `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`, `position_dim`, ...
+    """Two `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`,
+    `position_dim`, ...
 
-    Trained on shift s, it takes a longer move as several moves of s; a target without training stays zero and
-    leaves its entries as they are.
+    Trained on shift s, it takes a longer move as several moves of s; a target without training
+    stays zero and leaves its entries as they are.
     """
 
     kind = "network"

@@ -8,10 +8,12 @@ from kvalign.settings import Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings(Settings):
-    """Let methods continue one prompt, measure speed on it and perplexity on a text; write a page of all passages.
+    """Let methods continue one prompt, measure speed on it and perplexity on a text; write a page
+    of all passages.
 
     Example:
-        kvalign eval compare --methods streaming-llm,kvalign --cache-size 32 --max-new-tokens 40 --num-tokens 50 \
+        kvalign eval compare --methods streaming-llm,kvalign --cache-size 32 --max-new-tokens 40
+        --num-tokens 50 \
 --out comparison
     """
 

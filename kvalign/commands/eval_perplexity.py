@@ -11,7 +11,8 @@ class PerplexitySettings(Settings):
     """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
 
     Example:
-        kvalign eval perplexity --methods streaming-llm,kvalign,recompute --cache-sizes 32 --num-tokens 100
+        kvalign eval perplexity --methods streaming-llm,kvalign,recompute --cache-sizes 32
+        --num-tokens 100
     """
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")

@@ -11,7 +11,8 @@ class GenerateSettings(Settings):
     """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
 
     Example:
-        kvalign generate --model gpt2-mini --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
+        kvalign generate --model gpt2-mini --cache-size 32 --max-new-tokens 40 --prompt "The history
+        of the island"
     """
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
@@ -94,15 +95,16 @@ def run(settings: GenerateSettings) -> None:
     else:
         print()
     print(
-        "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} ms/token".format(
-            method=settings.method, **timing
-        ),
+        "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
+        "ms/token".format(method=settings.method, **timing),
         file=sys.stderr,
     )
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from one of the two flags; ValueError unless exactly one is given and it is not empty."""
+    """The prompt from one of the two flags; ValueError unless exactly one is given and it is not
+    empty.
+    """
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file is not None:

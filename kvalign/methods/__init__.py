@@ -1,4 +1,6 @@
-"""Streaming methods: one file and one line here each. The command line, reports and tests read this registry."""
+"""Streaming methods: one file and one line here each. The command line, reports and tests read this
+registry.
+"""
 
 import difflib
 import logging
@@ -39,10 +41,12 @@ def make_method(
         name: key of `METHODS`.
         model: a causal LM of transformers.
         cache_size, num_sinks, num_evicted: entries; None takes the method's default.
-        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the shipped one.
+        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
+            shipped one.
 
     Raises:
-        ValueError: unknown method, sizes that do not fit, no aligner, or one made for another model.
+        ValueError: unknown method, sizes that do not fit, no aligner, or one made for another
+        model.
         FileNotFoundError: no aligner of that name.
     """
     cls = method_class(name)
@@ -75,7 +79,8 @@ def _load_aligner(aligner: str | Path | None, model: PreTrainedModel) -> Aligner
     aligner = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if aligner is None:
         raise ValueError(
-            f"no aligner ships for {model.config.name_or_path or 'this model'}: train one (kvalign gen-data, kvalign "
+            f"no aligner ships for {model.config.name_or_path or 'this model'}: train one "
+            f"(kvalign gen-data, kvalign "
             "train) and name its folder (--aligner)"
         )
     return Aligner.from_pretrained(aligner)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ _BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
 
 
 class Method(ABC):
-    """One way to stream. An instance is one batch of streams of equal length; `reset()` begins new ones.
+    """One way to stream; an instance is a batch of streams of equal length.
 
     Args:
         model: a causal LM of transformers.
@@ -61,11 +61,11 @@ class Method(ABC):
 
     @abstractmethod
     def feed(self, ids: Tensor) -> Tensor:
-        """Take in ids [B, T] int64, T >= 1; return the logits [B, V] float32 of the token that follows."""
+        """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
     @torch.no_grad()
     def score(self, ids: Tensor, on_labels: Callable[[int], object] = lambda n: None) -> Tensor:
-        """NLL in nats of every token that follows the first cache_size + 1, each predicted from the stream before it.
+        """NLL in nats of every token after the first cache_size + 1, each given those before it.
 
             ids   0 1 ... C | C+1 C+2 ... N-1
                   first input  labels
@@ -92,7 +92,7 @@ class Method(ABC):
 class Cached(Method):
     """A method that keeps its entries in a streaming cache and moves them with a realigner."""
 
-    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+    def __init__(self, model: PreTrainedModel, **sizes: Any):
         super().__init__(model, **sizes)
         self.cache = StreamingCache(
             self.spec, self.cache_size, self.num_sinks, self.num_evicted, self.realigner()
@@ -107,7 +107,7 @@ class Cached(Method):
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """The first cache_size + 1 tokens go in at once; a longer input follows in chunks of half the window."""
+        """The first cache_size + 1 tokens go in at once, more of them by half the window."""
         done = 0
         while done < ids.shape[1]:
             chunk = ids[:, done : done + self._chunk_len()]
@@ -126,14 +126,14 @@ class Cached(Method):
 
 
 class Reencoding(Method):
-    """A method whose logits at every step are those of a clean context: tokens re-encoded, nothing stale.
+    """A method that re-encodes what it keeps: the logits of every step have nothing stale.
 
-    The kept tokens change only when something is dropped, so all steps between two drops are one causal forward pass:
-    scoring takes a batch of such periods at once.
+    The kept tokens change only when something is dropped, so all steps between two drops are one
+    causal forward pass: scoring takes a batch of such periods at once.
     """
 
     def keep(self, ids: Tensor) -> Tensor:
-        """The part of ids [B, T] that a step sees: everything, or the sinks and what is left after dropping."""
+        """The part of ids [B, T] that a step sees: all, or the sinks and what is left."""
         excess = ids.shape[1] - (self.cache_size + 1)
         if excess <= 0:
             return ids
@@ -145,7 +145,8 @@ class Reencoding(Method):
         """As in `Method.score`; the same figures as stepping, in batches of windows."""
         first, k = self.cache_size + 1, self.num_evicted
         num_labels = ids.shape[1] - first
-        # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and predicts k labels.
+        # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and
+        # predicts k labels.
         num_periods = 1 + -(-(num_labels - 1) // k)
         sinks, rest = ids[0, : self.num_sinks], ids[0, self.num_sinks :]
         windows = torch.nn.functional.pad(rest, (0, k)).unfold(0, first - self.num_sinks, k)[
@@ -155,7 +156,7 @@ class Reencoding(Method):
         batch_size = max(
             1, min(_BATCH_TOKENS // first, _BATCH_LOGITS // (k * self.model.config.vocab_size))
         )
-        nll = []
+        nll: list[Tensor] = []
         for start in range(0, num_periods, batch_size):
             batch = windows[start : start + batch_size]
             logits = self.model(input_ids=batch, use_cache=False, logits_to_keep=k).logits

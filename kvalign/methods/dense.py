@@ -1,4 +1,8 @@
-"""`dense`: keep everything, stop at the context length. The reference that needs no eviction; kept for tests."""
+"""`dense`: keep everything, stop at the context length. The reference that needs no eviction; kept
+for tests.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ class Dense(Method):
     about = "keeps everything and stops at the context length"
     default_num_sinks = 0
 
-    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+    def __init__(self, model: PreTrainedModel, **sizes: Any):
         super().__init__(model, **sizes)
         self.reset()
 
@@ -28,7 +32,8 @@ class Dense(Method):
     def feed(self, ids: Tensor) -> Tensor:
         if self.room is not None and ids.shape[1] > self.room:
             raise ValueError(
-                f"dense has room for {self.room} more tokens before the context length of {self.spec.name} "
+                f"dense has room for {self.room} more tokens before the context length of "
+                f"{self.spec.name} "
                 f"({self.spec.context_len}), got {ids.shape[1]}: choose a streaming method"
             )
         out = self.model(

@@ -1,8 +1,11 @@
-"""`discard-half`: when the cache is full, drop half of what follows the sinks and re-encode the rest once.
+"""`discard-half`: when the cache is full, drop half of what follows the sinks and re-encode the
+rest once.
 
-The default of llama.cpp's and LLM Runtime's endless generation. Between two refills its entries are never stale, but a
-step sees only three quarters of the cache on average.
+The default of llama.cpp's and LLM Runtime's endless generation. Between two refills its entries are
+never stale, but a step sees only three quarters of the cache on average.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ class DiscardHalf(Reencoding):
     about = "drops half of the window when full and re-encodes the rest"
     fixed = ("num_evicted",)
 
-    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+    def __init__(self, model: PreTrainedModel, **sizes: Any):
         super().__init__(model, **sizes)
         self.reset()
 

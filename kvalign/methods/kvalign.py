@@ -1,4 +1,8 @@
-"""`kvalign`: attention sinks and a window, every kept key and value realigned by a trained aligner (KV-Align 2024)."""
+"""`kvalign`: attention sinks and a window, every kept key and value realigned by a trained aligner
+(KV-Align 2024).
+"""
+
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,7 +18,7 @@ class KVAlign(Cached):
     )
     takes_aligner = True
 
-    def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: int | None):
+    def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: Any):
         self.aligner = aligner
         super().__init__(model, **sizes)
         aligner.check(model, self.cache_size, self.num_sinks, self.num_evicted)

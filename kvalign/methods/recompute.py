@@ -1,7 +1,10 @@
-"""`recompute`: re-encode the last C + 1 tokens at every step; exact, and slow by a factor that grows with C.
+"""`recompute`: re-encode the last C + 1 tokens at every step; exact, and slow by a factor that
+grows with C.
 
 The oracle of both papers. It keeps no sinks (the paper's protocol); `num_sinks` adds them.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ class Recompute(Reencoding):
     about = "re-encodes the window at every step"
     default_num_sinks = 0
 
-    def __init__(self, model: PreTrainedModel, **sizes: int | None):
+    def __init__(self, model: PreTrainedModel, **sizes: Any):
         super().__init__(model, **sizes)
         self.reset()
 

@@ -1,7 +1,8 @@
 """`streaming-llm`: attention sinks and a window (Xiao et al. 2024).
 
-Rotary keys are rotated to their place in the cache, ALiBi goes by the slot, learned positions stay stale. On a rotary
-model with `num_evicted` above 1 this is also the shift of keys in a ring buffer that LLM runtimes offer.
+Rotary keys are rotated to their place in the cache, ALiBi goes by the slot, learned positions stay
+stale. On a rotary model with `num_evicted` above 1 this is also the shift of keys in a ring buffer
+that LLM runtimes offer.
 """
 
 from kvalign.methods.base import Cached

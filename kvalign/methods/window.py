@@ -1,4 +1,6 @@
-"""`window`: keep the last C entries and no sinks, the baseline that StreamingLLM is measured against."""
+"""`window`: keep the last C entries and no sinks, the baseline that StreamingLLM is measured
+against.
+"""
 
 from kvalign.methods.base import Cached
 from kvalign.realign import Realigner, closed_form

@@ -1,4 +1,6 @@
-"""Perplexity against an independent loop in plain transformers, and the documents the commands print."""
+"""Perplexity against an independent loop in plain transformers, and the documents the commands
+print.
+"""
 
 import json
 import math
@@ -36,7 +38,7 @@ def rotate_back_one(keys, inv_freq):
 
 @torch.no_grad()
 def plain_stepping(model, ids, cache_size, num_sinks, rotary):
-    """Sinks and window, one eviction a step, by editing a DynamicCache between plain forward calls."""
+    """Sinks and window, one eviction a step, by editing a DynamicCache between forward calls."""
     cache, nll = DynamicCache(), []
     logits = model(input_ids=ids[None, : cache_size + 1], past_key_values=cache).logits[0, -1]
     for label in ids[cache_size + 1 :]:

@@ -45,18 +45,18 @@ def weights(folder):
 def test_interrupted_run_ends_like_an_undisturbed_one(arch, text, tmp_path, monkeypatch):
     facts = pretrain(tiny(text, tmp_path / "whole", arch=arch))
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
-    def stop_at_seven(run, loss_of, update=recipe.Run.update):
+    def stop_at_seven(run, loss, update=recipe.Run.update):
         if run.step == 7:
-            raise Stop
-        update(run, loss_of)
+            raise StopError
+        update(run, loss)
 
     often = tiny(text, tmp_path / "parts", arch=arch, save_minutes=1e-9)
     with monkeypatch.context() as patch:
         patch.setattr(recipe.Run, "update", stop_at_seven)
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             pretrain(often)
     again = pretrain(often)
     assert again["tokens_seen"] == facts["tokens_seen"] == 12 * 64
