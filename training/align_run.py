@@ -30,8 +30,9 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
 
     Returns:
         for each target what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
-        squared errors per number), `ratio` (first by second, lower is better), steps, seconds,
-        settings, data; empty on devices other than the first.
+        squared errors per number), `ratio` (first by second, lower is better), `used` (a network
+        that does no better than none is saved as one that adds nothing), steps, seconds, settings,
+        data; empty on devices other than the first.
 
     Raises:
         FileNotFoundError: no recorded data.
@@ -61,15 +62,17 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         net = getattr(aligner, target)
         if results[target]:
             best_weights(net, folders[target].path)
-            continue
-        trainer = fit(net, rows[target], settings, folders[target].path)
-        if trainer.is_global_zero:
-            results[target] = {
-                **_measure(net, rows[target]),
-                **_made_by(settings, trainer),
-                **runs[target],
-            }
-            folders[target].finish(results[target])
+        else:
+            trainer = fit(net, rows[target], settings, folders[target].path)
+            if trainer.is_global_zero:
+                results[target] = {
+                    **_measure(net, rows[target]),
+                    **_made_by(settings, trainer),
+                    **runs[target],
+                }
+                folders[target].finish(results[target])
+        if results[target] and not results[target]["used"]:
+            net.clear()
     if not all(results.values()):
         return {}
     trained = {**aligner.config.training, **results}
@@ -151,7 +154,7 @@ def _beside_trained(
     return merged
 
 
-def _measure(net: RealignNet, rows: RowsOfTarget) -> dict[str, float | None]:
+def _measure(net: RealignNet, rows: RowsOfTarget) -> dict[str, Any]:
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.target, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise ValueError(
@@ -162,6 +165,7 @@ def _measure(net: RealignNet, rows: RowsOfTarget) -> dict[str, float | None]:
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
+        "used": val_loss < unchanged,
     }
 
 

@@ -85,11 +85,13 @@ def _results(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
     if not measured:
         return
     yield "Mean squared error per number on validation rows; `ratio` is the error as a share of the"
-    yield "error without realignment, lower is better.\n"
-    yield "| part | realigned | unchanged | ratio |\n|---|---|---|---|"
+    yield "error without realignment, lower is better. A part that does no better than nothing is"
+    yield "not used: it leaves its entries as they are.\n"
+    yield "| part | realigned | unchanged | ratio | used |\n|---|---|---|---|---|"
     for name, part in measured.items():
         numbers = (part.get(column) for column in ("val_loss", "input_label_mse", "ratio"))
-        yield f"| {name} | " + " | ".join("" if x is None else f"{x:.4g}" for x in numbers) + " |"
+        line = f"| {name} | " + " | ".join("" if x is None else f"{x:.4g}" for x in numbers)
+        yield line + (" | yes |" if part.get("used", True) else " | no |")
 
 
 def _made(name: str, part: dict[str, Any]) -> Iterator[str]:

@@ -42,6 +42,12 @@ class RealignNet(nn.Module):
         self.fc2 = nn.Linear(hidden1, hidden2)
         self.fc3 = nn.Linear(hidden2, head_dim)
         self.splits = [head_dim, position_dim, layer_dim, head_embed_dim]
+        self.clear()
+
+    def clear(self) -> None:
+        """Add nothing: the network gives back what it is given, as it does untrained."""
+        nn.init.zeros_(self.fc3.weight)
+        nn.init.zeros_(self.fc3.bias)
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Weight of the vector [hidden1, D], and what each position, layer and head adds: [P|L|H,
@@ -104,9 +110,6 @@ class NetworkAligner(Aligner):
             RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
             for target in TARGETS
         )
-        for net in (self.key, self.value):
-            nn.init.zeros_(net.fc3.weight)
-            nn.init.zeros_(net.fc3.bias)
 
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, shift: int

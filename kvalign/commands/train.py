@@ -59,4 +59,5 @@ def run(settings: TrainSettings) -> None:
             f"{target}: val loss {found['val_loss']:.6g}, "
             f"input-label MSE {found['input_label_mse']:.6g}, "
             f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
+            + ("" if found["used"] else "; not used: entries stay as they are")
         )

@@ -289,3 +289,22 @@ def test_a_folder_of_something_else_is_left_alone(make_settings):
     with pytest.raises(ValueError, match="not an aligner's config"):
         train(make_settings())
     assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settings, monkeypatch):
+    """What is saved leaves entries as they are, and says so; the measured loss stays as it was."""
+    from kvalign.training import align_run
+
+    def worse(net, batches, losses=align_run.losses):
+        _, unchanged = losses(net, batches)
+        return 1.5 * unchanged, unchanged
+
+    monkeypatch.setattr(align_run, "losses", worse)
+    settings = make_settings(target="key")
+    result = train(settings)["key"]
+    assert result["ratio"] == 1.5
+    assert result["used"] is False
+    aligner = Aligner.from_pretrained(settings.out)
+    x = torch.randn(1, 2, 5, aligner.config.head_dim)
+    assert torch.equal(aligner.key.forward_layer(x, 0), x)
+    assert "| 1.5 | no |" in (settings.out / "README.md").read_text()
