@@ -6,8 +6,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MODELS = ("gpt2-mini", "llama-mini")
+ALIGNERS = (
+    "kvalign-gpt2-mini-table",
+    "kvalign-gpt2-mini-network",
+    "kvalign-llama-mini-network",
+)
 DEFAULT_ALIGNERS = {
-    "gpt2-mini": "kvalign-gpt2-mini-network",
+    "gpt2-mini": "kvalign-gpt2-mini-table",
     "llama-mini": "kvalign-llama-mini-network",
 }
 
@@ -19,7 +24,7 @@ def model_path(name: str) -> Path | None:
 
 def aligner_path(name: str) -> Path | None:
     """The folder of a shipped aligner by its own name, or None for any other name."""
-    return FOLDER / name if name in DEFAULT_ALIGNERS.values() else None
+    return FOLDER / name if name in ALIGNERS else None
 
 
 def default_aligner(model: str) -> str | None:

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from kvalign.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.environment import environment
-from kvalign.methods import Method, make_method, method_class
+from kvalign.methods import METHODS, Method, make_method, method_class
 from kvalign.models import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
 
     Returns:
         `settings`, `environment` and `rows`: a dict each with method, cache_size, num_sinks,
-        num_evicted, num_labels, nll_nats (mean a label), perplexity, seconds.
+        num_evicted, num_labels, nll_nats (mean a label), perplexity, seconds, aligner
+        (its kind; None for methods without one).
 
     Raises:
         ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
@@ -48,10 +49,11 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
             cache_size=cache_size,
             num_sinks=settings.num_sinks,
             num_evicted=settings.num_evicted,
-            aligner=settings.aligner,
+            aligner=aligner,
         )
         for cache_size in settings.cache_sizes
         for name in settings.methods
+        for aligner in ((settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,))
     ]
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
     ids = read_ids(loaded, settings.corpus, longest)
@@ -94,6 +96,7 @@ def score(methods: Iterable[Method], ids: torch.Tensor, num_labels: int) -> list
                     "nll_nats": mean,
                     "perplexity": math.exp(mean),
                     "seconds": time.perf_counter() - start,
+                    "aligner": method.aligner_name,
                 }
             )
     return rows

@@ -16,7 +16,8 @@ _STYLES = {
     "streaming-llm": ("#D55E00", "s"),
     "recompute": ("#0072B2", "o"),
     "discard-half": ("#56B4E9", "D"),
-    "kvalign": ("#009E73", "^"),
+    "table": ("#009E73", "^"),
+    "network": ("#CC79A7", "P"),
 }
 
 
@@ -32,15 +33,15 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
     rows, settings = result["rows"], result["settings"]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        color, marker = _STYLES.get(method, ("#CC79A7", "*"))
+    for method, aligner in dict.fromkeys((row["method"], row["aligner"]) for row in rows):
+        own = [row for row in rows if (row["method"], row["aligner"]) == (method, aligner)]
+        color, marker = _STYLES.get(aligner or method, ("#000000", "*"))
         axes.plot(
             [row["cache_size"] for row in own],
             [row["perplexity"] for row in own],
             color=color,
             marker=marker,
-            label=method,
+            label=f"{method} ({aligner})" if aligner else method,
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -9,7 +9,7 @@ _DIGITS = {"nll_nats": 4, "perplexity": 2, "seconds": 1, "ttft_s": 2, "ms_per_to
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """An aligned table with the digits that mean something."""
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).fillna({"aligner": ""} if "aligner" in rows[0] else {})
     formatters = {
         name: (lambda x, digits=digits: f"{x:.{digits}f}")
         for name, digits in _DIGITS.items()

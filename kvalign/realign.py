@@ -6,36 +6,19 @@ eviction after eviction.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner
+from kvalign.aligners import Aligner, Move
 from kvalign.models import inv_freq, spec_of
 from kvalign.rope import rerotate
-
-
-@dataclass(frozen=True)
-class Move:
-    """One eviction, for the slots after the sinks.
-
-    Attributes:
-        shift: entries evicted: the places each kept entry moves towards the start.
-        born: [S] int64, the position each kept entry had when it was computed.
-        now: [S] int64, its position after the move.
-    """
-
-    shift: int
-    born: Tensor
-    now: Tensor
 
 
 class Realigner(ABC):
     """Moves kept keys and values; one instance serves all layers and holds no state."""
 
-    recursive: ClassVar[bool]
+    recursive: bool
     """True: `move` is given its own last output, in float32; False: the entries as born."""
 
     @abstractmethod
@@ -62,16 +45,16 @@ class Rotation(Realigner):
 class Trained(Realigner):
     """A trained aligner at each eviction, after the rotation where the model is rotary."""
 
-    recursive = True
-
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
         self.aligner = aligner.to(model.device)
+        self.recursive = aligner.recursive
         self.inv_freq = inv_freq(model) if spec_of(model.config).family == "rotary" else None
 
     def move(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
         if self.inv_freq is not None:
-            keys = rerotate(keys, move.shift, self.inv_freq)
-        return self.aligner.realign(layer, keys, values, move.shift)
+            shift = move.shift if self.recursive else move.born - move.now
+            keys = rerotate(keys, shift, self.inv_freq)
+        return self.aligner.realign(layer, keys.float(), values.float(), move)
 
 
 def closed_form(model: PreTrainedModel) -> Realigner | None:

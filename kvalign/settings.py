@@ -87,7 +87,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
     for name, value in given.items():
-        if typing.get_origin(hints[name]) is tuple:
+        if typing.get_origin(_without_none(hints[name])) is tuple:
             given[name] = tuple(item for part in value for item in part)
     return cls(**given)
 
@@ -118,8 +118,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         shown = field.default
         shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
         help_text += f" (default: {shown})"
-    if isinstance(hint, types.UnionType):  # `T | None`
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+    hint = _without_none(hint)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     words: dict[str, Any] = {"help": help_text, "required": required}
@@ -129,6 +128,13 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         item = typing.get_args(hint)[0]
         return {"action": "append", "type": _comma_separated(item), **words}
     return {"type": hint, **words}
+
+
+def _without_none(hint: Any) -> Any:
+    """T of `T | None`, any other hint as it is."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+    return hint
 
 
 def _comma_separated(item: type) -> Any:

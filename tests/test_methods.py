@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import CONTEXT_LEN, tiny_model
 
-from kvalign.aligners import Aligner, NetworkAligner, new_config
+from kvalign.aligners import Aligner, Move, NetworkAligner, new_config
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.models import spec_of
@@ -121,8 +121,12 @@ def test_aligner_changes_what_is_predicted(model, ids):
 def test_two_moves_of_one_are_one_move_of_two(models):
     aligner = network(models["gpt2"], train=True)
     x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
-    twice = aligner.realign(1, *aligner.realign(1, x, x, 1), 1)
-    once = aligner.realign(1, x, x, 2)
+    one, two = (
+        Move(shift, born=torch.arange(4 + shift, 34 + shift), now=torch.arange(4, 34))
+        for shift in (1, 2)
+    )
+    twice = aligner.realign(1, *aligner.realign(1, x, x, one), one)
+    once = aligner.realign(1, x, x, two)
     assert torch.equal(twice[0], once[0]) and torch.equal(twice[1], once[1])
     assert not torch.equal(once[0], x)
 
@@ -212,4 +216,6 @@ def test_aligner_of_other_weights_or_sizes_is_refused(models):
         make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
     with pytest.raises(ValueError, match="no aligner ships"):
         make_method("kvalign", model, cache_size=20)
+    with pytest.raises(ValueError, match="num_sinks must be 4 with this aligner"):
+        make("kvalign", model, num_sinks=2, aligner=network(model))
     make("kvalign", tiny_model("gpt2").to(torch.bfloat16), aligner=network(model))

@@ -2,10 +2,8 @@
 
 import dataclasses
 import math
-import os
 import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +11,12 @@ import torch
 from lightning.pytorch.callbacks import Timer
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
-from kvalign.aligners.base import CONFIG, WEIGHTS
+from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
 from kvalign.data_gen.store import Store, open_store
 from kvalign.training.align import best_weights, fit, losses
+from kvalign.training.aligner_folder import command_line, config_for, save
 from kvalign.training.rows import InOrder, RowsOfTarget
 from kvalign.training.run_folder import RunFolder, describe
 
@@ -77,23 +76,14 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         return {}
     trained = {**aligner.config.training, **results}
     aligner.config = dataclasses.replace(aligner.config, training=trained)
-    _save(aligner, settings.out)
+    save(aligner, settings.out)
     return results
 
 
 def _config(store: Store, settings: TrainSettings) -> AlignerConfig:
-    model, recorded = store.config["model"], store.config["settings"]
-    sizes = (*_SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
-    return AlignerConfig(
-        kind=NetworkAligner.kind,
-        base_model=model["name"],
-        **{name: model[name] for name in ("family", "num_layers", "num_kv_heads", "head_dim")},
-        probe=tuple(store.config["probe"]),
-        chunk_len=recorded["chunk_len"],
-        num_sinks=recorded["num_sinks"],
-        shifts=store.shifts,
-        sizes={name: getattr(settings, name) for name in sizes},
-    )
+    names = (*_SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
+    sizes = {name: getattr(settings, name) for name in names}
+    return config_for(NetworkAligner.kind, store, store.shifts, sizes)
 
 
 def _beside_trained(
@@ -175,22 +165,10 @@ def _made_by(settings: TrainSettings, trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
-        "command": dataclasses.replace(
-            settings, resume=True, overwrite=False, json=False
-        ).command_line("train"),
+        "command": command_line(settings),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else platform.machine(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("kvalign", "torch", "lightning")},
     }
-
-
-def _save(aligner: NetworkAligner, out: Path) -> None:
-    """Write the aligner elsewhere, then move its files into place, the config last."""
-    aligner.eval().requires_grad_(False)
-    partial = out / "training" / "aligner.partial"
-    aligner.save_pretrained(partial)
-    for name in ("README.md", WEIGHTS, CONFIG):
-        os.replace(partial / name, out / name)
-    partial.rmdir()

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
-from kvalign.data_gen.store import MANIFEST, Store, read_json, sha256, write_json
+from kvalign.data_gen.store import Store, read_json, write_json
+from kvalign.training.aligner_folder import describe_data
 
 _RUN, _RESULT = "run.json", "result.json"
 # What may differ between a run and its resumption.
@@ -71,22 +72,13 @@ class RunFolder:
 def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, Any]:
     """What a run of one target depends on, as JSON holds it."""
     other = TARGETS[1 - TARGETS.index(target)]
-    recorded = store.config["settings"]
     run = {
         "settings": {
             name: value
             for name, value in settings.as_dict().items()
             if name not in _FREE and not name.startswith(f"{other}_")
         },
-        "data": {
-            "model": store.config["model"]["name"],
-            **{
-                name: recorded[name]
-                for name in ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
-            },
-            "num_rows": store.manifest["num_rows"],
-            "manifest_sha256": sha256(store.folder / MANIFEST),
-        },
+        "data": describe_data(store),
     }
     return json.loads(json.dumps(run))
 

@@ -2,7 +2,17 @@
 artifact names its kind.
 """
 
-from kvalign.aligners.base import Aligner, AlignerConfig, new_config, probe
+from kvalign.aligners.base import Aligner, AlignerConfig, Move, new_config, probe
 from kvalign.aligners.network import NetworkAligner, RealignNet
+from kvalign.aligners.table import TableAligner
 
-__all__ = ["Aligner", "AlignerConfig", "NetworkAligner", "RealignNet", "new_config", "probe"]
+__all__ = [
+    "Aligner",
+    "AlignerConfig",
+    "Move",
+    "NetworkAligner",
+    "RealignNet",
+    "TableAligner",
+    "new_config",
+    "probe",
+]

@@ -87,12 +87,29 @@ class AlignerConfig:
         return self.chunk_len - self.num_sinks - 1
 
 
+@dataclass(frozen=True)
+class Move:
+    """One eviction, for the slots after the sinks.
+
+    Attributes:
+        shift: entries evicted: the places each kept entry moves towards the start.
+        born: [S] int64, the position each kept entry had when it was computed.
+        now: [S] int64, its position after the move.
+    """
+
+    shift: int
+    born: Tensor
+    now: Tensor
+
+
 class Aligner(
     nn.Module, PyTorchModelHubMixin, ABC, library_name="kvalign", tags=["kv-cache", "kvalign"]
 ):
     """Base of the aligner kinds; `from_pretrained` returns the kind that the config names."""
 
     kind: ClassVar[str]
+    recursive: ClassVar[bool]
+    """True: `realign` is given its own last output; False: the entries as they were born."""
     kinds: ClassVar[dict[str, type["Aligner"]]] = {}
 
     def __init__(self, config: AlignerConfig):
@@ -105,7 +122,7 @@ class Aligner(
 
     @abstractmethod
     def realign(
-        self, layer: int, keys: Tensor, values: Tensor, shift: int
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
     ) -> tuple[Tensor, Tensor]:
         """Correct the entries after the sinks once they have moved `shift` places towards the
         start.
@@ -114,7 +131,7 @@ class Aligner(
             layer: index of the layer.
             keys: [B, H, S, D] float32, rotated to their new positions where the model is rotary.
             values: [B, H, S, D] float32.
-            shift: entries evicted, >= 1.
+            move: the eviction, and where each entry was born and is now.
 
         Returns:
             keys and values of the same shape and dtype.
@@ -137,18 +154,10 @@ class Aligner(
                 f"weights) differs from "
                 "this model's; train an aligner for it with gen-data and train"
             )
-        if cache_size - num_sinks > self.config.num_positions:
+        if cache_size >= self.config.chunk_len:
             raise ValueError(
-                f"cache_size must be at most {self.config.num_positions + num_sinks} with this "
-                f"aligner (recorded "
-                f"with chunk_len {self.config.chunk_len} and {self.config.num_sinks} sinks), got "
-                f"{cache_size}"
-            )
-        if num_evicted % min(self.config.shifts):
-            raise ValueError(
-                f"num_evicted must be a multiple of {min(self.config.shifts)} with this aligner "
-                f"(trained on shifts "
-                f"{', '.join(map(str, self.config.shifts))}), got {num_evicted}"
+                f"cache_size must be at most {self.config.chunk_len - 1} with this aligner (it was "
+                f"recorded with chunk_len {self.config.chunk_len}), got {cache_size}"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:

@@ -8,8 +8,9 @@ moves: its error adds up.
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig
+from kvalign.aligners.base import Aligner, AlignerConfig, Move
 
 TARGETS = ("key", "value")
 
@@ -97,6 +98,7 @@ class NetworkAligner(Aligner):
     """
 
     kind = "network"
+    recursive = True
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
@@ -111,10 +113,26 @@ class NetworkAligner(Aligner):
             for target in TARGETS
         )
 
+    def check(
+        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
+    ) -> None:
+        super().check(model, cache_size, num_sinks, num_evicted)
+        if num_sinks != self.config.num_sinks:
+            raise ValueError(
+                f"num_sinks must be {self.config.num_sinks} with this aligner (its positions count "
+                f"from there), got {num_sinks}"
+            )
+        shifts = self.config.shifts
+        if num_evicted % min(shifts):
+            raise ValueError(
+                f"num_evicted must be a multiple of {min(shifts)} with this aligner (trained on "
+                f"shifts {', '.join(map(str, shifts))}), got {num_evicted}"
+            )
+
     def realign(
-        self, layer: int, keys: Tensor, values: Tensor, shift: int
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
     ) -> tuple[Tensor, Tensor]:
-        left = shift
+        left = move.shift
         for step in sorted(self.config.shifts, reverse=True):
             for _ in range(left // step):
                 keys, values = (

@@ -33,8 +33,9 @@ class PerplexitySettings(Settings):
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
-    aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    aligner: tuple[str, ...] | None = option(
+        None,
+        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped)",
     )
     dtype: str = option(
         "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")

@@ -51,6 +51,11 @@ class Method(ABC):
         return 1
 
     @property
+    def aligner_name(self) -> str | None:
+        """What the aligner is called in a table of results; None for a method without one."""
+        return None
+
+    @property
     def room(self) -> int | None:
         """Tokens that can still be fed; None: endless."""
         return None

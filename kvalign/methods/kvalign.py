@@ -23,5 +23,9 @@ class KVAlign(Cached):
         super().__init__(model, **sizes)
         aligner.check(model, self.cache_size, self.num_sinks, self.num_evicted)
 
+    @property
+    def aligner_name(self) -> str | None:
+        return self.aligner.config.kind
+
     def realigner(self) -> Realigner | None:
         return Trained(self.model, self.aligner)

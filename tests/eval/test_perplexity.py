@@ -24,6 +24,7 @@ ROW = [
     "nll_nats",
     "perplexity",
     "seconds",
+    "aligner",
 ]
 
 

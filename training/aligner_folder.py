@@ -1,0 +1,56 @@
+"""The folder that `kvalign train` writes, for every kind of aligner."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from kvalign.aligners import Aligner, AlignerConfig
+from kvalign.aligners.base import CONFIG, WEIGHTS
+from kvalign.commands.train import TrainSettings
+from kvalign.data_gen.store import MANIFEST, Store, sha256
+
+
+def config_for(
+    kind: str, store: Store, shifts: tuple[int, ...], sizes: dict[str, int]
+) -> AlignerConfig:
+    """The config of an aligner of `kind` for the model and the caches that were recorded."""
+    model, recorded = store.config["model"], store.config["settings"]
+    return AlignerConfig(
+        kind=kind,
+        base_model=model["name"],
+        **{name: model[name] for name in ("family", "num_layers", "num_kv_heads", "head_dim")},
+        probe=tuple(store.config["probe"]),
+        chunk_len=recorded["chunk_len"],
+        num_sinks=recorded["num_sinks"],
+        shifts=shifts,
+        sizes=sizes,
+    )
+
+
+def describe_data(store: Store) -> dict[str, Any]:
+    """What an aligner's config and card say of the recording that it was trained on."""
+    recorded = store.config["settings"]
+    names = ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
+    return {
+        "model": store.config["model"]["name"],
+        **{name: recorded[name] for name in names},
+        "num_rows": store.manifest["num_rows"],
+        "manifest_sha256": sha256(store.folder / MANIFEST),
+    }
+
+
+def command_line(settings: TrainSettings) -> str:
+    """The command that trains the same, without what only concerns how it runs and prints."""
+    asked = dataclasses.replace(settings, resume=True, overwrite=False, json=False)
+    return asked.command_line("train")
+
+
+def save(aligner: Aligner, out: Path) -> None:
+    """Write the aligner elsewhere, then move its files into place, the config last."""
+    aligner.eval().requires_grad_(False)
+    partial = out / "training" / "aligner.partial"
+    aligner.save_pretrained(partial)
+    for name in ("README.md", WEIGHTS, CONFIG):
+        os.replace(partial / name, out / name)
+    partial.rmdir()
