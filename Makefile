@@ -14,13 +14,15 @@ demo: .venv/installed
 	@rm -rf $(DEMO)
 	@echo "== 1. record caches of gpt2-mini before and after eviction"
 	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 20000 --out $(DEMO)/caches
-	@echo "== 2. train a key and a value network on them"
-	$(BIN)/kvalign train --target both --data $(DEMO)/caches --out $(DEMO)/aligner --max-epochs 1
-	@echo "== 3. stream far past the context length with them"
-	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/aligner --cache-size 64 \
-	  --max-new-tokens 600 --prompt " $(PROMPT)"
-	@echo "== 4. compare all methods on text that nothing was trained on"
-	$(BIN)/kvalign eval compare --model gpt2-mini --aligner $(DEMO)/aligner --cache-size 64 --out $(DEMO)/comparison
+	@echo "== 2. train on them: the paper's networks for keys and values, and position tables"
+	$(BIN)/kvalign train --target both --data $(DEMO)/caches --out $(DEMO)/network
+	$(BIN)/kvalign train --aligner-kind table --data $(DEMO)/caches --out $(DEMO)/table
+	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
+	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
+	  --max-new-tokens 600 --prompt "$(PROMPT)"
+	@echo "== 4. compare all methods: the same prompt, and text that nothing was trained on"
+	$(BIN)/kvalign eval compare --model gpt2-mini --aligner $(DEMO)/network,$(DEMO)/table --cache-size 64 \
+	  --out $(DEMO)/comparison
 
 test: .venv/installed
 	$(BIN)/python -m pytest

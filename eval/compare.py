@@ -13,7 +13,7 @@ from kvalign.commands.eval_compare import CompareSettings
 from kvalign.eval.environment import environment
 from kvalign.eval.perplexity import read_ids, score
 from kvalign.files import write_text
-from kvalign.methods import METHODS, make_method, method_class
+from kvalign.methods import METHODS, make_methods, method_class
 from kvalign.models import load_model
 from kvalign.text import TextStream
 
@@ -22,9 +22,9 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     """Let every method continue the prompt with the same seed, and score it.
 
     Returns:
-        `settings`, `environment` and `rows`: a dict each with method, num_sinks, num_evicted,
-        perplexity, ttft_s (prompt included), ms_per_token (after the first) and text. Speed is
-        measured once on this prompt, after a warm-up.
+        `settings`, `environment` and `rows`: a dict each with method, aligner (kind), num_sinks,
+        num_evicted, perplexity, ttft_s (prompt included), ms_per_token (after the first) and text.
+        Speed is measured once on this prompt, after a warm-up.
 
     Raises:
         ValueError: wrong settings, said before any work.
@@ -32,15 +32,14 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     for name in settings.methods:
         method_class(name)
     loaded = load_model(settings.model, settings.device, settings.dtype)
-    sizes: dict[str, Any] = dict(
+    methods = make_methods(
+        settings.methods,
+        loaded.model,
+        aligners=settings.aligner,
         cache_size=settings.cache_size,
         num_sinks=settings.num_sinks,
         num_evicted=settings.num_evicted,
     )
-    methods = [
-        make_method(name, loaded.model, **sizes, aligner=settings.aligner)
-        for name in settings.methods
-    ]
     ids = read_ids(loaded, settings.corpus, settings.cache_size + 1 + settings.num_tokens)
     draws: dict[str, Any] = dict(
         top_k=settings.top_k, no_repeat_ngram_size=settings.no_repeat_ngram_size, seed=settings.seed
@@ -53,7 +52,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         )
         for _ in tqdm(stream, desc=f"{method.name} writes", unit="piece"):
             pass
-        shown = ("method", "num_sinks", "num_evicted", "perplexity")
+        shown = ("method", "aligner", "num_sinks", "num_evicted", "perplexity")
         timing = {k: v for k, v in stream.timing().items() if k != "num_tokens"}
         rows.append({**{k: scores[k] for k in shown}, **timing, "text": stream.text})
     return {

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from kvalign.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.environment import environment
-from kvalign.methods import METHODS, Method, make_method, method_class
+from kvalign.methods import Method, make_methods, method_class
 from kvalign.models import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,16 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
         method_class(name)
     loaded = load_model(settings.model, settings.device, settings.dtype)
     methods = [
-        make_method(
-            name,
+        method
+        for cache_size in settings.cache_sizes
+        for method in make_methods(
+            settings.methods,
             loaded.model,
+            aligners=settings.aligner,
             cache_size=cache_size,
             num_sinks=settings.num_sinks,
             num_evicted=settings.num_evicted,
-            aligner=aligner,
         )
-        for cache_size in settings.cache_sizes
-        for name in settings.methods
-        for aligner in ((settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,))
     ]
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
     ids = read_ids(loaded, settings.corpus, longest)

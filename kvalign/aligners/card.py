@@ -63,7 +63,7 @@ def card_text(config: "AlignerConfig") -> str:
         "base model": config.base_model,
         "positions": config.family,
         "layers, KV heads": f"{config.num_layers}, {config.num_kv_heads} of size {config.head_dim}",
-        "caches": f"up to {config.chunk_len - 1} entries, {config.num_sinks} of them sinks",
+        "caches": f"up to {config.chunk_len - 1} entries; recorded with {config.num_sinks} sinks",
         "evicted at once": f"multiples of {', '.join(map(str, config.shifts))}",
         "sizes": ", ".join(f"{name} {size}" for name, size in config.sizes.items()) or "none",
     }

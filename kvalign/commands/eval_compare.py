@@ -37,8 +37,9 @@ class CompareSettings(Settings):
         "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_tokens: int = option(1000, help="labels to score", at_least=1)
-    aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    aligner: tuple[str, ...] | None = option(
+        None,
+        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped)",
     )
     top_k: int = option(
         20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1

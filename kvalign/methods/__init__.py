@@ -4,6 +4,7 @@ registry.
 
 import difflib
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,21 @@ def make_method(
             aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
         )
     return cls(model, **sizes)
+
+
+def make_methods(
+    names: Iterable[str],
+    model: PreTrainedModel,
+    *,
+    aligners: Sequence[str] | None = None,
+    **sizes: Any,
+) -> list[Method]:
+    """Methods to compare: one a name, and of `kvalign` one an aligner (None: the shipped one)."""
+    return [
+        make_method(name, model, aligner=aligner, **sizes)
+        for name in names
+        for aligner in ((aligners or (None,)) if method_class(name).takes_aligner else (None,))
+    ]
 
 
 def method_class(name: str) -> type[Method]:

@@ -49,7 +49,7 @@ def test_text_of_models_and_users_is_escaped(tmp_path):
     settings = dict(
         model=HOSTILE, prompt=HOSTILE, corpus=HOSTILE, cache_size=16, max_new_tokens=3, num_tokens=2
     )
-    rows = [{"method": "window", "text": HOSTILE, **row}]
+    rows = [{"method": "window", "aligner": None, "text": HOSTILE, **row}]
     write({"settings": settings, "environment": {"commit": HOSTILE}, "rows": rows}, tmp_path)
     source = (tmp_path / "comparison.html").read_text()
     page = _Page()
