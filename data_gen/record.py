@@ -69,8 +69,7 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     if len(head) < num_needed:
         raise ValueError(
             f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
-            f"chunk in both "
-            "train and val: lower --chunk-len or name a longer corpus"
+            "chunk in both train and val: lower --chunk-len or name a longer corpus"
         )
     settings.out.mkdir(parents=True, exist_ok=True)
     if not (settings.out / CONFIG).exists():

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from kvalign.files import write_whole
 
-# Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is not
-# alone.
+# Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is
+# not alone.
 _STYLES = {
     "dense": ("#000000", "x"),
     "window": ("#999999", "v"),
@@ -52,8 +52,8 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xlabel("cache size (entries)")
     axes.set_ylabel("perplexity (lower is better)")
-    corpus = settings["corpus"].rsplit("/", 1)[-1]
-    axes.set_title(f"{settings['model']}, {rows[0]['num_labels']} labels of {corpus}", fontsize=10)
+    title = f"{settings['model']}, {rows[0]['num_labels']} labels of {settings['corpus']}"
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     write_whole(path, lambda partial: figure.savefig(partial, dpi=150))

@@ -1,8 +1,9 @@
 """The one generation loop: an iterator of tokens. The command line, the evaluation and
 `model.generate` all use it.
 
-model.generate(**inputs, custom_generate=kvalign.stream_generate, cache_size=64,
-max_new_tokens=2000)
+    model.generate(
+        **inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000
+    )
 """
 
 from collections.abc import Collection, Iterator

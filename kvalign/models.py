@@ -4,9 +4,9 @@ A family says what moving a cached entry means:
 
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
 - `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them
-exactly.
+  exactly.
 - `alibi`: positions are only in the attention bias, by slot (Press et al. 2022); nothing needs to
-move.
+  move.
 """
 
 import difflib
@@ -161,8 +161,7 @@ def _context_len(config: PretrainedConfig) -> int | None:
     if kind not in _LENGTH_ROPE:
         raise ValueError(
             f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their "
-            f"position "
-            f"(known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
+            f"position (known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
         )
     original = rope.get("original_max_position_embeddings") or context_len
     return original if kind == "longrope" else context_len

@@ -218,8 +218,7 @@ class Run:
             if name not in _FREE and state["settings"][name] != value:
                 raise ValueError(
                     f"{self.settings.out} was begun with {name} {state['settings'][name]}, got "
-                    f"{value}: "
-                    "name another --out"
+                    f"{value}: name another --out"
                 )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -151,8 +151,8 @@ class Aligner(
         ):
             raise ValueError(
                 f"this aligner was made for {self.config.base_model}: probe (its embedding "
-                f"weights) differs from "
-                "this model's; train an aligner for it with gen-data and train"
+                "weights) differs from this model's; train an aligner for it with gen-data and "
+                "train"
             )
         if cache_size >= self.config.chunk_len:
             raise ValueError(
@@ -170,6 +170,7 @@ class Aligner(
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
         write_whole(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
 
+    # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
         """Load an aligner of any kind: a shipped name, a local folder or a hub id.

@@ -96,7 +96,6 @@ def _load_aligner(aligner: str | Path | None, model: PreTrainedModel) -> Aligner
     if aligner is None:
         raise ValueError(
             f"no aligner ships for {model.config.name_or_path or 'this model'}: train one "
-            f"(kvalign gen-data, kvalign "
-            "train) and name its folder (--aligner)"
+            "(kvalign gen-data, kvalign train) and name its folder (--aligner)"
         )
     return Aligner.from_pretrained(aligner)

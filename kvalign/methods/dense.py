@@ -33,8 +33,8 @@ class Dense(Method):
         if self.room is not None and ids.shape[1] > self.room:
             raise ValueError(
                 f"dense has room for {self.room} more tokens before the context length of "
-                f"{self.spec.name} "
-                f"({self.spec.context_len}), got {ids.shape[1]}: choose a streaming method"
+                f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
+                "choose a streaming method"
             )
         out = self.model(
             input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
