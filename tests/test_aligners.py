@@ -52,6 +52,12 @@ def test_other_folders_are_refused(tmp_path, monkeypatch):
             lambda c: json.dumps(c | {"num_layers": 4}),
             r"layer.weight must be \(4, 8\), found \(3, 8\)",
         ),
+        (lambda c: json.dumps(c | {"shifts": [0]}), "shifts must be counts"),
+        (lambda c: json.dumps(c | {"shifts": 3}), "shifts must be counts"),
+        (lambda c: json.dumps(c | {"probe": [0.5]}), "probe must be 16 numbers"),
+        (lambda c: json.dumps(c | {"sizes": {"key_hidden1": "8"}}), "sizes must be counts by name"),
+        (lambda c: json.dumps(c | {"sizes": {}}), "sizes do not make a network"),
+        (lambda c: json.dumps(c | {"sizes": c["sizes"] | {"depth": 2}}), "do not make a network"),
         (lambda c: json.dumps(c | {"kind": "magic"}), "unknown aligner kind 'magic'"),
     ],
 )

@@ -77,7 +77,14 @@ class AlignerConfig:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
             if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
                 raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
-        return cls(**{**values, "shifts": tuple(values["shifts"]), "probe": tuple(values["probe"])})
+        shifts, probe_weights, sizes = (values.get(name) for name in ("shifts", "probe", "sizes"))
+        if not _are(int, shifts) or min(shifts) < 1:
+            raise ValueError(f"aligner config: shifts must be counts, got {shifts!r}")
+        if not _are(float, probe_weights) or len(probe_weights) != _PROBE_LEN:
+            raise ValueError(f"aligner config: probe must be {_PROBE_LEN} numbers")
+        if not isinstance(sizes, dict) or (sizes and not _are(int, list(sizes.values()))):
+            raise ValueError(f"aligner config: sizes must be counts by name, got {sizes!r}")
+        return cls(**{**values, "shifts": tuple(shifts), "probe": tuple(probe_weights)})
 
     @property
     def num_positions(self) -> int:
@@ -201,8 +208,13 @@ class Aligner(
             raise ValueError(
                 f"cannot read the weights of aligner {str(model_id)!r}: {error}"
             ) from None
-        with torch.device("meta"):
-            aligner = Aligner.kinds[config.kind](config)
+        try:
+            with torch.device("meta"):  # no memory is taken before the shapes are compared
+                aligner = Aligner.kinds[config.kind](config)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"aligner {str(model_id)!r}: sizes do not make a {config.kind}: {error}"
+            ) from None
         for name, expected in aligner.state_dict().items():
             found = weights.get(name)
             if found is None or found.shape != expected.shape:
@@ -234,6 +246,16 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
         head_dim=spec.head_dim,
         probe=probe(model),
         **fields,
+    )
+
+
+def _are(kind: type, values: Any) -> bool:
+    """Whether JSON gave a list of numbers of a kind, with at least one of them."""
+    kinds = (int, float) if kind is float else (kind,)
+    return (
+        isinstance(values, list | tuple)
+        and len(values) > 0
+        and all(type(x) in kinds for x in values)
     )
 
 
