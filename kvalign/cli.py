@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         NotADirectoryError,
     ) as error:
         return _wrong_use(str(error), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvalign").startswith("kvalign"):
+            raise
+        return _wrong_use(f"it needs {error.name}: pip install 'kvalign[all]'", name)
     except SystemExit as end:  # argparse's --help and errors
         return int(end.code or 0)
     except KeyboardInterrupt:

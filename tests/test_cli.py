@@ -128,6 +128,13 @@ def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, 
     assert not (tmp_path / "d").exists() and not (tmp_path / "a").exists()
 
 
+def test_missing_extra_is_named(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "kvalign.eval.table", raising=False)
+    assert main(["eval", "perplexity", "--num-tokens", "1"]) == 2
+    assert capfd.readouterr().err.endswith("it needs pandas: pip install 'kvalign[all]'\n")
+
+
 def test_truncated_shard_is_one_line_and_code_2(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(example("gen-data")) == 0

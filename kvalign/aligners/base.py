@@ -77,7 +77,7 @@ class AlignerConfig:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
             if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
                 raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
-        shifts, probe_weights, sizes = (values.get(name) for name in ("shifts", "probe", "sizes"))
+        shifts, probe_weights, sizes = values["shifts"], values["probe"], values.get("sizes", {})
         if not _are(int, shifts) or min(shifts) < 1:
             raise ValueError(f"aligner config: shifts must be counts, got {shifts!r}")
         if not _are(float, probe_weights) or len(probe_weights) != _PROBE_LEN:
