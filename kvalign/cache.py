@@ -69,6 +69,7 @@ class Slots:
     def clear(self) -> None:
         self.born = self.index = torch.empty(0, dtype=torch.int64)
         self.evicted = self.num_evictions = self.num_seen = 0
+        self._moves: dict[torch.device, Move] = {}
 
     def __len__(self) -> int:
         return len(self.born)
@@ -82,6 +83,7 @@ class Slots:
         self.evicted = -(-excess // self.num_evicted) * self.num_evicted if excess > 0 else 0
         self.num_evictions += self.evicted > 0
         self.born, self.index = self.drop(born, 0), self.drop(index, 0)
+        self._moves.clear()
 
     def drop(self, x: Tensor, dim: int) -> Tensor:
         """Drop the entries evicted last from a tensor that has one place a slot along `dim`."""
@@ -92,9 +94,12 @@ class Slots:
         return torch.cat([x.narrow(dim, 0, first), x.narrow(dim, end, length - end)], dim)
 
     def last_move(self, device: torch.device) -> Move:
-        """The last eviction as the realigner needs it."""
-        now = torch.arange(self.num_sinks, len(self))
-        return Move(self.evicted, self.born[self.num_sinks :].to(device), now.to(device))
+        """The last eviction as the realigner needs it; made once for all layers on a device."""
+        if device not in self._moves:
+            now = torch.arange(self.num_sinks, len(self))
+            born = self.born[self.num_sinks :]
+            self._moves[device] = Move(self.evicted, born.to(device), now.to(device))
+        return self._moves[device]
 
 
 class StreamingLayer(DynamicLayer):
