@@ -27,9 +27,12 @@ def aligner_path(name: str) -> Path | None:
     return FOLDER / name if name in ALIGNERS else None
 
 
+def shipped_name(model: str) -> str:
+    """The short name of a shipped model given by its folder; any other name as it is."""
+    path = Path(model)
+    return path.name if path.parent == FOLDER and path.name in MODELS else model
+
+
 def default_aligner(model: str) -> str | None:
     """The shipped aligner of a shipped model, given the model's name or folder."""
-    return DEFAULT_ALIGNERS.get(model) or next(
-        (aligner for name, aligner in DEFAULT_ALIGNERS.items() if Path(model) == FOLDER / name),
-        None,
-    )
+    return DEFAULT_ALIGNERS.get(shipped_name(model))

@@ -123,7 +123,7 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
         )
     num_heads = config.num_attention_heads
     return ModelSpec(
-        name=name or config.name_or_path,
+        name=name or checkpoints.shipped_name(config.name_or_path),
         model_type=kind,
         family=FAMILIES[kind],
         num_layers=config.num_hidden_layers,

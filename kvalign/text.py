@@ -76,14 +76,13 @@ class TextStream:
 
     def __iter__(self) -> Iterator[str]:
         decoder, backend = DecodeStream(skip_special_tokens=True), self.tokenizer.backend_tokenizer
-        start = time.perf_counter()
         while len(self.token_ids) < self.max_new_tokens:
+            start = time.perf_counter()
             token = next(self._tokens, None)
             if token is None:
                 return
             self.token_ids.append(int(token))  # waits for the device
             self.times_s.append(time.perf_counter() - start)
-            start = time.perf_counter()
             piece = decoder.step(backend, self.token_ids[-1])
             if piece:
                 self.text += piece

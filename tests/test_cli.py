@@ -78,7 +78,10 @@ WRONG = [
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
     (["generate", *PROMPT, "--top-k", "0"], "--top-k must be at least 1, got 0"),
     (["generate", *PROMPT, "--temperature", "0"], "--temperature must be above 0"),
-    (["generate", *PROMPT, "--cache-size", "512", "--method", "window"], "at most 511"),
+    (
+        ["generate", *PROMPT, "--cache-size", "512", "--method", "window"],
+        "at most 511 for gpt2-mini (its",
+    ),
     (["generate", *PROMPT, "--cache-size", "300"], "at most 255 with this aligner"),
     (["generate", *PROMPT, "--cache-size", "4"], "cache_size must be above num_sinks"),
     (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),

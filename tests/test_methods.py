@@ -131,6 +131,20 @@ def test_two_moves_of_one_are_one_move_of_two(models):
     assert not torch.equal(once[0], x)
 
 
+@pytest.mark.parametrize(("num_evicted", "applied"), [(4, 1), (6, 1), (8, 2), (12, 2)])
+def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, applied):
+    """Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest that nothing covers."""
+    model = models["gpt2"]
+    aligner = network(model, train=True, shifts=(4, 6))
+    make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
+    born, now = torch.arange(4 + num_evicted, 20 + num_evicted), torch.arange(4, 20)
+    x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected = x
+    for _ in range(applied):
+        expected = aligner.key.forward_layer(expected, 2)
+    assert torch.equal(aligner.realign(2, x, x, Move(num_evicted, born, now))[0], expected)
+
+
 @pytest.mark.parametrize("name", STREAMING)
 @pytest.mark.parametrize("num_evicted", [1, 3, 7])
 def test_scoring_is_stepping(name, models, ids, num_evicted):
@@ -212,7 +226,7 @@ def test_aligner_of_other_weights_or_sizes_is_refused(models):
         make("kvalign", other, aligner=network(model))
     with pytest.raises(ValueError, match="cache_size must be at most 31 with this aligner"):
         make("kvalign", model, cache_size=40, aligner=network(model, chunk_len=32))
-    with pytest.raises(ValueError, match="num_evicted must be a multiple of 4"):
+    with pytest.raises(ValueError, match="num_evicted must be a multiple of 4 with"):
         make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
     with pytest.raises(ValueError, match="no aligner ships"):
         make_method("kvalign", model, cache_size=20)

@@ -59,6 +59,8 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         table.data = mean_table(store, target)
         seconds = round(time.perf_counter() - start, 3)
         results[target] = {**_measure(table.data, store, target), "seconds": seconds, **made}
+        if not results[target]["used"]:
+            table.data.zero_()
         aligner.config.training[target] = results[target]
     save(aligner, settings.out)
     return results
@@ -99,5 +101,5 @@ def _measure(table: Tensor, store: Store, target: str) -> dict[str, Any]:
         "val_loss": moved / num_numbers,
         "input_label_mse": unchanged / num_numbers,
         "ratio": moved / unchanged if unchanged else None,
-        "used": True,
+        "used": moved < unchanged,
     }

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.settings import Settings, option
+from kvalign.commands.stream_settings import StreamSettings
+from kvalign.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(Settings):
+class CompareSettings(StreamSettings):
     """Let methods continue one prompt, measure speed on it and perplexity on a text; write a page
     of all passages.
 
@@ -17,7 +18,6 @@ class CompareSettings(Settings):
 --out comparison
     """
 
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     prompt: str = option(
         " = History of the island = \n \n The island was first settled", help="text to continue"
     )
@@ -26,12 +26,6 @@ class CompareSettings(Settings):
         help="methods, comma-separated",
     )
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
-    num_sinks: int | None = option(
-        None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
-    )
-    num_evicted: int | None = option(
-        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
-    )
     max_new_tokens: int = option(300, help="tokens to generate by each method", at_least=2)
     corpus: str = option(
         "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
@@ -48,10 +42,6 @@ class CompareSettings(Settings):
         0, help="never repeat an n-gram of this size; 0: off", at_least=0
     )
     seed: int = option(0, help="seed of the draws, the same for each method")
-    dtype: str = option(
-        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
-    )
-    device: str = option("cpu", help="cpu, cuda, mps, ...")
     out: Path = option(help="folder for comparison.html and comparison.json")
     overwrite: bool = option(False, help="replace an earlier comparison in that folder")
     json: bool = option(False, help="print one JSON document")

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.settings import Settings, option
+from kvalign.commands.stream_settings import StreamSettings
+from kvalign.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(Settings):
+class GenerateSettings(StreamSettings):
     """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
 
     Example:
@@ -15,18 +16,11 @@ class GenerateSettings(Settings):
         of the island"
     """
 
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
     prompt: str | None = option(None, help="text to continue")
     prompt_file: Path | None = option(None, help="file with the text to continue")
     max_new_tokens: int = option(200, help="tokens to generate", at_least=1)
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
-    num_sinks: int | None = option(
-        None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
-    )
-    num_evicted: int | None = option(
-        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
-    )
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
     )
@@ -39,10 +33,6 @@ class GenerateSettings(Settings):
     )
     stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
-    dtype: str = option(
-        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
-    )
-    device: str = option("cpu", help="cpu, cuda, mps, ...")
     json: bool = option(
         False, help="print one JSON document at the end instead of the text as it comes"
     )
@@ -52,14 +42,12 @@ def run(settings: GenerateSettings) -> None:
     import json
     import sys
 
-    prompt = read_prompt(settings.prompt, settings.prompt_file)
-    from kvalign.methods import method_class
-
-    method_class(settings.method)
-    from kvalign.methods import make_method
+    prompt = read_prompt(settings.prompt, settings.prompt_file)  # before the heavy imports
+    from kvalign.methods import make_method, method_class
     from kvalign.models import load_model
     from kvalign.text import TextStream
 
+    method_class(settings.method)  # before the model is loaded
     loaded = load_model(settings.model, settings.device, settings.dtype)
     method = make_method(
         settings.method,

@@ -41,7 +41,7 @@ class Method(ABC):
         num_sinks: int | None = None,
         num_evicted: int | None = None,
     ):
-        self.model, self.spec = model, spec_of(model.config, model.config.name_or_path)
+        self.model, self.spec = model, spec_of(model.config)
         self.cache_size = cache_size
         self.num_sinks = self.default_num_sinks if num_sinks is None else num_sinks
         self.num_evicted = self.default_num_evicted() if num_evicted is None else num_evicted

@@ -1,0 +1,22 @@
+"""The flags that every command which streams has: model and cache."""
+
+from dataclasses import dataclass
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings(Settings):
+    """Base of the settings of `generate` and of the evaluations."""
+
+    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
+    num_sinks: int | None = option(
+        None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
+    )
+    num_evicted: int | None = option(
+        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+    )
+    dtype: str = option(
+        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
+    )
+    device: str = option("cpu", help="cpu, cuda, mps, ...")
