@@ -19,8 +19,9 @@ EXAMPLES = ["pretrain", "gen-data", "train", "generate", "eval perplexity", "eva
 
 def example(command):
     module = importlib.import_module(module_name(command))
-    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2]
-    words = shlex.split(" ".join(text.split()))
+    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2].strip()
+    assert "\n" not in text, "an example is one line, to be copied as it stands"
+    words = shlex.split(text)
     assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
     return words[1:]
 

@@ -13,9 +13,7 @@ class CompareSettings(StreamSettings):
     of all passages.
 
     Example:
-        kvalign eval compare --methods streaming-llm,kvalign --cache-size 32 --max-new-tokens 40
-        --num-tokens 50 \
---out comparison
+        kvalign eval compare --cache-size 32 --max-new-tokens 40 --num-tokens 50 --out comparison
     """
 
     prompt: str = option(

@@ -12,8 +12,7 @@ class PerplexitySettings(StreamSettings):
     """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
 
     Example:
-        kvalign eval perplexity --methods streaming-llm,kvalign,recompute --cache-sizes 32
-        --num-tokens 100
+        kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
     """
 
     corpus: str = option(

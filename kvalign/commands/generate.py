@@ -12,8 +12,7 @@ class GenerateSettings(StreamSettings):
     """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
 
     Example:
-        kvalign generate --model gpt2-mini --cache-size 32 --max-new-tokens 40 --prompt "The history
-        of the island"
+        kvalign generate --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
     """
 
     method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")

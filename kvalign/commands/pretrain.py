@@ -11,8 +11,7 @@ class PretrainSettings(Settings):
     """Train a small reference language model from scratch; run the same command again to resume.
 
     Example:
-        kvalign pretrain --arch gpt2 --corpus python-docs --out my-gpt2 --num-tokens 4096
-        --vocab-size 512
+        kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
     """
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
