@@ -96,18 +96,17 @@ class Slots:
     def last_move(self, device: torch.device) -> Move:
         """The last eviction as the realigner needs it; made once for all layers on a device."""
         if device not in self._moves:
-            now = torch.arange(self.num_sinks, len(self))
-            born = self.born[self.num_sinks :]
-            self._moves[device] = Move(self.evicted, born.to(device), now.to(device))
+            now = torch.arange(self.num_sinks, len(self), device=device)
+            self._moves[device] = Move(self.evicted, self.num_sinks, now)
         return self._moves[device]
 
 
 class StreamingLayer(DynamicLayer):
     """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
 
-    With a realigner, `kept` holds what it starts from: the entries as they were born, in the
-    model's precision, or its own last output in float32, so that half precision does not add up
-    rounding errors.
+    With a realigner, `kept` holds what it places the entries after the sinks from: what it made of
+    them when they were new, in the model's precision, or its own last output in float32, so that
+    half precision does not add up rounding errors.
     """
 
     is_croppable = False
@@ -132,37 +131,34 @@ class StreamingLayer(DynamicLayer):
         if self.realigner is None:
             self.keys, self.values = self.slots.drop(keys, 2), self.slots.drop(values, 2)
         else:
-            self._keep_and_move(self.realigner, key_states, value_states, keys, values)
+            self._keep(self.realigner, key_states, value_states)
+            self.keys, self.values = self._placed(self.realigner, keys, values)
         return keys, values
 
-    def _keep_and_move(
-        self,
-        realigner: Realigner,
-        new_keys: Tensor,
-        new_values: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
+    def _keep(self, realigner: Realigner, keys: Tensor, values: Tensor) -> None:
+        """Add new entries to `kept`, less the sinks among them."""
+        stored, num_new = self.get_seq_length(), keys.shape[2]
+        first = min(max(stored, self.slots.num_sinks), stored + num_new)
+        born = torch.arange(first, stored + num_new, device=self.device)
         dtype = torch.float32 if realigner.recursive else self.dtype
-        kept_keys, kept_values = new_keys.to(dtype), new_values.to(dtype)
-        if self.kept is not None:
-            kept_keys = torch.cat([self.kept[0], kept_keys], 2)
-            kept_values = torch.cat([self.kept[1], kept_values], 2)
-        if self.slots.evicted:
-            kept_keys, kept_values = self.slots.drop(kept_keys, 2), self.slots.drop(kept_values, 2)
-            first = self.slots.num_sinks
-            moved = realigner.move(
-                self.layer_idx,
-                kept_keys[:, :, first:],
-                kept_values[:, :, first:],
-                self.slots.last_move(self.device),
-            )
-            keys = torch.cat([kept_keys[:, :, :first], moved[0].to(dtype)], 2)
-            values = torch.cat([kept_values[:, :, :first], moved[1].to(dtype)], 2)
-            if realigner.recursive:
-                kept_keys, kept_values = keys, values
-        self.kept = kept_keys, kept_values
-        self.keys, self.values = keys.to(self.dtype), values.to(self.dtype)
+        new = realigner.anchor(
+            self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], born
+        )
+        old = self.kept or tuple(x[:, :, :0].to(dtype) for x in (keys, values))
+        self.kept = torch.cat([old[0], new[0].to(dtype)], 2), torch.cat([old[1], new[1].to(dtype)], 2)
+
+    def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The entries that stay, placed anew if others were dropped."""
+        evicted, num_sinks = self.slots.evicted, self.slots.num_sinks
+        if not evicted or self.kept is None:
+            return keys, values
+        kept = self.kept[0][:, :, evicted:], self.kept[1][:, :, evicted:]
+        moved = realigner.place(self.layer_idx, *kept, self.slots.last_move(self.device))
+        self.kept = (moved[0], moved[1]) if realigner.recursive else kept
+        return (
+            torch.cat([keys[:, :, :num_sinks], moved[0].to(self.dtype)], 2),
+            torch.cat([values[:, :, :num_sinks], moved[1].to(self.dtype)], 2),
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("a streaming cache cannot be cropped: the entries it evicted are gone")

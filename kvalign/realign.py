@@ -1,8 +1,8 @@
 """How kept entries are moved to their new positions, as the cache sees it.
 
-A realigner either starts from the entry as it was born and computes it for the position it has now
-(exact in half precision: one rounding, however often the entry moved), or works on its own output,
-eviction after eviction.
+Either the cache keeps entries without their position and gives them the one they have now, after
+each eviction: one rounding, however often an entry moved, so half precision does not drift. Or it
+hands a realigner its own last output, eviction after eviction, as the paper's network needs it.
 """
 
 from abc import ABC, abstractmethod
@@ -19,46 +19,72 @@ class Realigner(ABC):
     """Moves kept keys and values; one instance serves all layers and holds no state."""
 
     recursive: bool
-    """True: `move` is given its own last output, in float32; False: the entries as born."""
+    """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the cache keeps of new entries [B, H, S, D] that were born at positions [S]."""
+        return keys, values
 
     @abstractmethod
-    def move(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [B, H, S, D] of the slots after the sinks for their positions
-        now.
-        """
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+        """The entries [B, H, S, D] of the slots after the sinks, from what was kept of them."""
 
 
-class Rotation(Realigner):
-    """The exact move of a rotary model: keys are rotated back, values carry no position (Xiao et
-    al. 2024).
+class FromBirth(Realigner):
+    """Takes the position out of a new entry and gives it each later one in turn.
+
+    Keys of a rotary model are rotated back to position 0 and from there to where they are (Xiao et
+    al. 2024 keep keys before the rotation, too); values carry no position. An aligner works between
+    the two rotations, so its tables do not depend on them.
     """
 
     recursive = False
 
-    def __init__(self, model: PreTrainedModel):
-        self.inv_freq = inv_freq(model)
+    def __init__(self, model: PreTrainedModel, aligner: Aligner | None = None):
+        self.inv_freq = inv_freq(model) if spec_of(model.config).family == "rotary" else None
+        self.aligner = aligner.to(model.device) if aligner else None
 
-    def move(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-        return rerotate(keys, move.born - move.now, self.inv_freq), values
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.inv_freq is not None:
+            keys = rerotate(keys, born, self.inv_freq)
+        if self.aligner is None:
+            return keys, values
+        return self.aligner.anchor(layer, keys, values, born)
+
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+        if self.aligner is not None:
+            keys, values = self.aligner.realign(layer, keys, values, move)
+        if self.inv_freq is not None:
+            keys = rerotate(keys, -move.now, self.inv_freq)
+        return keys, values
 
 
-class Trained(Realigner):
-    """A trained aligner at each eviction, after the rotation where the model is rotary."""
+class Recursive(Realigner):
+    """An aligner applied to its own output at each eviction, after the rotation of a rotary model."""
+
+    recursive = True
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
-        self.aligner = aligner.to(model.device)
-        self.recursive = aligner.recursive
         self.inv_freq = inv_freq(model) if spec_of(model.config).family == "rotary" else None
+        self.aligner = aligner.to(model.device)
 
-    def move(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
         if self.inv_freq is not None:
-            shift = move.shift if self.recursive else move.born - move.now
-            keys = rerotate(keys, shift, self.inv_freq)
-        return self.aligner.realign(layer, keys.float(), values.float(), move)
+            keys = rerotate(keys, move.shift, self.inv_freq)
+        return self.aligner.realign(layer, keys, values, move)
 
 
 def closed_form(model: PreTrainedModel) -> Realigner | None:
     """What StreamingLLM does: rotation where positions are rotary; nothing moves learned or ALiBi
     entries.
     """
-    return Rotation(model) if spec_of(model.config).family == "rotary" else None
+    return FromBirth(model) if spec_of(model.config).family == "rotary" else None
+
+
+def trained(model: PreTrainedModel, aligner: Aligner) -> Realigner:
+    """The realigner that an aligner is made for."""
+    return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)

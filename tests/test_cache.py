@@ -8,7 +8,7 @@ from conftest import ROTARY_KINDS, tiny_model
 
 from kvalign.cache import Slots, StreamingCache
 from kvalign.models import inv_freq, spec_of
-from kvalign.realign import Rotation
+from kvalign.realign import FromBirth
 from kvalign.rope import rerotate
 
 
@@ -83,12 +83,12 @@ def test_batch_rows_are_independent(model, ids):
 
 def test_rows_can_be_selected(models, ids):
     model = models["llama"]
-    cache = StreamingCache(spec_of(model.config), 12, realigner=Rotation(model))
+    cache = StreamingCache(spec_of(model.config), 12, realigner=FromBirth(model))
     for i in range(20):
         model(input_ids=ids[:, i : i + 1], past_key_values=cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
-    again = StreamingCache(spec_of(model.config), 12, realigner=Rotation(model))
+    again = StreamingCache(spec_of(model.config), 12, realigner=FromBirth(model))
     for i in range(21):
         straight = model(input_ids=ids[:, i : i + 1], past_key_values=again).logits
     assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
@@ -100,7 +100,7 @@ def test_cropping_is_refused(models):
 
 
 def test_reset_begins_a_new_stream(models, ids):
-    cache = StreamingCache(spec_of(models["llama"].config), 12, realigner=Rotation(models["llama"]))
+    cache = StreamingCache(spec_of(models["llama"].config), 12, realigner=FromBirth(models["llama"]))
     first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
     assert torch.equal(first, second)
 
@@ -113,7 +113,7 @@ def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_
     """
     model = models[kind]
     cache = StreamingCache(
-        spec_of(model.config), 14, num_evicted=num_evicted, realigner=Rotation(model)
+        spec_of(model.config), 14, num_evicted=num_evicted, realigner=FromBirth(model)
     )
     _stream(model, cache, ids, 50)
     kept = ids[:, :50][:, cache.slots.index]
@@ -128,12 +128,12 @@ def test_half_precision_does_not_drift(dtype, ids):
     12 %).
     """
     model = tiny_model("llama").to(dtype)
-    cache = StreamingCache(spec_of(model.config), 48, realigner=Rotation(model))
+    cache = StreamingCache(spec_of(model.config), 48, realigner=FromBirth(model))
     _stream(model, cache, ids, 180)
     layer, first = cache.layers[1], cache.slots.num_sinks
-    shifts = (cache.slots.born - torch.arange(48))[first:]
-    assert shifts.max() == 44
-    exact = rerotate(layer.kept[0][:, :, first:].float(), shifts, inv_freq(model))
+    now = torch.arange(first, 48)
+    assert (cache.slots.born[first:] - now).max() == 44
+    exact = rerotate(layer.kept[0].float(), -now, inv_freq(model))
     error = (layer.keys[:, :, first:].float() - exact).norm() / exact.norm()
     assert error < torch.finfo(dtype).eps / 2
 

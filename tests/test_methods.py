@@ -122,8 +122,7 @@ def test_two_moves_of_one_are_one_move_of_two(models):
     aligner = network(models["gpt2"], train=True)
     x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
     one, two = (
-        Move(shift, born=torch.arange(4 + shift, 34 + shift), now=torch.arange(4, 34))
-        for shift in (1, 2)
+        Move(shift, first=4, now=torch.arange(4, 34)) for shift in (1, 2)
     )
     twice = aligner.realign(1, *aligner.realign(1, x, x, one), one)
     once = aligner.realign(1, x, x, two)
@@ -137,12 +136,12 @@ def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_e
     model = models["gpt2"]
     aligner = network(model, train=True, shifts=(4, 6))
     make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
-    born, now = torch.arange(4 + num_evicted, 20 + num_evicted), torch.arange(4, 20)
+    move = Move(num_evicted, first=4, now=torch.arange(4, 20))
     x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
     expected = x
     for _ in range(applied):
         expected = aligner.key.forward_layer(expected, 2)
-    assert torch.equal(aligner.realign(2, x, x, Move(num_evicted, born, now))[0], expected)
+    assert torch.equal(aligner.realign(2, x, x, move)[0], expected)
 
 
 @pytest.mark.parametrize("name", STREAMING)

@@ -1,9 +1,8 @@
 """What every aligner is: trained parts made for one base model, in a folder of safetensors and a
 config that says so.
 
-An aligner corrects the kept entries of the cache after an eviction. For a rotary model it is handed
-keys that are already rotated to their new positions, so an aligner that adds nothing is exactly
-StreamingLLM.
+An aligner corrects the kept entries of the cache after an eviction. The rotation of a rotary model
+is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
 """
 
 import dataclasses
@@ -100,12 +99,12 @@ class Move:
 
     Attributes:
         shift: entries evicted: the places each kept entry moves towards the start.
-        born: [S] int64, the position each kept entry had when it was computed.
-        now: [S] int64, its position after the move.
+        first: number of sinks: the position of the first entry after them.
+        now: [S] int64, the positions after the move: first, first + 1, ...
     """
 
     shift: int
-    born: Tensor
+    first: int
     now: Tensor
 
 
@@ -116,7 +115,7 @@ class Aligner(
 
     kind: ClassVar[str]
     recursive: ClassVar[bool]
-    """True: `realign` is given its own last output; False: the entries as they were born."""
+    """True: `realign` is given its own last output; False: what `anchor` returned at birth."""
     kinds: ClassVar[dict[str, type["Aligner"]]] = {}
 
     def __init__(self, config: AlignerConfig):
@@ -127,21 +126,37 @@ class Aligner(
         super().__init_subclass__(**kwargs)
         Aligner.kinds[cls.kind] = cls
 
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What to keep of new entries, from which `realign` starts unless it is recursive.
+
+        Args:
+            layer: index of the layer.
+            keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
+            values: [B, H, S, D].
+            born: [S] int64, the positions they were computed at.
+
+        Returns:
+            keys and values of the same shape.
+        """
+        return keys, values
+
     @abstractmethod
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, move: Move
     ) -> tuple[Tensor, Tensor]:
-        """Correct the entries after the sinks once they have moved `shift` places towards the
-        start.
+        """Correct the entries after the sinks for the positions they have now.
 
         Args:
             layer: index of the layer.
-            keys: [B, H, S, D] float32, rotated to their new positions where the model is rotary.
-            values: [B, H, S, D] float32.
-            move: the eviction, and where each entry was born and is now.
+            keys: [B, H, S, D]. Of a rotary model: rotated to their new positions if the aligner is
+                recursive, else at position 0, to be rotated afterwards.
+            values: [B, H, S, D].
+            move: the eviction, and where each entry is now.
 
         Returns:
-            keys and values of the same shape and dtype.
+            keys and values of the same shape.
         """
 
     def check(

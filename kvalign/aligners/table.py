@@ -36,12 +36,13 @@ class TableAligner(Aligner):
                 f"positions were not recorded), got {num_sinks}"
             )
 
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return keys - self.key[layer, :, born], values - self.value[layer, :, born]
+
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, move: Move
     ) -> tuple[Tensor, Tensor]:
-        return keys + _change(self.key[layer], move), values + _change(self.value[layer], move)
-
-
-def _change(table: Tensor, move: Move) -> Tensor:
-    """m[p_now] - m[p_born] of one layer, [H, S, D], from its table [H, P, D]."""
-    return table.index_select(1, move.now) - table.index_select(1, move.born)
+        now = slice(move.first, move.first + keys.shape[2])
+        return keys + self.key[layer, :, now], values + self.value[layer, :, now]

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.methods.base import Cached
-from kvalign.realign import Realigner, Trained
+from kvalign.realign import Realigner, trained
 
 
 class KVAlign(Cached):
@@ -28,4 +28,4 @@ class KVAlign(Cached):
         return self.aligner.config.kind
 
     def realigner(self) -> Realigner | None:
-        return Trained(self.model, self.aligner)
+        return trained(self.model, self.aligner)
