@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.models import LoadedModel, inv_freq
+from kvalign.models import LoadedModel, inv_freq, spec_of
 from kvalign.rope import rerotate
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -24,6 +24,14 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     keys, values = ([getattr(x, name) for x in cache.layers] for name in ("keys", "values"))
     return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
+
+def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """As `encode`, in float32 and with the keys of rotary models rotated back to position 0."""
+    keys, values = (x.float() for x in encode(model, ids))
+    if spec_of(model.config).family == "rotary":
+        keys = rerotate(keys, torch.arange(ids.shape[1]), inv_freq(model))
+    return keys, values
 
 
 def record_pairs(

@@ -4,9 +4,11 @@
             first input  labels, one at a time
 
 exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
-scores a text by stepping; where it re-encodes clean windows anyway (`recompute`, `discard-half`) it
-takes a batch of windows at once, with the same result, so `seconds` is the harness's time and no
-measure of a method's speed: `kvalign eval compare` measures that.
+scores a text step by step, or by a faster way with the same result: a batch of windows at once
+where it re-encodes clean windows anyway (`recompute`, `discard-half`), whole segments in the
+relative form where its realignment starts from birth (`window`, `streaming-llm`, `kvalign` with a
+table). So `seconds` is the harness's time and no measure of a method's speed: `kvalign eval
+compare` measures that.
 """
 
 import logging
@@ -20,20 +22,26 @@ from tqdm.auto import tqdm
 
 from kvalign.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.eval.cells import Cells, key_of
 from kvalign.eval.environment import environment
-from kvalign.methods import Method, make_methods, method_class
+from kvalign.eval.statistics import by_quarter, interval
+from kvalign.methods import KVAlign, Method, make_methods, method_class
 from kvalign.models import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
 
 
 def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
-    """Score every method at every cache size.
+    """Score every method at every cache size and number evicted.
 
     Returns:
-        `settings`, `environment` and `rows`: a dict each with method, cache_size, num_sinks,
-        num_evicted, num_labels, nll_nats (mean a label), perplexity, seconds, aligner
-        (its kind; None for methods without one).
+        `settings`, `environment` and `rows`: a dict each with method, aligner (kind and objective;
+        None for methods without one), cache_size, num_sinks, num_evicted, num_labels, nll_nats
+        (mean a label), perplexity, low, high (its 95 % interval), quarters (perplexity of each
+        quarter of the labels), seconds; and with a reference: ratio (perplexity by that of the
+        reference at the same cache size and number evicted, on the same labels), ratio_low,
+        ratio_high, drift (how the ratio changed from the first quarter of the labels to the last,
+        1: not).
 
     Raises:
         ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
@@ -41,26 +49,46 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
     """
     for name in settings.methods:
         method_class(name)
+    if settings.reference and settings.reference not in settings.methods:
+        raise ValueError(f"--reference {settings.reference} is not among --methods")
     loaded = load_model(settings.model, settings.device, settings.dtype)
     methods = [
         method
         for cache_size in settings.cache_sizes
+        for num_evicted in settings.num_evicted or (None,)
         for method in make_methods(
             settings.methods,
             loaded.model,
             aligners=settings.aligner,
             cache_size=cache_size,
             num_sinks=settings.num_sinks,
-            num_evicted=settings.num_evicted,
+            num_evicted=cache_size // 2
+            if num_evicted == "half"
+            else num_evicted and int(num_evicted),
         )
     ]
+    methods = list({_sizes(method): method for method in methods}.values())
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
     ids = read_ids(loaded, settings.corpus, longest)
+    cells = Cells(settings.keep)
     return {
         "settings": settings.as_dict(),
         "environment": environment(settings.device),
-        "rows": score(methods, ids, settings.num_tokens),
+        "rows": score(
+            methods,
+            ids,
+            settings.num_tokens,
+            stepwise=settings.stepwise,
+            reference=settings.reference,
+            cells=cells,
+        ),
     }
+
+
+def _sizes(method: Method) -> tuple[object, ...]:
+    """By this two methods are the same cell: `discard-half` evicts what it does at any setting."""
+    aligner = id(method.aligner) if isinstance(method, KVAlign) else None
+    return method.name, aligner, method.cache_size, method.num_sinks, method.num_evicted
 
 
 def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
@@ -75,27 +103,73 @@ def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
     )
 
 
-def score(methods: Iterable[Method], ids: torch.Tensor, num_labels: int) -> list[dict[str, Any]]:
+def score(
+    methods: Iterable[Method],
+    ids: torch.Tensor,
+    num_labels: int,
+    *,
+    stepwise: bool = False,
+    reference: str | None = None,
+    cells: Cells | None = None,
+) -> list[dict[str, Any]]:
     """Rows of `evaluate` for methods that are ready, on ids [1, N]."""
-    methods = list(methods)
-    rows = []
+    methods, cells = list(methods), cells or Cells(None)
+    rows, losses = [], []
     with tqdm(total=len(methods) * num_labels, unit="label", smoothing=0.05) as bar:
         for method in methods:
             bar.set_description(f"{method.name} C={method.cache_size}")
-            start = time.perf_counter()
-            nll = method.score(ids[:, : method.cache_size + 1 + num_labels], bar.update)
-            mean = nll.double().mean().item()
-            rows.append(
-                {
-                    "method": method.name,
-                    "cache_size": method.cache_size,
-                    "num_sinks": method.num_sinks,
-                    "num_evicted": method.num_evicted,
-                    "num_labels": len(nll),
-                    "nll_nats": mean,
-                    "perplexity": math.exp(mean),
-                    "seconds": time.perf_counter() - start,
-                    "aligner": method.aligner_name,
-                }
-            )
+            own = ids[:, : method.cache_size + 1 + num_labels]
+            key = key_of(method, own, stepwise)
+            kept = cells.get(key)
+            if kept is not None:
+                nll, seconds = kept
+                bar.update(num_labels)
+            else:
+                start = time.perf_counter()
+                nll = (method.score_stepwise if stepwise else method.score)(own, bar.update)
+                seconds = time.perf_counter() - start
+                cells.put(key, own[0, -num_labels:], nll, seconds)
+            losses.append(nll.cpu())
+            rows.append(_row(method, losses[-1], seconds))
+    if reference:
+        _compare(rows, losses, reference)
     return rows
+
+
+def _row(method: Method, nll: torch.Tensor, seconds: float) -> dict[str, Any]:
+    mean = nll.double().mean().item()
+    low, high = interval(nll)
+    return {
+        "method": method.name,
+        "aligner": method.aligner_name,
+        "cache_size": method.cache_size,
+        "num_sinks": method.num_sinks,
+        "num_evicted": method.num_evicted,
+        "num_labels": len(nll),
+        "nll_nats": mean,
+        "perplexity": math.exp(mean),
+        "low": low,
+        "high": high,
+        "quarters": by_quarter(nll),
+        "seconds": seconds,
+    }
+
+
+def _compare(rows: list[dict[str, Any]], losses: list[torch.Tensor], reference: str) -> None:
+    """Add each row's ratio to the reference of the same sizes; without one, of the same cache."""
+    for row, nll in zip(rows, losses, strict=True):
+        same = [
+            i
+            for i, other in enumerate(rows)
+            if other["method"] == reference and other["cache_size"] == row["cache_size"]
+        ]
+        closest = [i for i in same if rows[i]["num_evicted"] == row["num_evicted"]] or same
+        base = losses[closest[0]]
+        quarters = by_quarter(nll - base)
+        low, high = interval(nll - base)
+        row |= {
+            "ratio": math.exp((nll - base).double().mean().item()),
+            "ratio_low": low,
+            "ratio_high": high,
+            "drift": quarters[-1] / quarters[0],
+        }

@@ -42,6 +42,7 @@ class StreamingCache(Cache):
     ):
         check_sizes(spec, cache_size, num_sinks, num_evicted)
         self.slots = Slots(cache_size, num_sinks, num_evicted)
+        self.realigner = realigner
         super().__init__(
             layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)]
         )
@@ -145,7 +146,10 @@ class StreamingLayer(DynamicLayer):
             self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], born
         )
         old = self.kept or tuple(x[:, :, :0].to(dtype) for x in (keys, values))
-        self.kept = torch.cat([old[0], new[0].to(dtype)], 2), torch.cat([old[1], new[1].to(dtype)], 2)
+        self.kept = (
+            torch.cat([old[0], new[0].to(dtype)], 2),
+            torch.cat([old[1], new[1].to(dtype)], 2),
+        )
 
     def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The entries that stay, placed anew if others were dropped."""

@@ -17,8 +17,9 @@ from kvalign.settings import Settings, parse
 COMMANDS = {
     "generate": "stream text past the context length with any method",
     "gen-data": "record KV caches before and after eviction",
-    "train": "train an aligner on recorded caches",
+    "train": "train an aligner on text or on recorded caches",
     "eval perplexity": "compare methods on perplexity and time",
+    "eval latency": "time per token of all methods, taking turns",
     "eval compare": "let methods continue one prompt; table and page side by side",
     "pretrain": "train a small reference language model from scratch",
 }

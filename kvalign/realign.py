@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner, Move
+from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.models import inv_freq, spec_of
 from kvalign.rope import rerotate
 
@@ -62,9 +62,14 @@ class FromBirth(Realigner):
             keys = rerotate(keys, -move.now, self.inv_freq)
         return keys, values
 
+    @property
+    def table(self) -> TableAligner | None:
+        """The tables that placing uses, if it uses any."""
+        return self.aligner if isinstance(self.aligner, TableAligner) else None
+
 
 class Recursive(Realigner):
-    """An aligner applied to its own output at each eviction, after the rotation of a rotary model."""
+    """An aligner applied to its own output at each eviction, after the rotation if there is one."""
 
     recursive = True
 

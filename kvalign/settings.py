@@ -52,6 +52,13 @@ class Settings:
         values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
+    def changed(self) -> dict[str, Any]:
+        """The values that differ from the defaults, by field."""
+        fields = [(field.name, field.default) for field in _fields(type(self))]
+        return {
+            name: getattr(self, name) for name, default in fields if getattr(self, name) != default
+        }
+
     def command_line(self, command: str) -> str:
         """The shell command that makes these settings, with what differs from the defaults."""
         words = ["kvalign", *command.split()]

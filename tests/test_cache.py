@@ -100,7 +100,9 @@ def test_cropping_is_refused(models):
 
 
 def test_reset_begins_a_new_stream(models, ids):
-    cache = StreamingCache(spec_of(models["llama"].config), 12, realigner=FromBirth(models["llama"]))
+    cache = StreamingCache(
+        spec_of(models["llama"].config), 12, realigner=FromBirth(models["llama"])
+    )
     first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
     assert torch.equal(first, second)
 

@@ -1,15 +1,14 @@
-"""Position tables: moved from birth, so nothing adds up; estimated as plain means."""
+"""Position tables: moved from birth, so nothing adds up; and the network on top of them."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import CONTEXT_LEN, tiny_model
 from test_methods import CACHE_SIZE, make, step
-from tiny_store import CHUNK_LEN, NUM_SINKS, record_tiny
 
-from kvalign.aligners import Aligner, TableAligner, new_config
-from kvalign.cli import main
+from kvalign.aligners import AnchoredAligner, TableAligner, new_config
 from kvalign.models import spec_of
-from kvalign.training.tables import mean_table
 
 
 def tables(model, scale=0.0, num_sinks=0) -> TableAligner:
@@ -20,12 +19,15 @@ def tables(model, scale=0.0, num_sinks=0) -> TableAligner:
     torch.manual_seed(3)
     for table in (aligner.key, aligner.value):
         table.data = scale * torch.randn_like(table)
+    for scales in (aligner.key_scale, aligner.value_scale):
+        scales.data = (scale * torch.randn_like(scales)).exp()
     return aligner.requires_grad_(False)
 
 
 def test_zero_tables_are_streaming_llm(model, ids):
     stale = step(make("streaming-llm", model), ids[:, :90], CACHE_SIZE + 1)
-    moved = step(make("kvalign", model, aligner=tables(model)), ids[:, :90], CACHE_SIZE + 1)
+    zero = make("kvalign", model, aligner=tables(model), num_sinks=4)
+    moved = step(zero, ids[:, :90], CACHE_SIZE + 1)
     assert torch.equal(stale, moved)
 
 
@@ -44,14 +46,21 @@ def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks,
     slots = method.cache.slots
     born, now = slots.born[num_sinks:], torch.arange(num_sinks, len(slots))
     assert (born - now).max() >= CACHE_SIZE - num_sinks - num_evicted
-    tolerance = dict(rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
     for i, layer in enumerate(method.cache.layers):
-        for target, table in ((0, aligner.key[i]), (1, aligner.value[i])):
-            stored = (layer.keys, layer.values)[target]
-            birth = torch.cat([pair[target] for pair in births[i]], 2)[:, :, slots.index]
+        for target in ("key", "value"):
+            means, scales = (getattr(aligner, target + x)[i] for x in ("", "_scale"))
+            stored = getattr(layer, target + "s")
+            birth = torch.cat([getattr(pair, target) for pair in births[i]], 2)[:, :, slots.index]
             assert torch.equal(stored[:, :, :num_sinks], birth[:, :, :num_sinks])
-            moved = birth[:, :, num_sinks:].float() + (table[:, now] - table[:, born])
+            anchored = (birth[:, :, num_sinks:].float() - means[:, born]) / scales[:, born, None]
+            moved = means[:, now] + anchored * scales[:, now, None]
             assert torch.allclose(stored[:, :, num_sinks:].float(), moved, **tolerance)
+
+
+class Pair(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 def record_births(layer) -> list:
@@ -59,7 +68,7 @@ def record_births(layer) -> list:
     given, update = [], layer.update
 
     def recording(keys, values, *args, **kwargs):
-        given.append((keys, values))
+        given.append(Pair(keys, values))
         return update(keys, values, *args, **kwargs)
 
     layer.update = recording
@@ -71,55 +80,20 @@ def test_fewer_sinks_than_recorded_are_refused(models):
         make("kvalign", models["gpt2"], num_sinks=2, aligner=tables(models["gpt2"], num_sinks=4))
 
 
-def test_means_are_plain_means(tmp_path):
-    """Against sums over the recorded encodings, chunk by chunk and position by position."""
-    recorded = record_tiny(tmp_path / "caches")
-    for target in ("key", "value"):
-        table = mean_table(recorded.store, target)
-        assert not table[:, :, :NUM_SINKS].any()
-        for position in range(NUM_SINKS, CHUNK_LEN):
-            entries = []
-            for shard in recorded.store.shards("train"):
-                stale, aligned = shard.tensors(target)
-                for first, x in ((NUM_SINKS + shard.num_evicted, stale), (NUM_SINKS, aligned)):
-                    if first <= position < first + x.shape[3]:
-                        entries += list(x[:, :, :, position - first].double())
-            mean = torch.stack(entries).mean(0).float()
-            assert torch.allclose(table[:, :, position], mean, atol=1e-6)
+def test_untrained_anchored_network_is_its_table(model, ids):
+    table = tables(model, scale=0.5)
+    spec = spec_of(model.config, "tiny")
+    sizes = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,), sizes=sizes)
+    anchored = AnchoredAligner(new_config("anchored", model, spec, **fields)).requires_grad_(False)
+    anchored.table.load_state_dict(table.state_dict())
+    one = step(make("kvalign", model, aligner=table), ids[:, :90], CACHE_SIZE + 1)
+    method = make("kvalign", model, aligner=anchored)
+    assert torch.equal(step(method, ids[:, :90], CACHE_SIZE + 1), one)
+    torch.nn.init.normal_(anchored.key.fc3.weight)
+    assert not torch.allclose(step(method, ids[:, :90], CACHE_SIZE + 1), one, atol=1e-3)
 
 
-def test_train_writes_tables_that_generate_takes(tmp_path, capfd):
-    data, out = str(tmp_path / "caches"), str(tmp_path / "tables")
-    argv = ["gen-data", "--num-tokens", "2560", "--chunk-len", "64", "--num-sinks", "0", "--out"]
-    assert main([*argv, data]) == 0
-    train = ["train", "--aligner-kind", "table", "--data", data, "--out", out]
-    assert main(train) == 0
-    aligner = Aligner.from_pretrained(out)
-    assert isinstance(aligner, TableAligner)
-    assert aligner.config.training["key"]["ratio"] < 1
-    assert "--aligner-kind table" in (tmp_path / "tables/README.md").read_text()
-    capfd.readouterr()
-    assert main(train) == 2
-    assert "already holds an aligner" in capfd.readouterr().err
-    argv = ["generate", "--prompt", "The", "--cache-size", "40", "--max-new-tokens", "60"]
-    assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
-
-
-def test_rotary_models_need_no_table(tmp_path, capfd):
-    data = str(tmp_path / "caches")
-    argv = [
-        "gen-data",
-        "--model",
-        "llama-mini",
-        "--num-tokens",
-        "512",
-        "--chunk-len",
-        "64",
-        "--out",
-    ]
-    assert main([*argv, data]) == 0
-    argv = ["train", "--aligner-kind", "table", "--data", data, "--out", str(tmp_path / "t")]
-    capfd.readouterr()
-    assert main(argv) == 2
-    assert "is rotary: its keys are moved exactly by rotation" in capfd.readouterr().err
-    assert not (tmp_path / "t").exists()
+def test_default_sinks_are_the_aligners(models):
+    assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).num_sinks == 0
+    assert make("kvalign", models["gpt2"]).num_sinks == 4

@@ -28,6 +28,7 @@ from kvalign.commands.train import TrainSettings
 from kvalign.training.rows import Batch, RowsOfTarget
 
 BEST, LAST = "best.ckpt", "last.ckpt"
+LR = 7e-4
 LOG_EVERY = 50  # steps between reports of the training loss
 
 
@@ -68,7 +69,7 @@ def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: 
         try:
             trainer = _trainer(rows, settings, work_dir)
             trainer.fit(
-                Realignment(net, settings.lr, settings.weight_decay),
+                Realignment(net, settings.lr or LR, settings.weight_decay),
                 datamodule=rows,
                 ckpt_path=last if last.exists() else None,
                 weights_only=True,

@@ -16,12 +16,17 @@ from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
 from kvalign.data_gen.store import Store, open_store
 from kvalign.training.align import best_weights, fit, losses
-from kvalign.training.aligner_folder import command_line, config_for, save
+from kvalign.training.aligner_folder import (
+    SHARED_SIZES,
+    command_line,
+    config_for,
+    network_sizes,
+    save,
+)
 from kvalign.training.rows import InOrder, RowsOfTarget
 from kvalign.training.run_folder import RunFolder, describe
 
 _EVAL_BATCH = 8192
-_SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
 
 
 def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
@@ -42,6 +47,7 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
+    assert settings.data is not None  # TrainSettings sees to it
     store = open_store(settings.data)
     targets = TARGETS if settings.target == "both" else (settings.target,)
     torch.manual_seed(settings.seed)
@@ -81,9 +87,7 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
 
 
 def _config(store: Store, settings: TrainSettings) -> AlignerConfig:
-    names = (*_SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
-    sizes = {name: getattr(settings, name) for name in names}
-    return config_for(NetworkAligner.kind, store, store.shifts, sizes)
+    return config_for(NetworkAligner.kind, store, store.shifts, network_sizes(settings))
 
 
 def _beside_trained(
@@ -126,7 +130,7 @@ def _beside_trained(
         "shifts",
     )
     pairs = [(name, getattr(there, name), getattr(new.config, name)) for name in fields]
-    pairs += [(name, there.sizes.get(name), new.config.sizes[name]) for name in _SHARED_SIZES]
+    pairs += [(name, there.sizes.get(name), new.config.sizes[name]) for name in SHARED_SIZES]
     for name, expected, here in pairs:
         if expected != here:
             shown = "another" if name == "probe" else f"{expected}, here {here}"

@@ -8,7 +8,15 @@ from typing import Any
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.commands.train import TrainSettings
-from kvalign.data_gen.store import MANIFEST, Store, sha256
+from kvalign.data_gen.store import MANIFEST, TARGETS, Store, sha256
+
+SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
+
+
+def network_sizes(settings: TrainSettings) -> dict[str, int]:
+    """The sizes of networks for keys and values, by the names that a config gives them."""
+    names = (*SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
+    return {name: getattr(settings, name) for name in names}
 
 
 def config_for(

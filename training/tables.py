@@ -1,4 +1,7 @@
-"""Position tables from recorded caches: the mean key and value at each position, in one pass."""
+"""Training what starts from birth: position tables, and the network anchored on them.
+
+Tables are the mean and scale of keys and values at each position over a corpus, in one pass.
+"""
 
 import logging
 import platform
@@ -8,98 +11,167 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from kvalign.aligners import TableAligner
+from kvalign.aligners import Aligner, AnchoredAligner, Move, TableAligner, new_config
 from kvalign.aligners.base import CONFIG
 from kvalign.commands.train import TrainSettings
-from kvalign.data_gen.store import TARGETS, Store, open_store
-from kvalign.training.aligner_folder import command_line, config_for, describe_data, save
+from kvalign.data_gen.pairs import positionless
+from kvalign.data_gen.store import TARGETS
+from kvalign.models import LoadedModel, load_model
+from kvalign.training.aligner_folder import SHARED_SIZES, command_line, network_sizes, save
+from kvalign.training.anchored import fit
+from kvalign.training.end_to_end import nll, tune, validate
+from kvalign.training.text import read
 
 log = logging.getLogger(__name__)
 
-_READ = ("data", "out", "aligner_kind", "target", "num_threads", "resume", "overwrite", "json")
+BATCH_SIZE = 16  # chunks encoded at once
+STEPS, LR = 300, 2e-3
+READ = ("out", "aligner_kind", "target", "objective", "init", "model", "corpus", "num_tokens")
+READ += ("chunk_len", "accelerator", "num_threads", "overwrite", "json", "resume")
+OF_STEPS = ("max_steps", "lr", "seed")
 
 
 def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
-    """Estimate tables and save the aligner in `settings.out`; a target not asked for stays zero.
+    """Estimate tables, tune them if an objective other than `mse` is asked, save the aligner.
 
     Returns:
-        as `kvalign.training.align_run.train` does.
+        for each target what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
+        squared errors per number of moving validation chunks by half their length), `ratio` of the
+        two, `val_nll` and `val_nll_stale` (of streams of validation text, with and without it),
+        `used` (tables that do not lower it are saved as ones that change nothing), seconds, data;
+        and with `nll` or `kl` what `kvalign.training.end_to_end.tune` reports.
 
     Raises:
-        FileNotFoundError: no recorded data.
         FileExistsError: `out` holds an aligner, and `overwrite` is not set.
-        ValueError: unfinished or damaged data, or a rotary model.
+        ValueError: no model, or a corpus that is too short.
     """
-    for name, value in settings.as_dict().items():
-        if name not in _READ and value != TrainSettings.__dataclass_fields__[name].default:
-            log.warning("a table has no %s: %s has no effect", name, value)
-    store = open_store(settings.data)
-    if store.config["model"]["family"] == "rotary":
-        raise ValueError(
-            f"{store.config['model']['name']} is rotary: its keys are moved exactly by rotation, "
-            "and a table is for learned or alibi positions; use --aligner-kind network"
-        )
+    anchored = settings.aligner_kind == "anchored"
+    used = READ + (OF_STEPS if anchored or settings.objective != "mse" else ())
+    used += tuple(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)) if anchored else ()
+    used += SHARED_SIZES if anchored else ()
+    for name, value in settings.changed().items():
+        if name not in used:
+            log.warning("kind %s has no %s: %s has no effect", settings.aligner_kind, name, value)
     if (settings.out / CONFIG).exists() and not settings.overwrite:
         raise FileExistsError(
             f"{settings.out} already holds an aligner: give --overwrite or another --out"
         )
-    # From birth to now at once, so any number of entries can be evicted: multiples of 1.
-    aligner = TableAligner(config_for(TableAligner.kind, store, (1,), {}))
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    on_gpu = settings.accelerator == "gpu" or (
+        settings.accelerator == "auto" and torch.cuda.is_available()
+    )
+    loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
+    text = read(settings.corpus, loaded.tokenizer, settings.num_tokens, settings.chunk_len)
+    aligner = _new(settings, loaded)
+    table = aligner.table if isinstance(aligner, AnchoredAligner) else aligner
+    start = time.perf_counter()
+    targets = TARGETS if settings.target == "both" else (settings.target,)
+    stale = validate(table, loaded.model, text, nll)
+    if settings.init == "means":
+        standardise(table, loaded.model, text.chunks("train", settings.chunk_len), targets)
     made = {
+        "seconds": round(time.perf_counter() - start, 1),
         "command": command_line(settings),
         "device": platform.machine(),
+        "num_threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("kvalign", "torch")},
-        "data": describe_data(store),
+        "data": {"corpus": list(settings.corpus), "num_tokens": settings.num_tokens},
     }
-    results = {}
-    for target in TARGETS if settings.target == "both" else (settings.target,):
-        start = time.perf_counter()
-        table = getattr(aligner, target)
-        table.data = mean_table(store, target)
-        seconds = round(time.perf_counter() - start, 3)
-        results[target] = {**_measure(table.data, store, target), "seconds": seconds, **made}
-        if not results[target]["used"]:
-            table.data.zero_()
-        aligner.config.training[target] = results[target]
-    save(aligner, settings.out)
+    steps, lr = settings.max_steps or STEPS, settings.lr or LR
+    if settings.objective != "mse":
+        made |= tune(
+            table,
+            loaded.model,
+            text,
+            objective=settings.objective,
+            num_steps=steps,
+            lr=lr,
+            seed=settings.seed,
+        )
+    aligned = validate(table, loaded.model, text, nll)
+    made |= {"val_nll": aligned, "val_nll_stale": stale, "used": aligned < stale}
+    if aligned >= stale:
+        table.clear()
+    if isinstance(aligner, AnchoredAligner):
+        made |= fit(
+            aligner, loaded.model, text, num_steps=steps, lr=lr, seed=settings.seed, targets=targets
+        )
+    errors = measure(aligner, loaded.model, text.chunks("val", settings.chunk_len))
+    results = {target: {**errors[target], **made} for target in targets}
+    aligner.config.training.update(results)
+    save(aligner.cpu(), settings.out)
     return results
 
 
-def mean_table(store: Store, target: str) -> Tensor:
-    """Mean `key` or `value` at each position of the training chunks: [L, H, chunk_len, D].
+def _new(settings: TrainSettings, loaded: LoadedModel) -> TableAligner | AnchoredAligner:
+    """An aligner of the asked kind that changes nothing yet."""
+    kind = AnchoredAligner if settings.aligner_kind == "anchored" else TableAligner
+    config = new_config(
+        kind.kind,
+        loaded.model,
+        loaded.spec,
+        chunk_len=settings.chunk_len,
+        num_sinks=0,
+        shifts=(1,),
+        sizes=network_sizes(settings) if kind is AnchoredAligner else {},
+    )
+    return kind(config).to(loaded.model.device).requires_grad_(False)
 
-    Both encodings of a chunk count: with all its tokens, and without the evicted ones. Positions of
-    the sinks stay zero: a sink never moves.
+
+@torch.no_grad()
+def standardise(
+    aligner: TableAligner, model: PreTrainedModel, chunks: Tensor, targets: tuple[str, ...]
+) -> None:
+    """Set the tables to mean and scale over chunks [N, chunk_len]; keys of rotary models unrotated.
+
+    A scale is relative to that of the last position: 1 leaves an entry's size as it is.
     """
-    num_layers, num_heads, _, head_dim = next(iter(store.config["shapes"].values()))
-    chunk_len, num_sinks = (store.config["settings"][name] for name in ("chunk_len", "num_sinks"))
-    sums = torch.zeros(num_layers, num_heads, chunk_len, head_dim, dtype=torch.float64)
-    counts = torch.zeros(chunk_len, 1, dtype=torch.float64)
-    for shard in store.shards("train"):
-        stale, aligned = shard.tensors(target)
-        for first, entries in ((num_sinks + shard.num_evicted, stale), (num_sinks, aligned)):
-            positions = slice(first, first + entries.shape[3])
-            sums[:, :, positions] += entries.sum(0, dtype=torch.float64)
-            counts[positions] += len(entries)
-    return (sums / counts.clamp(min=1)).float()
+    shape = aligner.key.shape
+    sums = {target: torch.zeros(shape, dtype=torch.float64) for target in targets}
+    squares = {target: torch.zeros(shape, dtype=torch.float64) for target in targets}
+    for ids in tqdm(chunks.split(BATCH_SIZE), desc="means", unit="batch"):
+        entries = dict(zip(TARGETS, positionless(model, ids), strict=True))
+        for target in targets:
+            sums[target] += entries[target].sum(0, dtype=torch.float64).cpu()
+            squares[target] += entries[target].square().sum(0, dtype=torch.float64).cpu()
+    for target in targets:
+        means = sums[target] / len(chunks)
+        spread = (squares[target] / len(chunks) - means.square()).mean(-1).clamp(min=0).sqrt()
+        scales = (spread / spread[..., -1:]).nan_to_num(1, 1, 1)
+        getattr(aligner, target).copy_(means)
+        # Where nothing varies (a single chunk, a fixed first token) there is nothing to scale by.
+        getattr(aligner, f"{target}_scale").copy_(torch.where(scales > 0, scales, 1))
 
 
-def _measure(table: Tensor, store: Store, target: str) -> dict[str, Any]:
-    """Mean squared errors on the validation chunks: moved by the table, and unchanged."""
-    chunk_len, num_sinks = (store.config["settings"][name] for name in ("chunk_len", "num_sinks"))
-    moved = unchanged = 0.0
-    num_numbers = 0
-    for shard in store.shards("val"):
-        k = shard.num_evicted
-        move = table[:, :, num_sinks : chunk_len - k] - table[:, :, num_sinks + k : chunk_len]
-        stale, aligned = (x.float() for x in shard.tensors(target))
-        moved += (stale + move - aligned).square().sum(dtype=torch.float64).item()
-        unchanged += (stale - aligned).square().sum(dtype=torch.float64).item()
-        num_numbers += stale.numel()
+@torch.no_grad()
+def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[str, Any]:
+    """Mean squared errors per number on chunks [N, T]: entries of their second half, after the
+    first half is evicted, against re-encoding the second half alone.
+    """
+    half = chunks.shape[1] // 2
+    device = next(aligner.parameters()).device
+    move = Move(half, 0, torch.arange(half, device=device))
+    moved, unmoved, num_numbers = torch.zeros(2), torch.zeros(2), 0
+    for ids in chunks.split(BATCH_SIZE):
+        stale = [x[..., half : 2 * half, :] for x in positionless(model, ids[:, : 2 * half])]
+        clean = positionless(model, ids[:, half : 2 * half])
+        num_numbers += stale[0].numel()
+        for layer in range(clean[0].shape[1]):
+            anchored = aligner.anchor(layer, *(x[:, layer] for x in stale), move.now + half)
+            placed = aligner.realign(layer, *anchored, move)
+            for i in range(2):
+                moved[i] += (placed[i] - clean[i][:, layer]).square().sum().cpu()
+        for i in range(2):
+            unmoved[i] += (stale[i] - clean[i]).square().sum().cpu()
     return {
-        "val_loss": moved / num_numbers,
-        "input_label_mse": unchanged / num_numbers,
-        "ratio": moved / unchanged if unchanged else None,
-        "used": moved < unchanged,
+        target: {
+            "val_loss": (moved[i] / num_numbers).item(),
+            "input_label_mse": (unmoved[i] / num_numbers).item(),
+            "ratio": (moved[i] / unmoved[i]).item() if unmoved[i] else None,
+        }
+        for i, target in enumerate(TARGETS)
     }

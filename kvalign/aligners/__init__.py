@@ -2,6 +2,7 @@
 artifact names its kind.
 """
 
+from kvalign.aligners.anchored import AnchoredAligner
 from kvalign.aligners.base import Aligner, AlignerConfig, Move, new_config, probe
 from kvalign.aligners.network import NetworkAligner, RealignNet
 from kvalign.aligners.table import TableAligner
@@ -9,6 +10,7 @@ from kvalign.aligners.table import TableAligner
 __all__ = [
     "Aligner",
     "AlignerConfig",
+    "AnchoredAligner",
     "Move",
     "NetworkAligner",
     "RealignNet",

@@ -126,6 +126,13 @@ class Aligner(
         super().__init_subclass__(**kwargs)
         Aligner.kinds[cls.kind] = cls
 
+    @property
+    def label(self) -> str:
+        """What tables of results call it: its kind, and what it was trained on if not `mse`."""
+        parts = self.config.training.values()
+        objectives = {part.get("objective", "mse") for part in parts if isinstance(part, dict)}
+        return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
+
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, born: Tensor
     ) -> tuple[Tensor, Tensor]:

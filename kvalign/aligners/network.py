@@ -73,20 +73,20 @@ class RealignNet(nn.Module):
         of_layer = (layers[:, None] + heads).flatten(0, 1)  # [L * H, hidden1]
         place = nn.functional.embedding(position, positions)
         place = place + nn.functional.embedding(layer * len(heads) + head, of_layer)  # [N, hidden1]
-        return self._residual(x, torch.addmm(place, x, vector.T))
+        return x + self._rest(torch.addmm(place, x, vector.T))
 
-    def forward_layer(self, x: Tensor, layer: int) -> Tensor:
-        """Realign one layer's entries after the sinks, x [B, H, S, D], in order of position."""
+    def correction(self, x: Tensor, layer: int, first: int = 0) -> Tensor:
+        """What is added to one layer's entries x [B, H, S, D], at positions `first` and on."""
         vector, positions, layers, heads = self.tables()
-        place = (heads + layers[layer])[:, None] + positions[: x.shape[2]]  # [H, S, hidden1]
-        return self._residual(x, nn.functional.linear(x, vector) + place)
+        of_position = positions[first : first + x.shape[2]]
+        place = (heads + layers[layer])[:, None] + of_position  # [H, S, hidden1]
+        return self._rest(nn.functional.linear(x, vector) + place)
 
-    def _residual(self, x: Tensor, hidden: Tensor) -> Tensor:
+    def _rest(self, hidden: Tensor) -> Tensor:
         """`hidden` [..., hidden1] is what the first layer gives, before its ReLU; it is
         overwritten.
         """
-        hidden = self.fc2(hidden.relu_()).relu_()
-        return x + self.fc3(hidden)
+        return self.fc3(self.fc2(hidden.relu_()).relu_())
 
 
 class NetworkAligner(Aligner):
@@ -102,11 +102,7 @@ class NetworkAligner(Aligner):
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
-        sizes = dict(config.sizes)
-        hidden = {
-            target: [sizes.pop(f"{target}_hidden1"), sizes.pop(f"{target}_hidden2")]
-            for target in TARGETS
-        }
+        hidden, sizes = hidden_sizes(config)
         shape = (config.head_dim, config.num_positions, config.num_layers, config.num_kv_heads)
         self.key, self.value = (
             RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
@@ -135,6 +131,13 @@ class NetworkAligner(Aligner):
         # check() saw to it that a trained shift divides num_evicted, and so every move.
         step = max(shift for shift in self.config.shifts if move.shift % shift == 0)
         for _ in range(move.shift // step):
-            keys = self.key.forward_layer(keys, layer)
-            values = self.value.forward_layer(values, layer)
+            keys = keys + self.key.correction(keys, layer)
+            values = values + self.value.correction(values, layer)
         return keys, values
+
+
+def hidden_sizes(config: AlignerConfig) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Of a config's sizes: the two hidden sizes of each target, and those that both share."""
+    sizes = dict(config.sizes)
+    hidden = {t: [sizes.pop(f"{t}_hidden1"), sizes.pop(f"{t}_hidden2")] for t in TARGETS}
+    return hidden, sizes

@@ -1,11 +1,16 @@
-"""Position tables: take from an entry what its old position gave, add what the new one gives.
+"""Position tables: an entry is standardised where it was born and given the mean and the scale of
+where it is now.
 
-    k <- k_born - m[p_born] + m[p_now]
+    k <- m[p_now] + s[p_now] * (k_born - m[p_born]) / s[p_born]
 
-m[layer, head, p] is the mean key (value) that a layer and head give at position p over a corpus.
-The moves telescope: whatever the evictions on the way, an entry is computed from its birth, so no
-error adds up, and any number can be evicted at once. It is what StreamingLLM does with rotations,
-carried over to learned positions.
+m[layer, head, p] is the mean key (value) that a layer and head give at position p over a corpus,
+and s[layer, head, p] its root mean square distance from that mean. The moves telescope: whatever
+the evictions on the way, an entry is computed from its birth, so no error adds up, and any number
+can be evicted at once. It is what StreamingLLM does with rotations, carried over to learned
+positions.
+
+The scale is there because a layer norm divides the sum of token and position by its size: where the
+position embedding is large (the first positions), what is left of the token is small.
 """
 
 import torch
@@ -16,7 +21,9 @@ from kvalign.aligners.base import Aligner, AlignerConfig, Move
 
 
 class TableAligner(Aligner):
-    """Tables [L, H, P, D] for keys and values, P = chunk_len; zero before training: no change."""
+    """Means [L, H, P, D] and scales [L, H, P] for keys and values, P = chunk_len; before training 0
+    and 1: no change.
+    """
 
     kind = "table"
     recursive = False
@@ -24,7 +31,15 @@ class TableAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
-        self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+        self.key, self.value = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+        self.key_scale, self.value_scale = (nn.Parameter(torch.empty(shape[:-1])) for _ in range(2))
+        self.clear()
+
+    def clear(self) -> None:
+        """Change nothing, as before training."""
+        for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
+            nn.init.zeros_(means)
+            nn.init.ones_(scales)
 
     def check(
         self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
@@ -39,10 +54,16 @@ class TableAligner(Aligner):
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, born: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return keys - self.key[layer, :, born], values - self.value[layer, :, born]
+        return (
+            (keys - self.key[layer, :, born]) / self.key_scale[layer, :, born, None],
+            (values - self.value[layer, :, born]) / self.value_scale[layer, :, born, None],
+        )
 
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, move: Move
     ) -> tuple[Tensor, Tensor]:
         now = slice(move.first, move.first + keys.shape[2])
-        return keys + self.key[layer, :, now], values + self.value[layer, :, now]
+        return (
+            torch.addcmul(self.key[layer, :, now], keys, self.key_scale[layer, :, now, None]),
+            torch.addcmul(self.value[layer, :, now], values, self.value_scale[layer, :, now, None]),
+        )

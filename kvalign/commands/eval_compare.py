@@ -24,6 +24,9 @@ class CompareSettings(StreamSettings):
         help="methods, comma-separated",
     )
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    num_evicted: int | None = option(
+        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+    )
     max_new_tokens: int = option(300, help="tokens to generate by each method", at_least=2)
     corpus: str = option(
         "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."

@@ -30,8 +30,28 @@ class PerplexitySettings(StreamSettings):
         None,
         help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped)",
     )
+    num_evicted: tuple[str, ...] | None = option(
+        None,
+        help="entries evicted at once, comma-separated numbers or half (of the cache) "
+        "(default: 1; discard-half: half the window)",
+    )
+    reference: str | None = option(
+        None, help="method to give each row's ratio to, with its 95 % interval"
+    )
+    keep: Path | None = option(
+        None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
+    )
+    stepwise: bool = option(
+        False, help="one step a token even where a faster way gives the same figures"
+    )
     plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
     json: bool = option(False, help="print one JSON document with settings and rows")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for number in self.num_evicted or ():
+            if number != "half" and not (number.isascii() and number.isdigit()):
+                raise ValueError(f"--num-evicted takes numbers or half, got {number!r}")
 
 
 def run(settings: PerplexitySettings) -> None:

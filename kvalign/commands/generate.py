@@ -20,6 +20,9 @@ class GenerateSettings(StreamSettings):
     prompt_file: Path | None = option(None, help="file with the text to continue")
     max_new_tokens: int = option(200, help="tokens to generate", at_least=1)
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    num_evicted: int | None = option(
+        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+    )
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
     )

@@ -11,10 +11,9 @@ class StreamSettings(Settings):
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
     num_sinks: int | None = option(
-        None, help="first entries never evicted (default: 4; window and recompute: 0)", at_least=0
-    )
-    num_evicted: int | None = option(
-        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+        None,
+        help="first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)",
+        at_least=0,
     )
     dtype: str = option(
         "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")

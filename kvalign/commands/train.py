@@ -8,18 +8,39 @@ from kvalign.settings import Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """Train an aligner on recorded caches; run the same command again to resume.
+    """Train an aligner; run the same command again to resume a network.
 
-    `network` is the paper's. `table` is the mean key and value at each position, estimated in one
-    pass: it takes seconds and does not drift.
+    `table` is the mean and the scale of keys and values at each position: it takes a model and
+    text, a minute, and does not drift. `network` is the paper's and takes recorded caches.
 
     Example:
-        kvalign train --data caches --out my-aligner --max-steps 20
+        kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
     """
 
-    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
     out: Path = option(help="folder of the aligner")
-    aligner_kind: str = option("network", help="what to train", choices=("network", "table"))
+    aligner_kind: str = option(
+        "network", help="what to train", choices=("network", "table", "anchored")
+    )
+    data: Path | None = option(
+        None, help="network: folder of recorded caches, from kvalign gen-data"
+    )
+    model: str = option("gpt2-mini", help="table: shipped name, hub id or folder of a causal LM")
+    corpus: tuple[str, ...] = option(
+        ("python-docs",), help="table: text, comma-separated; each gives an equal share"
+    )
+    num_tokens: int = option(300_000, help="table: tokens of text", at_least=1)
+    chunk_len: int = option(
+        256, help="table: positions; caches up to this less one can be aligned", at_least=8
+    )
+    objective: str = option(
+        "mse",
+        help="mse: against re-encoding; table only: nll, the LM's own loss on the text, or kl, to "
+        "the LM that re-encodes at each step",
+        choices=("mse", "nll", "kl"),
+    )
+    init: str = option(
+        "means", help="table: means and scales over the text, or none", choices=("means", "none")
+    )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
     key_hidden1: int = option(256, help="first hidden size of the network for keys", at_least=1)
     key_hidden2: int = option(64, help="second hidden size of the network for keys", at_least=1)
@@ -31,10 +52,14 @@ class TrainSettings(Settings):
     layer_dim: int = option(8, help="size of the layer embedding", at_least=1)
     head_embed_dim: int = option(4, help="size of the head embedding", at_least=1)
     batch_size: int = option(1024, help="rows a step on each device", at_least=1)
-    lr: float = option(7e-4, help="learning rate of AdamW", above=0)
+    lr: float | None = option(
+        None, help="learning rate (default: network 7e-4, table 2e-3)", above=0
+    )
     weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0)
     max_epochs: int = option(3, help="epochs at most", at_least=1)
-    max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
+    max_steps: int | None = option(
+        None, help="steps at most (default: network no limit, table 300)", at_least=1
+    )
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
     patience: int = option(
         5, help="reports without a better validation loss before it stops", at_least=1
@@ -47,14 +72,25 @@ class TrainSettings(Settings):
     overwrite: bool = option(False, help="replace what is in --out")
     json: bool = option(False, help="print one JSON document")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.aligner_kind == "network" and self.data is None:
+            raise ValueError("--data is needed: record caches with kvalign gen-data first")
+        if self.aligner_kind == "network" and self.objective != "mse":
+            raise ValueError(
+                f"--objective {self.objective} is for --aligner-kind table: the network is "
+                f"trained on "
+                "recorded caches, without the LM"
+            )
+
 
 def run(settings: TrainSettings) -> None:
     import json
 
-    if settings.aligner_kind == "table":
-        from kvalign.training.tables import train
-    else:
+    if settings.aligner_kind == "network":
         from kvalign.training.align_run import train
+    else:
+        from kvalign.training.tables import train
 
     results = train(settings)
     if settings.json and results:

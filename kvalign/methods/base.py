@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign import relative
 from kvalign.cache import StreamingCache, check_sizes
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
 
 _BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
 _BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
+
+OnLabels = Callable[[int], object]
 
 
 class Method(ABC):
@@ -68,8 +71,12 @@ class Method(ABC):
     def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
+    def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
+        """As `score_stepwise`, to rounding; by a faster way where the method has one."""
+        return self.score_stepwise(ids, on_labels)
+
     @torch.no_grad()
-    def score(self, ids: Tensor, on_labels: Callable[[int], object] = lambda n: None) -> Tensor:
+    def score_stepwise(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
         """NLL in nats of every token after the first cache_size + 1, each given those before it.
 
             ids   0 1 ... C | C+1 C+2 ... N-1
@@ -111,6 +118,17 @@ class Cached(Method):
         self.cache.reset()
 
     @torch.no_grad()
+    def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
+        """The same figures as stepping; in segments where the relative form is exact."""
+        realigner = self.cache.realigner
+        if not relative.is_exact(self.model, self.cache_size, realigner):
+            return self.score_stepwise(ids, on_labels)
+        stream = relative.Stream(
+            self.model, self.cache_size, self.num_sinks, self.num_evicted, realigner
+        )
+        return relative.score(stream, ids, on_labels)
+
+    @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         """The first cache_size + 1 tokens go in at once, more of them by half the window."""
         done = 0
@@ -146,8 +164,8 @@ class Reencoding(Method):
         return torch.cat([ids[:, : self.num_sinks], ids[:, self.num_sinks + dropped :]], 1)
 
     @torch.no_grad()
-    def score(self, ids: Tensor, on_labels: Callable[[int], object] = lambda n: None) -> Tensor:
-        """As in `Method.score`; the same figures as stepping, in batches of windows."""
+    def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
+        """The same figures as stepping, in batches of windows."""
         first, k = self.cache_size + 1, self.num_evicted
         num_labels = ids.shape[1] - first
         # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and

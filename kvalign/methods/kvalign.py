@@ -20,12 +20,14 @@ class KVAlign(Cached):
 
     def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: Any):
         self.aligner = aligner
+        if sizes.get("num_sinks") is None:
+            sizes["num_sinks"] = aligner.config.num_sinks
         super().__init__(model, **sizes)
         aligner.check(model, self.cache_size, self.num_sinks, self.num_evicted)
 
     @property
     def aligner_name(self) -> str | None:
-        return self.aligner.config.kind
+        return self.aligner.label
 
     def realigner(self) -> Realigner | None:
         return trained(self.model, self.aligner)

@@ -1,0 +1,94 @@
+"""A folder that keeps the loss of every scored token, one Parquet file a cell of the comparison.
+
+A cell is named by everything that its numbers depend on, so a run takes from the folder what an
+earlier one has left there, however that ended.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from kvalign.files import write_whole
+from kvalign.methods import Method
+
+
+class Cells:
+    """Per-token losses by key; without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def get(self, key: dict[str, Any]) -> tuple[Tensor, float] | None:
+        """NLL [N] float32 in nats and the seconds it took, or None.
+
+        Raises:
+            ValueError: a file of that name which is damaged or of another key.
+        """
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            table = pq.read_table(path)
+            kept = json.loads(table.schema.metadata[b"kvalign"])
+            nll = torch.tensor(table.column("nll_nats").to_numpy())
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error}): delete it") from error
+        if kept["key"] != json.loads(json.dumps(key)) or len(nll) != key["num_labels"]:
+            raise ValueError(f"{path} holds other figures: delete it")
+        return nll, kept["seconds"]
+
+    def put(self, key: dict[str, Any], ids: Tensor, nll: Tensor, seconds: float) -> None:
+        """Keep the losses of labels [N] and the labels themselves."""
+        path = self._path(key)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = pd.DataFrame({"token": ids.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()})
+        kept = json.dumps({"key": key, "seconds": seconds})
+        table = pa.Table.from_pandas(rows, preserve_index=False)
+        table = table.replace_schema_metadata({b"kvalign": kept.encode()})
+        write_whole(path, lambda partial: pq.write_table(table, partial))
+
+    def _path(self, key: dict[str, Any]) -> Path | None:
+        if self.folder is None:
+            return None
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+        sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
+        label = "-".join(filter(None, (key["method"], key["aligner"])))
+        return self.folder / f"{label}-{sizes}-{digest}.parquet"
+
+
+def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
+    """What the losses of `method` on ids [1, N] depend on."""
+    model = method.model
+    weight = model.get_input_embeddings().weight
+    weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
+    aligner = getattr(method, "aligner", None)
+    return {
+        "method": method.name,
+        "aligner": method.aligner_name,
+        "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
+        "model_type": method.spec.model_type,
+        "model_sha256": _digest(weights),
+        "dtype": str(model.dtype),
+        "cache_size": method.cache_size,
+        "num_sinks": method.num_sinks,
+        "num_evicted": method.num_evicted,
+        "num_labels": ids.shape[1] - method.cache_size - 1,
+        "ids_sha256": _digest(ids),
+        "stepwise": stepwise,
+    }
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

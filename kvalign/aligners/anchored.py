@@ -1,0 +1,65 @@
+"""A network on the entry as it was born: the paper's, applied once and never to its own output.
+
+It adds to what position tables give: out = table(x, p_now) + f(x, p_now, layer, head), x the entry
+without its position. It starts as the table alone, and is trained on pairs of many shifts.
+"""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.aligners.base import Aligner, AlignerConfig, Move
+from kvalign.aligners.network import RealignNet, hidden_sizes
+from kvalign.aligners.table import TableAligner
+
+
+class AnchoredAligner(Aligner):
+    """Tables and two `RealignNet`s, sizes as of the `network` kind."""
+
+    kind = "anchored"
+    recursive = False
+
+    def __init__(self, config: AlignerConfig):
+        super().__init__(config)
+        self.table = TableAligner(config)
+        hidden, sizes = hidden_sizes(config)
+        shape = (config.head_dim, config.chunk_len, config.num_layers, config.num_kv_heads)
+        self.key, self.value = (
+            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
+            for target in ("key", "value")
+        )
+
+    def check(
+        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
+    ) -> None:
+        super().check(model, cache_size, num_sinks, num_evicted)
+        self.table.check(model, cache_size, num_sinks, num_evicted)
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.table.anchor(layer, keys, values, born)
+
+    def realign(
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
+    ) -> tuple[Tensor, Tensor]:
+        placed = self.table.realign(layer, keys, values, move)
+        return (
+            placed[0] + self.key.correction(keys.float(), layer, move.first),
+            placed[1] + self.value.correction(values.float(), layer, move.first),
+        )
+
+    def clear(self) -> None:
+        """Change nothing, as before training."""
+        self.table.clear()
+        self.key.clear()
+        self.value.clear()
+
+
+def rows_of(
+    aligner: AnchoredAligner, target: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
+) -> Tensor:
+    """Rows x [N, D] as `anchor` leaves them, for their positions now: [N, D]; for training."""
+    means, scales = getattr(aligner.table, target), getattr(aligner.table, f"{target}_scale")
+    placed = means[layer, head, now] + x * scales[layer, head, now, None]
+    net: RealignNet = getattr(aligner, target)
+    return placed + (net(x, now, layer, head) - x)
