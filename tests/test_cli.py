@@ -14,7 +14,8 @@ import pytest
 from kvalign.cli import COMMANDS, main, module_name, settings_class
 
 # In this order: a later example reads what an earlier one wrote.
-EXAMPLES = ["pretrain", "gen-data", "train", "generate", "eval perplexity", "eval compare"]
+EXAMPLES = ["pretrain", "gen-data", "train", "generate"]
+EXAMPLES += ["eval perplexity", "eval latency", "eval compare"]
 
 
 def example(command):
@@ -84,9 +85,12 @@ WRONG = [
         "at most 511 for gpt2-mini (its",
     ),
     (["generate", *PROMPT, "--cache-size", "300"], "at most 255 with this aligner"),
-    (["generate", *PROMPT, "--cache-size", "4"], "cache_size must be above num_sinks"),
+    (
+        ["generate", *PROMPT, "--cache-size", "4", "--num-sinks", "4"],
+        "cache_size must be above num_sinks",
+    ),
     (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),
-    (["generate", *PROMPT, "--num-evicted", "61"], "num_evicted must be between 1 and"),
+    (["generate", *PROMPT, "--num-evicted", "65"], "num_evicted must be between 1 and"),
     (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
     (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
     (
@@ -101,6 +105,12 @@ WRONG = [
     (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
     (["eval", "perplexity", "--cache-sizes", "32,600"], "cache_size must be at most"),
     (["eval", "perplexity", "--cache-sizes", "32,x"], "argument --cache-sizes"),
+    (["eval", "perplexity", "--num-evicted", "1,third"], "takes numbers or half, got 'third'"),
+    (["eval", "perplexity", "--num-evicted", "33", "--cache-sizes", "32"], "num_evicted must be"),
+    (["eval", "perplexity", "--reference", "dense"], "--reference dense is not among --methods"),
+    (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
+    (["eval", "latency", "--aligner-kinds", "tables"], "unknown aligner kind 'tables'"),
+    (["eval", "latency", "--methods", "window"], "--reference streaming-llm is not among"),
     (["eval", "compare"], "the following arguments are required: --out"),
     (["gen-data"], "the following arguments are required: --out"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
@@ -108,6 +118,13 @@ WRONG = [
     (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
     (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
     (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
+    (["train", "--out", "a"], "--data is needed: record caches with kvalign gen-data"),
+    (["train", "--out", "a", "--data", "d", "--objective", "kl"], "is for --aligner-kind table"),
+    (["train", "--out", "a", "--aligner-kind", "tables"], "--aligner-kind must be one of"),
+    (
+        ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
+        "raise --num-tokens or lower --chunk-len",
+    ),
     (["train", "--data", ".", "--out", "a", "--target", "keys"], "--target must be one of"),
     (["pretrain", "--out", "m", "--arch", "rnn"], "--arch must be one of gpt2, llama"),
     (

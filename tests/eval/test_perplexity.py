@@ -5,6 +5,7 @@ print.
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 from conftest import tiny_model
@@ -13,19 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvalign import checkpoints
 from kvalign.cli import main
 from kvalign.data_gen.corpora import texts
+from kvalign.eval.statistics import by_quarter, interval
 from kvalign.methods import make_method
 
-ROW = [
-    "method",
-    "cache_size",
-    "num_sinks",
-    "num_evicted",
-    "num_labels",
-    "nll_nats",
-    "perplexity",
-    "seconds",
-    "aligner",
-]
+ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "num_labels"]
+ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "seconds"]
 
 
 def rotate_back_one(keys, inv_freq):
@@ -116,3 +109,75 @@ def test_plots_are_written(capsys, tmp_path):
         assert path.read_bytes().startswith(magic)
     assert "recompute" in path.read_text()
     assert "perplexity" in capsys.readouterr().out
+
+
+SHORT = [
+    "eval",
+    "perplexity",
+    "--corpus",
+    "python-docs",
+    "--cache-sizes",
+    "16",
+    "--num-tokens",
+    "40",
+]
+
+
+def test_stepping_on_request_gives_the_same_figures(capsys):
+    methods = ["--methods", "window,streaming-llm,kvalign,recompute"]
+    fast, slow = (run_json(capsys, *SHORT, *methods, *extra) for extra in ([], ["--stepwise"]))
+    for one, other in zip(fast["rows"], slow["rows"], strict=True):
+        assert math.isclose(one["perplexity"], other["perplexity"], rel_tol=1e-4)
+
+
+def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
+    argv = [*SHORT, "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
+    rows = run_json(capsys, *argv, "--reference", "recompute")["rows"]
+    cells = [(row["method"], row["num_evicted"]) for row in rows]
+    assert cells == [
+        ("recompute", 1),
+        ("window", 1),
+        ("discard-half", 6),
+        ("recompute", 8),
+        ("window", 8),
+    ]
+    perplexity = dict(zip(cells, (row["perplexity"] for row in rows), strict=True))
+    for (method, num_evicted), row in zip(cells, rows, strict=True):
+        base = perplexity["recompute", num_evicted if method != "discard-half" else 1]
+        assert math.isclose(row["ratio"], perplexity[method, num_evicted] / base, rel_tol=1e-6)
+    assert rows[0]["drift"] == 1
+
+
+def test_kept_cells_are_not_rerun(capsys, tmp_path, monkeypatch):
+    keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "cells")]
+    first = run_json(capsys, *SHORT, *keep)
+    files = sorted((tmp_path / "cells").iterdir())
+    assert [path.name.rpartition("-")[0] for path in files] == [
+        "recompute-C16-s0-k1",
+        "window-C16-s0-k1",
+    ]
+    table = pd.read_parquet(files[0])
+    mean = table["nll_nats"].astype(float).mean()
+    assert math.isclose(math.exp(mean), first["rows"][1]["perplexity"])
+    monkeypatch.setattr("kvalign.methods.Recompute.score", None)
+    monkeypatch.setattr("kvalign.methods.Window.score", None)
+    assert run_json(capsys, *SHORT, *keep)["rows"] == first["rows"]
+    files[0].write_bytes(files[0].read_bytes()[:-10])
+    assert main([*SHORT, *keep]) == 2
+    assert f"{files[0]} is damaged" in capsys.readouterr().err
+
+
+def test_intervals_hold_the_mean_and_shrink():
+    nll = 2 + torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    low, high = interval(nll)
+    assert low < math.exp(2) < high and math.isclose(low, interval(nll)[0])
+    error = 1.96 / math.sqrt(20_000)  # of the mean of independent draws
+    assert math.isclose(math.log(high / low), 2 * error, rel_tol=0.2)
+    wide = interval(nll[:2000])
+    assert wide[1] - wide[0] > 2 * (high - low)
+    assert interval(nll[:150]) == (0, math.inf)
+
+
+def test_quarters_are_perplexities_in_order():
+    nll = torch.arange(8.0)
+    assert by_quarter(nll) == pytest.approx([math.exp(i + 0.5) for i in (0, 2, 4, 6)])
