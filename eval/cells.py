@@ -1,7 +1,7 @@
 """A folder that keeps the loss of every scored token, one Parquet file a cell of the comparison.
 
 A cell is named by everything that its numbers depend on, so a run takes from the folder what an
-earlier one has left there, however that ended.
+earlier one has left there, however that ended. A longer run serves a shorter one.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ class Cells:
     def __init__(self, folder: Path | None):
         self.folder = folder
 
-    def get(self, key: dict[str, Any]) -> tuple[Tensor, float] | None:
-        """NLL [N] float32 in nats and the seconds it took, or None.
+    def get(self, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
+        """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
 
         Raises:
             ValueError: a file of that name which is damaged or of another key.
@@ -37,20 +37,23 @@ class Cells:
         try:
             table = pq.read_table(path)
             kept = json.loads(table.schema.metadata[b"kvalign"])
-            nll = torch.tensor(table.column("nll_nats").to_numpy())
+            tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}): delete it") from error
-        if kept["key"] != json.loads(json.dumps(key)) or len(nll) != key["num_labels"]:
+        if kept["key"] != json.loads(json.dumps(key)):
             raise ValueError(f"{path} holds other figures: delete it")
-        return nll, kept["seconds"]
+        common = min(len(tokens), len(labels))
+        if not torch.equal(tokens[:common], labels[:common].cpu()):
+            return None  # another text with the same beginning
+        return (nll[: len(labels)], kept["seconds"]) if common == len(labels) else None
 
-    def put(self, key: dict[str, Any], ids: Tensor, nll: Tensor, seconds: float) -> None:
+    def put(self, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float) -> None:
         """Keep the losses of labels [N] and the labels themselves."""
         path = self._path(key)
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = pd.DataFrame({"token": ids.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()})
+        rows = pd.DataFrame({"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()})
         kept = json.dumps({"key": key, "seconds": seconds})
         table = pa.Table.from_pandas(rows, preserve_index=False)
         table = table.replace_schema_metadata({b"kvalign": kept.encode()})
@@ -81,8 +84,7 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         "cache_size": method.cache_size,
         "num_sinks": method.num_sinks,
         "num_evicted": method.num_evicted,
-        "num_labels": ids.shape[1] - method.cache_size - 1,
-        "ids_sha256": _digest(ids),
+        "first_input_sha256": _digest(ids[:, : method.cache_size + 1]),
         "stepwise": stepwise,
     }
 

@@ -20,7 +20,7 @@ from kvalign.eval.environment import environment
 from kvalign.methods import Method, make_method, method_class
 from kvalign.models import load_model, spec_of
 
-SIZES = ("position_dim", "layer_dim", "head_embed_dim")
+SIZES: tuple[str, ...] = ("position_dim", "layer_dim", "head_embed_dim")
 SIZES += ("key_hidden1", "key_hidden2", "value_hidden1", "value_hidden2")
 
 

@@ -120,7 +120,7 @@ def score(
             bar.set_description(f"{method.name} C={method.cache_size}")
             own = ids[:, : method.cache_size + 1 + num_labels]
             key = key_of(method, own, stepwise)
-            kept = cells.get(key)
+            kept = cells.get(key, own[0, -num_labels:])
             if kept is not None:
                 nll, seconds = kept
                 bar.update(num_labels)

@@ -147,18 +147,19 @@ class Segment:
         query = query.float().unflatten(1, (-1, groups)) * scale  # [B, H_kv, G, T, D]
         keys, values = keys.float()[:, :, None], values.float()[:, :, None]
         realigner = self.stream.realigner
-        rotates = isinstance(realigner, FromBirth) and realigner.inv_freq is not None
+        from_birth = realigner if isinstance(realigner, FromBirth) else None
+        inv_freq = from_birth.inv_freq if from_birth else None
+        table = from_birth.table if from_birth else None
         turned, window = query, keys[..., num_sinks:, :]
-        if rotates:
-            turned = rerotate(query, -self.turn, realigner.inv_freq)
-            window = rerotate(window, -self.in_frame, realigner.inv_freq)
+        if inv_freq is not None:
+            turned = rerotate(query, -self.turn, inv_freq)
+            window = rerotate(window, -self.in_frame, inv_freq)
         scores = turned @ window.mT  # [B, H_kv, G, T, S]
-        table = realigner.table if isinstance(realigner, FromBirth) else None
         if table is not None:
             means, scales = table.key[layer], table.key_scale[layer]
-            if rotates:
+            if inv_freq is not None:
                 positions = torch.arange(means.shape[1], device=means.device)
-                means = rerotate(means, -positions, realigner.inv_freq)
+                means = rerotate(means, -positions, inv_freq)
             of_position = query @ means[:, None].mT  # [B, H_kv, G, T, P]
             scores = scores * scales[:, self.now][:, None] + of_position.gather(
                 -1, self.now.expand_as(scores)
@@ -235,7 +236,7 @@ def _last(x: Tensor, count: int) -> Tensor:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

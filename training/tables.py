@@ -29,7 +29,16 @@ log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16  # chunks encoded at once
 STEPS, LR = 300, 2e-3
-READ = ("out", "aligner_kind", "target", "objective", "init", "model", "corpus", "num_tokens")
+READ: tuple[str, ...] = (
+    "out",
+    "aligner_kind",
+    "target",
+    "objective",
+    "init",
+    "model",
+    "corpus",
+    "num_tokens",
+)
 READ += ("chunk_len", "accelerator", "num_threads", "overwrite", "json", "resume")
 OF_STEPS = ("max_steps", "lr", "seed")
 
@@ -161,7 +170,9 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         clean = positionless(model, ids[:, half : 2 * half])
         num_numbers += stale[0].numel()
         for layer in range(clean[0].shape[1]):
-            anchored = aligner.anchor(layer, *(x[:, layer] for x in stale), move.now + half)
+            anchored = aligner.anchor(
+                layer, stale[0][:, layer], stale[1][:, layer], move.now + half
+            )
             placed = aligner.realign(layer, *anchored, move)
             for i in range(2):
                 moved[i] += (placed[i] - clean[i][:, layer]).square().sum().cpu()

@@ -162,6 +162,8 @@ def test_kept_cells_are_not_rerun(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.methods.Recompute.score", None)
     monkeypatch.setattr("kvalign.methods.Window.score", None)
     assert run_json(capsys, *SHORT, *keep)["rows"] == first["rows"]
+    fewer = run_json(capsys, *SHORT[:-1], "25", *keep)["rows"]
+    assert fewer[1]["nll_nats"] == pytest.approx(table["nll_nats"][:25].astype(float).mean())
     files[0].write_bytes(files[0].read_bytes()[:-10])
     assert main([*SHORT, *keep]) == 2
     assert f"{files[0]} is damaged" in capsys.readouterr().err
