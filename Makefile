@@ -12,11 +12,11 @@ export TOKENIZERS_PARALLELISM := false
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
-	@echo "== 1. record caches of gpt2-mini before and after eviction"
+	@echo "== 1. record caches of gpt2-mini before and after eviction, for the paper's networks"
 	$(BIN)/kvalign gen-data --model gpt2-mini --corpus python-docs --num-tokens 20000 --out $(DEMO)/caches
-	@echo "== 2. train on them: the paper's networks for keys and values, and position tables"
+	@echo "== 2. train: the paper's networks on these caches, position tables on text"
 	$(BIN)/kvalign train --target both --data $(DEMO)/caches --out $(DEMO)/network
-	$(BIN)/kvalign train --aligner-kind table --data $(DEMO)/caches --out $(DEMO)/table
+	$(BIN)/kvalign train --aligner-kind table --model gpt2-mini --corpus python-docs --num-tokens 100000 --out $(DEMO)/table
 	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
 	  --max-new-tokens 600 --prompt "$(PROMPT)"

@@ -82,6 +82,8 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     stale = validate(table, loaded.model, text, nll)
     if settings.init == "means":
         standardise(table, loaded.model, text.chunks("train", settings.chunk_len), targets)
+    elif settings.init != "none":
+        _start_from(table, settings.init, loaded.model)
     made = {
         "seconds": round(time.perf_counter() - start, 1),
         "command": command_line(settings),
@@ -129,6 +131,18 @@ def _new(settings: TrainSettings, loaded: LoadedModel) -> TableAligner | Anchore
         sizes=network_sizes(settings) if kind is AnchoredAligner else {},
     )
     return kind(config).to(loaded.model.device).requires_grad_(False)
+
+
+def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
+    """Copy the tables of another aligner, which must be for the same model and as long."""
+    found = Aligner.from_pretrained(name)
+    if not isinstance(found, TableAligner) or found.config.chunk_len != table.config.chunk_len:
+        raise ValueError(
+            f"--init {name}: a table of chunk_len {table.config.chunk_len} is needed, found "
+            f"{found.config.kind} of {found.config.chunk_len}"
+        )
+    found.check(model, cache_size=found.config.chunk_len - 1, num_sinks=0, num_evicted=1)
+    table.load_state_dict(found.state_dict())
 
 
 @torch.no_grad()

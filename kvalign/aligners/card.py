@@ -2,7 +2,8 @@
 
 It is written from the config alone. `training` may hold one dict a part (the network kind: `key`
 and `value`); of these the card prints what it knows: `val_loss`, `input_label_mse`, `ratio`,
-`num_steps`, `seconds`, `device`, `command`, `versions` and `data`.
+`num_steps`, `seconds`, `device`, `command`, `versions` and `data`, and of tables `objective`,
+`val_nll` and `val_nll_stale`.
 """
 
 import re
@@ -92,15 +93,20 @@ def _results(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         numbers = (part.get(column) for column in ("val_loss", "input_label_mse", "ratio"))
         line = f"| {name} | " + " | ".join("" if x is None else f"{x:.4g}" for x in numbers)
         yield line + (" | yes |" if part.get("used", True) else " | no |")
+    losses = {(p["val_nll_stale"], p["val_nll"]) for p in measured.values() if "val_nll" in p}
+    for stale, aligned in losses:
+        yield "\nLoss of streamed validation text, nats a token: "
+        yield f"{stale:.4f} without it, {aligned:.4f} with it."
 
 
 def _made(name: str, part: dict[str, Any]) -> Iterator[str]:
     yield f"{name}:\n"
     if "command" in part:
         yield f"- `{part['command']}`"
+    seconds, device = part.get("seconds", 0), part.get("device", "an unknown device")
     if "num_steps" in part:
-        seconds, device = part.get("seconds", 0), part.get("device", "an unknown device")
-        yield f"- {part['num_steps']} steps in {seconds:.3g} s on {device}"
+        objective = f" on {part['objective']}" if "objective" in part else ""
+        yield f"- {part['num_steps']} steps{objective} in {seconds:.3g} s on {device}"
     for field in ("data", "versions"):
         if isinstance(part.get(field), dict):
             yield f"- {field}: " + ", ".join(f"{key} {value}" for key, value in part[field].items())

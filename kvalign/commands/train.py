@@ -39,7 +39,9 @@ class TrainSettings(Settings):
         choices=("mse", "nll", "kl"),
     )
     init: str = option(
-        "means", help="table: means and scales over the text, or none", choices=("means", "none")
+        "means",
+        help="table: start from means and scales over the text, from none, or from the table in an "
+        "aligner's folder, shipped name or hub id",
     )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
     key_hidden1: int = option(256, help="first hidden size of the network for keys", at_least=1)

@@ -165,3 +165,15 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd):
     assert "not used" in capfd.readouterr().out
     aligner = Aligner.from_pretrained(out)
     assert not aligner.key.any() and (aligner.key_scale == 1).all()
+
+
+def test_training_starts_from_another_table(tmp_path, capfd):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    argv = ["train", "--aligner-kind", "table", *SMALL, "--out"]
+    assert main([*argv, first]) == 0
+    assert main([*argv, second, "--init", first]) == 0
+    one, two = (Aligner.from_pretrained(path).state_dict() for path in (first, second))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    capfd.readouterr()
+    assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
+    assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
