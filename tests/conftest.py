@@ -48,7 +48,7 @@ def tiny_model(kind: str, **changes) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     ends = dict(bos_token_id=0, eos_token_id=0, pad_token_id=1)
-    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **ends, **(_SHAPES[kind] | changes))
+    config = AutoConfig.for_model(kind, **(dict(vocab_size=VOCAB) | ends | _SHAPES[kind] | changes))
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -125,6 +125,10 @@ WRONG = [
         ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
         "raise --num-tokens or lower --chunk-len",
     ),
+    (
+        ["train", "--out", "a", "--aligner-kind", "table", "--chunk-len", "600"],
+        "--chunk-len must be at most 512 for gpt2-mini",
+    ),
     (["train", "--data", ".", "--out", "a", "--target", "keys"], "--target must be one of"),
     (["pretrain", "--out", "m", "--arch", "rnn"], "--arch must be one of gpt2, llama"),
     (

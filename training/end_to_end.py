@@ -10,7 +10,6 @@ there to `nll` is adaptation to the text.
 """
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +52,11 @@ def tune(
     both log-uniform.
 
     Returns:
-        val_before and val_after, the objective in nats a token, num_steps, seconds.
+        val_before and val_after, the objective in nats a token, and num_steps.
     """
     losses: dict[str, Loss] = {"nll": nll, "kl": kl}
     rng = torch.Generator().manual_seed(seed)
     largest = aligner.config.chunk_len - 1
-    start = time.perf_counter()
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     for name in TABLES:
@@ -100,7 +98,6 @@ def tune(
         "val_before": before,
         "val_after": best,
         "num_steps": num_steps,
-        "seconds": round(time.perf_counter() - start, 1),
     }
 
 

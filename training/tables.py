@@ -20,10 +20,12 @@ from kvalign.commands.train import TrainSettings
 from kvalign.data_gen.pairs import positionless
 from kvalign.data_gen.store import TARGETS
 from kvalign.models import LoadedModel, load_model
+from kvalign.realign import FromBirth
+from kvalign.relative import is_exact
 from kvalign.training.aligner_folder import SHARED_SIZES, command_line, network_sizes, save
 from kvalign.training.anchored import fit
 from kvalign.training.end_to_end import nll, tune, validate
-from kvalign.training.text import read
+from kvalign.training.text import Text, read
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +51,20 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     Returns:
         for each target what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
         squared errors per number of moving validation chunks by half their length), `ratio` of the
-        two, `val_nll` and `val_nll_stale` (of streams of validation text, with and without it),
-        `used` (tables that do not lower it are saved as ones that change nothing), seconds, data;
-        and with `nll` or `kl` what `kvalign.training.end_to_end.tune` reports.
+        two, `val_nll` and `val_nll_stale` (of streams of validation text, with the tables and
+        without), `used` (an aligner that lowers neither is saved as one that changes nothing),
+        seconds, data; and with `nll` or `kl` what `kvalign.training.end_to_end.tune` reports.
 
     Raises:
         FileExistsError: `out` holds an aligner, and `overwrite` is not set.
         ValueError: no model, or a corpus that is too short.
     """
     anchored = settings.aligner_kind == "anchored"
-    used = READ + (OF_STEPS if anchored or settings.objective != "mse" else ())
-    used += tuple(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)) if anchored else ()
-    used += SHARED_SIZES if anchored else ()
+    known = READ + (OF_STEPS if anchored or settings.objective != "mse" else ())
+    known += tuple(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)) if anchored else ()
+    known += SHARED_SIZES if anchored else ()
     for name, value in settings.changed().items():
-        if name not in used:
+        if name not in known:
             log.warning("kind %s has no %s: %s has no effect", settings.aligner_kind, name, value)
     if (settings.out / CONFIG).exists() and not settings.overwrite:
         raise FileExistsError(
@@ -74,48 +76,84 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         settings.accelerator == "auto" and torch.cuda.is_available()
     )
     loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
+    _check(settings, loaded)
     text = read(settings.corpus, loaded.tokenizer, settings.num_tokens, settings.chunk_len)
+    targets = TARGETS if settings.target == "both" else (settings.target,)
     aligner = _new(settings, loaded)
     table = aligner.table if isinstance(aligner, AnchoredAligner) else aligner
-    start = time.perf_counter()
-    targets = TARGETS if settings.target == "both" else (settings.target,)
-    stale = validate(table, loaded.model, text, nll)
-    if settings.init == "means":
-        standardise(table, loaded.model, text.chunks("train", settings.chunk_len), targets)
-    elif settings.init != "none":
-        _start_from(table, settings.init, loaded.model)
     made = {
-        "seconds": round(time.perf_counter() - start, 1),
         "command": command_line(settings),
         "device": platform.machine(),
         "num_threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("kvalign", "torch")},
         "data": {"corpus": list(settings.corpus), "num_tokens": settings.num_tokens},
     }
-    steps, lr = settings.max_steps or STEPS, settings.lr or LR
+    steps: dict[str, Any] = dict(
+        num_steps=settings.max_steps or STEPS, lr=settings.lr or LR, seed=settings.seed
+    )
+    start = time.perf_counter()
+    losses = [_loss(table, loaded, text)]
+    if settings.init == "means":
+        standardise(table, loaded.model, text.chunks("train", settings.chunk_len), targets)
+    elif settings.init != "none":
+        _start_from(table, settings.init, loaded.model)
     if settings.objective != "mse":
-        made |= tune(
-            table,
-            loaded.model,
-            text,
-            objective=settings.objective,
-            num_steps=steps,
-            lr=lr,
-            seed=settings.seed,
-        )
-    aligned = validate(table, loaded.model, text, nll)
-    made |= {"val_nll": aligned, "val_nll_stale": stale, "used": aligned < stale}
-    if aligned >= stale:
-        table.clear()
+        made |= tune(table, loaded.model, text, objective=settings.objective, **steps)
+    losses.append(_loss(table, loaded, text))
     if isinstance(aligner, AnchoredAligner):
-        made |= fit(
-            aligner, loaded.model, text, num_steps=steps, lr=lr, seed=settings.seed, targets=targets
-        )
+        made |= fit(aligner, loaded.model, text, targets=targets, **steps)
     errors = measure(aligner, loaded.model, text.chunks("val", settings.chunk_len))
+    stale, aligned = losses
+    if stale is None or aligned is None:
+        used = all(
+            errors[target]["val_loss"] < errors[target]["input_label_mse"] for target in targets
+        )
+    else:
+        used = aligned < stale
+        made |= {"val_nll": aligned, "val_nll_stale": stale}
+    if not used:
+        aligner.clear()
+    made |= {"used": used, "seconds": round(time.perf_counter() - start, 1)}
     results = {target: {**errors[target], **made} for target in targets}
     aligner.config.training.update(results)
     save(aligner.cpu(), settings.out)
     return results
+
+
+def _check(settings: TrainSettings, loaded: LoadedModel) -> None:
+    """Raise ValueError for what the model cannot do."""
+    longest = loaded.spec.context_len
+    if longest is not None and settings.chunk_len > longest:
+        raise ValueError(
+            f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "
+            f"{settings.chunk_len}"
+        )
+    if settings.objective != "mse" and not _splits(loaded, settings.chunk_len):
+        raise ValueError(
+            f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "
+            "attention does not go through transformers' registry; use mse"
+        )
+
+
+def _splits(loaded: LoadedModel, chunk_len: int) -> bool:
+    """Whether streams of the model with a table can be scored in segments."""
+    config = new_config("table", loaded.model, loaded.spec, **_sizes(chunk_len))
+    with torch.device("meta"):
+        realigner = FromBirth(loaded.model)
+        realigner.aligner = TableAligner(config)
+    return is_exact(loaded.model, chunk_len - 1, realigner)
+
+
+def _loss(table: TableAligner, loaded: LoadedModel, text: Text) -> float | None:
+    """Loss of streams of the validation text, nats a token; None where they would need stepping."""
+    if not _splits(loaded, table.config.chunk_len):
+        return None
+    return validate(table, loaded.model, text, nll)
+
+
+def _sizes(chunk_len: int) -> dict[str, Any]:
+    """Every position is known and moves go from birth to now: any sinks, any number evicted."""
+    return dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,))
 
 
 def _new(settings: TrainSettings, loaded: LoadedModel) -> TableAligner | AnchoredAligner:
@@ -125,9 +163,7 @@ def _new(settings: TrainSettings, loaded: LoadedModel) -> TableAligner | Anchore
         kind.kind,
         loaded.model,
         loaded.spec,
-        chunk_len=settings.chunk_len,
-        num_sinks=0,
-        shifts=(1,),
+        **_sizes(settings.chunk_len),
         sizes=network_sizes(settings) if kind is AnchoredAligner else {},
     )
     return kind(config).to(loaded.model.device).requires_grad_(False)

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 from conftest import CONTEXT_LEN, VOCAB, tiny_model
+from transformers import AutoTokenizer
 
+from kvalign import checkpoints
 from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
 from kvalign.cli import main
 from kvalign.data_gen.pairs import encode, positionless
@@ -177,3 +179,20 @@ def test_training_starts_from_another_table(tmp_path, capfd):
     capfd.readouterr()
     assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
     assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
+
+
+def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd):
+    """BLOOM's attention is its own: tables from moments, judged by their error; no nll."""
+    folder = tmp_path / "bloom"
+    tiny_model("bloom", vocab_size=8192).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini")).save_pretrained(folder)
+    argv = ["train", "--aligner-kind", "table", "--model", str(folder), *SMALL]
+    out = str(tmp_path / "aligner")
+    capfd.readouterr()
+    assert main([*argv, "--objective", "nll", "--out", out]) == 2
+    assert "--objective nll is not for bloom models" in capfd.readouterr().err
+    assert main([*argv, "--out", out, "--json"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert "val_nll" not in printed["key"]
+    better = all(part["val_loss"] < part["input_label_mse"] for part in printed.values())
+    assert printed["key"]["used"] == better
