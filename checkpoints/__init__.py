@@ -8,12 +8,14 @@ FOLDER = Path(__file__).parent
 MODELS = ("gpt2-mini", "llama-mini")
 ALIGNERS = (
     "kvalign-gpt2-mini-table",
+    "kvalign-gpt2-mini-table-kl",
     "kvalign-gpt2-mini-network",
+    "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
 )
 DEFAULT_ALIGNERS = {
-    "gpt2-mini": "kvalign-gpt2-mini-table",
-    "llama-mini": "kvalign-llama-mini-network",
+    "gpt2-mini": "kvalign-gpt2-mini-table-kl",
+    "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
 }
 
 
