@@ -17,7 +17,9 @@ _STYLES = {
     "recompute": ("#0072B2", "o"),
     "discard-half": ("#56B4E9", "D"),
     "table": ("#009E73", "^"),
+    "table-kl": ("#000000", "*"),
     "network": ("#CC79A7", "P"),
+    "anchored": ("#E69F00", "X"),
 }
 
 
@@ -42,6 +44,7 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
             color=color,
             marker=marker,
             label=f"{method} ({aligner})" if aligner else method,
+            zorder=3 if aligner else 2,  # in front of what it is compared with
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
