@@ -87,7 +87,8 @@ def _untrained(
         model,
         spec_of(model.config, settings.model),
         chunk_len=cache_size + 1,
-        num_sinks=4 if settings.num_sinks is None else settings.num_sinks,
+        num_sinks=settings.num_sinks
+        or (4 if kind == "network" and settings.num_sinks is None else 0),
         shifts=(settings.num_evicted or 1,),
         sizes={} if kind == "table" else {name: defaults[name].default for name in SIZES},
     )

@@ -102,6 +102,30 @@ class Slots:
         return self._moves[device]
 
 
+class Room:
+    """Entries [B, H, S, D] that come at the end and go at the front; the rest is seldom copied."""
+
+    def __init__(self, entries: Tensor):
+        self.held, self.first, self.end = entries, 0, entries.shape[2]
+
+    @property
+    def entries(self) -> Tensor:
+        return self.held[:, :, self.first : self.end]
+
+    def append(self, new: Tensor) -> None:
+        old, num_new = self.entries, new.shape[2]
+        if self.end + num_new > self.held.shape[2]:
+            length = old.shape[2]
+            shape = (*old.shape[:2], length + num_new + length // 4, old.shape[3])
+            self.held, self.first, self.end = old.new_empty(shape), 0, length
+            self.held[:, :, :length] = old
+        self.held[:, :, self.end : self.end + num_new] = new
+        self.end += num_new
+
+    def drop(self, num_first: int) -> None:
+        self.first += num_first
+
+
 class StreamingLayer(DynamicLayer):
     """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
 
@@ -117,7 +141,7 @@ class StreamingLayer(DynamicLayer):
     def __init__(self, slots: Slots, layer_idx: int, realigner: Realigner | None):
         super().__init__()
         self.slots, self.layer_idx, self.realigner = slots, layer_idx, realigner
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.kept: list[Room] = []  # of keys and of values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -140,36 +164,42 @@ class StreamingLayer(DynamicLayer):
         """Add new entries to `kept`, less the sinks among them."""
         stored, num_new = self.get_seq_length(), keys.shape[2]
         first = min(max(stored, self.slots.num_sinks), stored + num_new)
-        born = torch.arange(first, stored + num_new, device=self.device)
+        born = slice(first, stored + num_new)
         dtype = torch.float32 if realigner.recursive else self.dtype
         new = realigner.anchor(
             self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], born
         )
-        old = self.kept or tuple(x[:, :, :0].to(dtype) for x in (keys, values))
-        self.kept = (
-            torch.cat([old[0], new[0].to(dtype)], 2),
-            torch.cat([old[1], new[1].to(dtype)], 2),
-        )
+        for i, entries in enumerate(new):
+            if len(self.kept) == i:
+                self.kept.append(Room(entries.to(dtype)))
+            else:
+                self.kept[i].append(entries.to(dtype))
 
     def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The entries that stay, placed anew if others were dropped."""
         evicted, num_sinks = self.slots.evicted, self.slots.num_sinks
-        if not evicted or self.kept is None:
+        if not evicted:
             return keys, values
-        kept = self.kept[0][:, :, evicted:], self.kept[1][:, :, evicted:]
-        moved = realigner.place(self.layer_idx, *kept, self.slots.last_move(self.device))
-        self.kept = (moved[0], moved[1]) if realigner.recursive else kept
-        return (
-            torch.cat([keys[:, :, :num_sinks], moved[0].to(self.dtype)], 2),
-            torch.cat([values[:, :, :num_sinks], moved[1].to(self.dtype)], 2),
-        )
+        for room in self.kept:
+            room.drop(evicted)
+        kept_keys, kept_values = (room.entries for room in self.kept)
+        move = self.slots.last_move(self.device)
+        moved = realigner.place(self.layer_idx, kept_keys, kept_values, move)
+        if realigner.recursive:
+            self.kept = [Room(x) for x in moved]
+        if num_sinks:
+            moved = (
+                torch.cat([keys[:, :, :num_sinks], moved[0].to(self.dtype)], 2),
+                torch.cat([values[:, :, :num_sinks], moved[1].to(self.dtype)], 2),
+            )
+        return moved[0].to(self.dtype), moved[1].to(self.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("a streaming cache cannot be cropped: the entries it evicted are gone")
 
     def reset(self) -> None:
         super().reset()
-        self.kept = None
+        self.kept = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -186,8 +216,7 @@ class StreamingLayer(DynamicLayer):
             return
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
-        if self.kept is not None:
-            self.kept = self.kept[0][rows], self.kept[1][rows]
+        self.kept = [Room(room.entries[rows]) for room in self.kept]
 
 
 def check_sizes(spec: ModelSpec, cache_size: int, num_sinks: int, num_evicted: int) -> None:

@@ -7,6 +7,7 @@ hands a realigner its own last output, eviction after eviction, as the paper's n
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,9 +23,11 @@ class Realigner(ABC):
     """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        """What the cache keeps of new entries [B, H, S, D] that were born at positions [S]."""
+        """What the cache keeps of new entries [B, H, S, D] that were born at positions [S] or at
+        those of a slice.
+        """
         return keys, values
 
     @abstractmethod
@@ -47,10 +50,11 @@ class FromBirth(Realigner):
         self.aligner = aligner.to(model.device) if aligner else None
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
         if self.inv_freq is not None:
-            keys = rerotate(keys, born, self.inv_freq)
+            back = torch.arange(born.start, born.stop) if isinstance(born, slice) else born
+            keys = rerotate(keys, back, self.inv_freq)
         if self.aligner is None:
             return keys, values
         return self.aligner.anchor(layer, keys, values, born)

@@ -135,7 +135,7 @@ def test_half_precision_does_not_drift(dtype, ids):
     layer, first = cache.layers[1], cache.slots.num_sinks
     now = torch.arange(first, 48)
     assert (cache.slots.born[first:] - now).max() == 44
-    exact = rerotate(layer.kept[0].float(), -now, inv_freq(model))
+    exact = rerotate(layer.kept[0].entries.float(), -now, inv_freq(model))
     error = (layer.keys[:, :, first:].float() - exact).norm() / exact.norm()
     assert error < torch.finfo(dtype).eps / 2
 

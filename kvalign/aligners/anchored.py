@@ -35,7 +35,7 @@ class AnchoredAligner(Aligner):
         self.table.check(model, cache_size, num_sinks, num_evicted)
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
         return self.table.anchor(layer, keys, values, born)
 

@@ -134,7 +134,7 @@ class Aligner(
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
         """What to keep of new entries, from which `realign` starts unless it is recursive.
 
@@ -142,7 +142,7 @@ class Aligner(
             layer: index of the layer.
             keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
             values: [B, H, S, D].
-            born: [S] int64, the positions they were computed at.
+            born: the positions they were computed at, [S] int64 or a slice of length S.
 
         Returns:
             keys and values of the same shape.

@@ -52,8 +52,9 @@ class TableAligner(Aligner):
             )
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
+        # A slice is a view: for the one token of a step that is most of the cost.
         return (
             (keys - self.key[layer, :, born]) / self.key_scale[layer, :, born, None],
             (values - self.value[layer, :, born]) / self.value_scale[layer, :, born, None],

@@ -226,7 +226,7 @@ def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, mo
         )
         with pytest.raises(KeyboardInterrupt):
             train(make_settings(max_steps=3))
-    with pytest.raises(FileExistsError, match=r"lr is 0\.0007 there, 0\.001 now"):
+    with pytest.raises(FileExistsError, match=r"lr is None there, 0\.001 now"):
         train(make_settings(max_steps=3, lr=1e-3))
     train(make_settings(max_steps=3, lr=1e-3, resume=False))
 
