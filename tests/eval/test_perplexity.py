@@ -123,8 +123,9 @@ SHORT = [
 ]
 
 
-def test_stepping_on_request_gives_the_same_figures(capsys):
-    methods = ["--methods", "window,streaming-llm,kvalign,recompute"]
+@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+def test_stepping_on_request_gives_the_same_figures(capsys, name):
+    methods = ["--model", name, "--methods", "window,streaming-llm,kvalign,recompute"]
     fast, slow = (run_json(capsys, *SHORT, *methods, *extra) for extra in ([], ["--stepwise"]))
     for one, other in zip(fast["rows"], slow["rows"], strict=True):
         assert math.isclose(one["perplexity"], other["perplexity"], rel_tol=1e-4)
