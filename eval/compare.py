@@ -3,6 +3,7 @@ text.
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tqdm.auto import tqdm
 
 from kvalign.commands.eval_compare import CompareSettings
-from kvalign.eval.environment import environment
+from kvalign.eval.document import document
 from kvalign.eval.perplexity import read_ids, score
 from kvalign.files import write_text
 from kvalign.methods import METHODS, make_methods, method_class
@@ -29,6 +30,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     Raises:
         ValueError: wrong settings, said before any work.
     """
+    started = time.perf_counter()
     for name in settings.methods:
         method_class(name)
     loaded = load_model(settings.model, settings.device, settings.dtype)
@@ -55,11 +57,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         shown = ("method", "aligner", "num_sinks", "num_evicted", "perplexity")
         timing = {k: v for k, v in stream.timing().items() if k != "num_tokens"}
         rows.append({**{k: scores[k] for k in shown}, **timing, "text": stream.text})
-    return {
-        "settings": settings.as_dict(),
-        "environment": environment(settings.device),
-        "rows": rows,
-    }
+    return document("eval compare", settings, rows, started=started)
 
 
 def write(result: dict[str, Any], folder: Path) -> None:

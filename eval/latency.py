@@ -16,7 +16,7 @@ from kvalign.aligners import Aligner, new_config
 from kvalign.commands.eval_latency import LatencySettings
 from kvalign.commands.train import TrainSettings
 from kvalign.eval import shapes
-from kvalign.eval.environment import environment
+from kvalign.eval.document import document
 from kvalign.methods import Method, make_method, method_class
 from kvalign.models import load_model, spec_of
 
@@ -35,6 +35,7 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
     Raises:
         ValueError: wrong settings, said before any work.
     """
+    started = time.perf_counter()
     for name in (*settings.methods, settings.reference):
         method_class(name)
     if settings.reference not in settings.methods:
@@ -48,11 +49,7 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
     with tqdm(total=num_methods * settings.num_trials, unit="turn", smoothing=0.05) as bar:
         for methods in turns:
             rows += _rows(methods, _take_turns(methods, settings, bar), settings)
-    return {
-        "settings": settings.as_dict(),
-        "environment": environment(settings.device),
-        "rows": rows,
-    }
+    return document("eval latency", settings, rows, started=started)
 
 
 def _model(settings: LatencySettings) -> PreTrainedModel:

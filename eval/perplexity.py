@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from kvalign.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.cells import Cells, key_of
-from kvalign.eval.environment import environment
+from kvalign.eval.document import document
 from kvalign.eval.statistics import by_quarter, interval
 from kvalign.methods import KVAlign, Method, make_methods, method_class
 from kvalign.models import LoadedModel, load_model
@@ -47,6 +47,7 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
         ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
             before any work.
     """
+    started = time.perf_counter()
     for name in settings.methods:
         method_class(name)
     if settings.reference and settings.reference not in settings.methods:
@@ -71,18 +72,15 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
     ids = read_ids(loaded, settings.corpus, longest)
     cells = Cells(settings.keep)
-    return {
-        "settings": settings.as_dict(),
-        "environment": environment(settings.device),
-        "rows": score(
-            methods,
-            ids,
-            settings.num_tokens,
-            stepwise=settings.stepwise,
-            reference=settings.reference,
-            cells=cells,
-        ),
-    }
+    rows = score(
+        methods,
+        ids,
+        settings.num_tokens,
+        stepwise=settings.stepwise,
+        reference=settings.reference,
+        cells=cells,
+    )
+    return document("eval perplexity", settings, rows, started=started)
 
 
 def _sizes(method: Method) -> tuple[object, ...]:

@@ -59,6 +59,11 @@ class Method(ABC):
         return None
 
     @property
+    def title(self) -> str:
+        """What a table calls it: `kvalign (table)`."""
+        return f"{self.name} ({self.aligner_name})" if self.aligner_name else self.name
+
+    @property
     def room(self) -> int | None:
         """Tokens that can still be fed; None: endless."""
         return None

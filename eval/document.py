@@ -1,12 +1,45 @@
-"""Where a figure was measured: versions, commit, machine. Every result file carries it."""
+"""The document that every evaluation ends in: rows, the command that made them, and where.
+
+    {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
+     "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
+
+`--json` prints it, `kvalign eval run` keeps one a cell, `kvalign report` reads them.
+"""
 
 import os
 import platform
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from kvalign.settings import Settings
+
+
+def document(
+    kind: str, settings: Settings, rows: list[dict[str, Any]], *, started: float, **more: Any
+) -> dict[str, Any]:
+    """Rows of one evaluation with all that is needed to make them again.
+
+    Args:
+        kind: the command's name, `eval perplexity`.
+        settings: what it was called with.
+        rows: a dict each, of values that JSON knows.
+        started: `time.perf_counter()` when the work began.
+        more: further entries of the document.
+    """
+    return {
+        "kind": kind,
+        "command": settings.command_line(kind),
+        "settings": settings.as_dict(),
+        "environment": environment(getattr(settings, "device", "cpu")),
+        "rows": rows,
+        "seconds": time.perf_counter() - started,
+        **more,
+    }
 
 
 def environment(device: str = "cpu") -> dict[str, str | int]:
