@@ -33,7 +33,7 @@ def document(
     """
     return {
         "kind": kind,
-        "command": settings.command_line(kind),
+        "command": settings.command_line(kind, leave_out=("json",)),
         "settings": settings.as_dict(),
         "environment": environment(getattr(settings, "device", "cpu")),
         "rows": rows,

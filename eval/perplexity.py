@@ -7,8 +7,8 @@ exp(mean NLL) over the labels; at one cache size every method is scored on the s
 scores a text step by step, or by a faster way with the same result: a batch of windows at once
 where it re-encodes clean windows anyway (`recompute`, `discard-half`), whole segments in the
 relative form where its realignment starts from birth (`window`, `streaming-llm`, `kvalign` with a
-table). So `seconds` is the harness's time and no measure of a method's speed: `kvalign eval
-compare` measures that.
+table). So `seconds` is the harness's time and no measure of a method's speed, unless every method
+was made to step (`--stepwise`); `kvalign eval latency` measures it best.
 """
 
 import logging
@@ -24,8 +24,9 @@ from kvalign.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.eval.cells import Cells, key_of
 from kvalign.eval.document import document
-from kvalign.eval.statistics import by_quarter, interval
-from kvalign.methods import KVAlign, Method, make_methods, method_class
+from kvalign.eval.grid import check_names, make_grid, sizes_of
+from kvalign.eval.statistics import by_quarter, by_segment, interval
+from kvalign.methods import Method
 from kvalign.models import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -35,40 +36,24 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
     """Score every method at every cache size and number evicted.
 
     Returns:
-        `settings`, `environment` and `rows`: a dict each with method, aligner (kind and objective;
-        None for methods without one), cache_size, num_sinks, num_evicted, num_labels, nll_nats
-        (mean a label), perplexity, low, high (its 95 % interval), quarters (perplexity of each
-        quarter of the labels), seconds; and with a reference: ratio (perplexity by that of the
-        reference at the same cache size and number evicted, on the same labels), ratio_low,
+        A document whose rows have method, aligner (kind and objective; None for methods without
+        one), cache_size, num_sinks, num_evicted, num_labels, nll_nats (mean a label), perplexity,
+        low, high (its 95 % interval), quarters (perplexity of each quarter of the labels),
+        segments (see `by_segment`), seconds; and with a reference: ratio (perplexity by that of
+        the reference at the same cache size and number evicted, on the same labels), ratio_low,
         ratio_high, drift (how the ratio changed from the first quarter of the labels to the last,
-        1: not).
+        1: not) and the ratio of each segment.
 
     Raises:
         ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
             before any work.
     """
     started = time.perf_counter()
-    for name in settings.methods:
-        method_class(name)
+    check_names(settings)
     if settings.reference and settings.reference not in settings.methods:
         raise ValueError(f"--reference {settings.reference} is not among --methods")
     loaded = load_model(settings.model, settings.device, settings.dtype)
-    methods = [
-        method
-        for cache_size in settings.cache_sizes
-        for num_evicted in settings.num_evicted or (None,)
-        for method in make_methods(
-            settings.methods,
-            loaded.model,
-            aligners=settings.aligner,
-            cache_size=cache_size,
-            num_sinks=settings.num_sinks,
-            num_evicted=cache_size // 2
-            if num_evicted == "half"
-            else num_evicted and int(num_evicted),
-        )
-    ]
-    methods = list({_sizes(method): method for method in methods}.values())
+    methods = make_grid(settings, loaded.model)
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
     ids = read_ids(loaded, settings.corpus, longest)
     cells = Cells(settings.keep)
@@ -81,12 +66,6 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
         cells=cells,
     )
     return document("eval perplexity", settings, rows, started=started)
-
-
-def _sizes(method: Method) -> tuple[object, ...]:
-    """By this two methods are the same cell: `discard-half` evicts what it does at any setting."""
-    aligner = id(method.aligner) if isinstance(method, KVAlign) else None
-    return method.name, aligner, method.cache_size, method.num_sinks, method.num_evicted
 
 
 def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
@@ -138,17 +117,14 @@ def _row(method: Method, nll: torch.Tensor, seconds: float) -> dict[str, Any]:
     mean = nll.double().mean().item()
     low, high = interval(nll)
     return {
-        "method": method.name,
-        "aligner": method.aligner_name,
-        "cache_size": method.cache_size,
-        "num_sinks": method.num_sinks,
-        "num_evicted": method.num_evicted,
+        **sizes_of(method),
         "num_labels": len(nll),
         "nll_nats": mean,
         "perplexity": math.exp(mean),
         "low": low,
         "high": high,
         "quarters": by_quarter(nll),
+        "segments": by_segment(nll, method.cache_size),
         "seconds": seconds,
     }
 
@@ -171,3 +147,6 @@ def _compare(rows: list[dict[str, Any]], losses: list[torch.Tensor], reference: 
             "ratio_high": high,
             "drift": quarters[-1] / quarters[0],
         }
+        paired = by_segment(nll - base, row["cache_size"])
+        for segment, other in zip(row["segments"], paired, strict=True):
+            segment["ratio"] = other["perplexity"]

@@ -1,26 +1,164 @@
-"""Plots of results, as PNG or SVG by the file's ending."""
+"""Figures of results: drawn once, saved as PNG and SVG, put into pages in the page's colours."""
 
+import io
 import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
+from kvalign.eval.shown import shown
+from kvalign.eval.table import label_of
 from kvalign.files import write_whole
 
-# Okabe and Ito's colours, told apart without red-green vision; a marker each, so that colour is
-# not alone.
+INK = "#1b1f24"
+_THEME = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
+_THEME |= dict.fromkeys(
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+)
+
+# After Okabe and Ito's colours, told apart without red-green vision, and at least 3:1 against
+# white and against near black; a marker each, so that colour is not alone.
 _STYLES = {
-    "dense": ("#000000", "x"),
-    "window": ("#999999", "v"),
+    "dense": (INK, "x"),
+    "window": ("#808080", "v"),
     "streaming-llm": ("#D55E00", "s"),
-    "recompute": ("#0072B2", "o"),
-    "discard-half": ("#56B4E9", "D"),
+    "recompute": ("#1F83C4", "o"),
+    "discard-half": ("#3A9FD0", "D"),
     "table": ("#009E73", "^"),
-    "table-kl": ("#000000", "*"),
-    "network": ("#CC79A7", "P"),
-    "anchored": ("#E69F00", "X"),
+    "table-kl": (INK, "*"),
+    "network": ("#C46A9C", "P"),
+    "anchored": ("#C27F00", "X"),
 }
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method's line: values at x, with the upper ends of its whiskers if it has any."""
+
+    label: str
+    style: tuple[str, str]  # colour, marker
+    x: list[float]
+    y: list[float]
+    high: list[float] | None = None
+
+
+def by_label(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each line, in the order in which the lines come."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(label_of(row), []).append(row)
+    return groups
+
+
+def series(rows: Iterable[dict[str, Any]], x: str, y: str, high: str | None = None) -> list[Series]:
+    """A line for each method of two columns of its rows."""
+    return [
+        Series(
+            label,
+            style_of(own[0]),
+            [row[x] for row in own],
+            [row[y] for row in own],
+            [row[high] for row in own] if high else None,
+        )
+        for label, own in by_label(rows).items()
+    ]
+
+
+def style_of(row: dict[str, Any]) -> tuple[str, str]:
+    return _STYLES.get(row["aligner"] or row["method"], (INK, "."))
+
+
+def draw(
+    panels: dict[str, list[Series]],
+    *,
+    x: str,
+    y: str,
+    doubling_x: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:
+    """Lines in one panel or several beside each other, which share the y axis and one legend.
+
+    Args:
+        panels: lines by the panel's title.
+        x, y: what the axes say.
+        doubling_x: log axis of base 2 with ticks at the points that double.
+        log_x, log_y: log axes with ticks at round values.
+    """
+    with mpl.rc_context(_THEME):
+        num = len(panels)
+        figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
+        all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
+        for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            for line in lines:
+                _draw_line(axes, line)
+            x_values = [v for line in lines for v in line.x]
+            if doubling_x:
+                _double(axes, x_values)
+            elif log_x:
+                axes.set_xscale("log")
+                _round_ticks(axes.xaxis, x_values)
+            axes.set_title(shown(title), fontsize=10, parse_math=False)
+            axes.set_xlabel(x)
+            axes.grid(alpha=0.25)
+        if log_y:
+            all_axes[0].set_yscale("log")
+            y_values = [v for own in panels.values() for line in own for v in line.y]
+            _round_ticks(all_axes[0].yaxis, y_values)
+        all_axes[0].set_ylabel(y)
+        handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines()}
+        handles = {name: h for name, h in handles.items() if not str(name).startswith("_")}
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=3,
+            fontsize=8,
+            frameon=False,
+        )
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure on white, as PNG or SVG by the path's ending.
+
+    Raises:
+        ValueError: another ending.
+    """
+    check_ending(path)
+    with mpl.rc_context(_THEME), _any_glyph():
+        write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=_no_date(path)))
+
+
+def check_ending(path: Path) -> None:
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """A figure as an <svg> element for a page: no background, ink in the colour of the text around.
+
+    Args:
+        figure: as drawn.
+        name: unique on the page, so that no two elements have one id.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context(_THEME | {"svg.hashsalt": name}), _any_glyph():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    source = buffer.getvalue()
+    source = source[source.index("<svg") :].replace(INK.lower(), "currentColor")
+    source = re.sub(r"<metadata>.*?</metadata>", "", source, flags=re.DOTALL)
+    return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", source)
 
 
 def plot_perplexity(result: dict[str, Any], path: Path) -> None:
@@ -30,45 +168,69 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
         result: of `kvalign.eval.perplexity.evaluate`.
         path: where to write, ending in .png or .svg.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
     rows, settings = result["rows"], result["settings"]
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    for method, aligner in dict.fromkeys((row["method"], row["aligner"]) for row in rows):
-        own = [row for row in rows if (row["method"], row["aligner"]) == (method, aligner)]
-        color, marker = _STYLES.get(aligner or method, ("#000000", "*"))
-        axes.plot(
-            [row["cache_size"] for row in own],
-            [row["perplexity"] for row in own],
-            color=color,
-            marker=marker,
-            label=f"{method} ({aligner})" if aligner else method,
-            zorder=3 if aligner else 2,  # in front of what it is compared with
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    sizes = sorted({row["cache_size"] for row in rows})
-    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
-    axes.minorticks_off()
-    ticks = _ticks(min(row["perplexity"] for row in rows), max(row["perplexity"] for row in rows))
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("cache size (entries)")
-    axes.set_ylabel("perplexity (lower is better)")
     title = f"{settings['model']}, {rows[0]['num_labels']} labels of {settings['corpus']}"
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    write_whole(path, lambda partial: figure.savefig(partial, dpi=150))
+    save(perplexity_figure(rows, title), path)
+
+
+def perplexity_figure(rows: list[dict[str, Any]], title: str) -> Figure:
+    return draw(
+        {title: series(rows, "cache_size", "perplexity")},
+        x="cache size (entries)",
+        y="perplexity (lower is better)",
+        doubling_x=True,
+        log_y=True,
+    )
+
+
+def _draw_line(axes: Axes, line: Series) -> None:
+    color, marker = line.style
+    in_front = 3 if "(" in line.label else 2  # of what it is compared with
+    if line.high is None:
+        axes.plot(line.x, line.y, color=color, marker=marker, label=line.label, zorder=in_front)
+        return
+    whiskers = [[0.0] * len(line.y), [h - v for h, v in zip(line.high, line.y, strict=True)]]
+    axes.errorbar(
+        line.x, line.y, whiskers, color=color, marker=marker, label="_", zorder=in_front, capsize=3
+    )
+    axes.plot([], [], color=color, marker=marker, label=line.label)
+
+
+def _double(axes: Axes, x: list[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    ends = {min(x), max(x)}
+    ticks = sorted({v for v in x if math.log2(v).is_integer()} or ends)
+    if any(v == 255 for v in x):  # the largest cache of GPT-2's kin: 256 less the new token
+        ticks = sorted({*ticks, 255.0})
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks], minor=False)
+
+
+def _round_ticks(axis: Axis, values: list[float]) -> None:
+    ticks = _ticks(min(values), max(values))
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round values between the ends of a log axis, enough to read it by."""
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     ticks = [
-        step * 10**power
-        for power in range(0, 8)
+        step * 10.0**power
+        for power in range(-3, 8)
         for step in steps
-        if low * 0.95 <= step * 10**power <= high * 1.05
+        if low * 0.95 <= step * 10.0**power <= high * 1.05
     ]
     return ticks if len(ticks) <= 8 else ticks[:: math.ceil(len(ticks) / 8)]
+
+
+@contextmanager
+def _any_glyph() -> Iterator[None]:
+    """A model's name may have letters that the font of the plots has not: boxes, no complaint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def _no_date(path: Path) -> dict[str, None]:
+    return {"Date": None} if path.suffix == ".svg" else {}

@@ -20,7 +20,11 @@ COMMANDS = {
     "train": "train an aligner on text or on recorded caches",
     "eval perplexity": "compare methods on perplexity and time",
     "eval latency": "time per token of all methods, taking turns",
-    "eval compare": "let methods continue one prompt; table and page side by side",
+    "eval readability": "let methods write, and judge what they wrote",
+    "eval streameval": "ask for values registered some lines back in an endless stream",
+    "eval chat": "many conversations through one stream, each answer judged",
+    "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
+    "report": "a page, plots and tables of the results in a folder",
     "pretrain": "train a small reference language model from scratch",
 }
 

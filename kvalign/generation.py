@@ -35,12 +35,13 @@ def stream_tokens(
     eos_token_ids: Collection[int] = (),
     pad_token_id: int | None = None,
     generator: torch.Generator | None = None,
+    reset: bool = True,
 ) -> Iterator[Tensor]:
     """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
     row has ended.
 
     Args:
-        method: from `make_method`; it is reset first.
+        method: from `make_method`.
         prompt: [B, T] int64, T >= 1, rows of equal length without padding.
         processors: transformers' logits processors; they see the whole history.
         criteria: transformers' stopping criteria, asked after each token.
@@ -48,6 +49,8 @@ def stream_tokens(
         eos_token_ids: tokens that end a row; empty: nothing does.
         pad_token_id: what an ended row yields; default the first end token.
         generator: source of the draws; default torch's global one.
+        reset: forget the method's stream first. Otherwise the prompt goes on with it, and begins
+            with the last token that was yielded: that one has not been fed.
 
     Raises:
         ValueError: an empty prompt.
@@ -58,7 +61,8 @@ def stream_tokens(
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
-    method.reset()
+    if reset:
+        method.reset()
     logits = method.feed(prompt)
     while True:
         scores = processors(history.ids, logits) if processors else logits

@@ -25,14 +25,17 @@ def option(
     at_most: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
+    positional: bool = False,
 ) -> Any:
     """A dataclass field that the command line offers as `--name`; its range is checked when the
     settings are made.
 
-    A field without a default must be given. A tuple is given comma-separated or by repeating the
-    flag.
+    A field without a default must be given, a positional one without a flag. A tuple is given
+    comma-separated or by repeating the flag.
     """
-    limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
+    limits = dict(
+        at_least=at_least, at_most=at_most, above=above, choices=choices, positional=positional
+    )
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -59,15 +62,17 @@ class Settings:
             name: getattr(self, name) for name, default in fields if getattr(self, name) != default
         }
 
-    def command_line(self, command: str) -> str:
+    def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
         """The shell command that makes these settings, with what differs from the defaults."""
         words = ["kvalign", *command.split()]
         for field in _fields(type(self)):
             value = getattr(self, field.name)
-            if value == field.default or value is None:
+            if value == field.default or value is None or field.name in leave_out:
                 continue
             name = flag(field.name)
-            if isinstance(value, bool):
+            if field.metadata["positional"]:
+                words.append(str(value))
+            elif isinstance(value, bool):
                 words.append(name if value else f"--no-{name[2:]}")
             else:
                 items = value if isinstance(value, tuple) else (value,)
@@ -89,7 +94,8 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
     )
     hints = typing.get_type_hints(cls)
     for field in _fields(cls):
-        parser.add_argument(flag(field.name), **_argument(field, hints[field.name]))
+        name = field.name if field.metadata["positional"] else flag(field.name)
+        parser.add_argument(name, **_argument(field, hints[field.name]))
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
@@ -128,6 +134,8 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     hint = _without_none(hint)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
+    if field.metadata["positional"]:
+        return {"type": hint, "help": help_text, "metavar": field.name.upper()}
     words: dict[str, Any] = {"help": help_text, "required": required}
     if field.metadata["choices"]:
         words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"

@@ -15,7 +15,8 @@ from kvalign.cli import COMMANDS, main, module_name, settings_class
 
 # In this order: a later example reads what an earlier one wrote.
 EXAMPLES = ["pretrain", "gen-data", "train", "generate"]
-EXAMPLES += ["eval perplexity", "eval latency", "eval compare"]
+EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
+EXAMPLES += ["eval run", "report"]
 
 
 def example(command):
@@ -47,8 +48,9 @@ def test_help_names_every_flag(command, capsys):
     assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     module = importlib.import_module(module_name(command))
-    for name in settings_class(module).__dataclass_fields__:
-        assert "--" + name.replace("_", "-") in out
+    for name, field in settings_class(module).__dataclass_fields__.items():
+        shown = name.upper() if field.metadata["positional"] else "--" + name.replace("_", "-")
+        assert shown in out
     assert "example:\n  kvalign" in out
 
 
@@ -111,7 +113,25 @@ WRONG = [
     (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
     (["eval", "latency", "--aligner-kinds", "tables"], "unknown aligner kind 'tables'"),
     (["eval", "latency", "--methods", "window"], "--reference streaming-llm is not among"),
-    (["eval", "compare"], "the following arguments are required: --out"),
+    (["eval", "readability", "--prompts", "mt-bank"], "did you mean mt-bench?"),
+    (["eval", "readability", "--prompts", "missing.jsonl"], "missing.jsonl"),
+    (["eval", "readability", "--words", "oxford"], "--words must be one of auto, nltk"),
+    (["eval", "readability", "--nltk-data", "."], "needs DIR/corpora/words.zip"),
+    (["eval", "readability", "--methods", "window,sink"], "unknown method 'sink'"),
+    (["eval", "streameval", "--num-lines", "10"], "raise --num-lines"),
+    (["eval", "streameval", "--methods", "dense"], "dense has room for 512 tokens, the stream"),
+    (["eval", "chat", "--num-turns", "0"], "--num-turns must be at least 1"),
+    (["eval", "latency", "--num-evicted", "1,third"], "takes numbers or half, got 'third'"),
+    (["eval", "run", "quick"], "the following arguments are required: --out"),
+    (["eval", "run", "quack", "--out", "d"], "no suite 'quack' (known: paper-distilgpt2"),
+    (["eval", "run", "missing.yaml", "--out", "d"], "no suite 'missing.yaml'"),
+    (
+        ["eval", "run", "quick", "--out", "d", "--override", "--num-turns 0"],
+        "cell chat: --num-turns",
+    ),
+    (["report"], "the following arguments are required: FOLDER"),
+    (["report", "nowhere"], "no folder 'nowhere'"),
+    (["report", "."], "no results in ."),
     (["gen-data"], "the following arguments are required: --out"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),

@@ -11,10 +11,10 @@ from kvalign.aligners import AnchoredAligner, TableAligner, new_config
 from kvalign.models import spec_of
 
 
-def tables(model, scale=0.0, num_sinks=0) -> TableAligner:
+def tables(model, scale=0.0, num_sinks=0, chunk_len=CONTEXT_LEN) -> TableAligner:
     """Tables for a tiny model, random of a given size."""
     spec = spec_of(model.config, "tiny")
-    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=num_sinks, shifts=(1,))
+    fields = dict(chunk_len=chunk_len, num_sinks=num_sinks, shifts=(1,))
     aligner = TableAligner(new_config("table", model, spec, **fields))
     torch.manual_seed(3)
     for table in (aligner.key, aligner.value):
@@ -97,3 +97,20 @@ def test_untrained_anchored_network_is_its_table(model, ids):
 def test_default_sinks_are_the_aligners(models):
     assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).num_sinks == 0
     assert make("kvalign", models["gpt2"]).num_sinks == 4
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_long_inputs_stay_within_the_tables(kind, models, ids):
+    """A chunk fed to a full cache is born at positions the tables know: with none to spare, token by
+    token.
+    """
+    aligner = tables(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 1)
+    whole, single = (make("kvalign", models[kind], aligner=aligner) for _ in range(2))
+    assert torch.equal(whole.feed(ids[:, :90]), step(single, ids[:, :90], CACHE_SIZE + 1)[-1])
+    roomy = tables(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 4)
+    method, births = make("kvalign", models[kind], aligner=roomy), []
+    anchor = roomy.anchor
+    roomy.anchor = lambda *args: births.append(args[3]) or anchor(*args)
+    assert torch.isfinite(method.feed(ids[:, :90])).all()
+    ends = [b.stop if isinstance(b, slice) else int(b.max()) + 1 for b in births]
+    assert max(ends) == CACHE_SIZE + 4

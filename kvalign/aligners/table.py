@@ -54,6 +54,7 @@ class TableAligner(Aligner):
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
+        assert not isinstance(born, slice) or born.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         return (
             (keys - self.key[layer, :, born]) / self.key_scale[layer, :, born, None],

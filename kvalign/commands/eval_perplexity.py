@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.commands.stream_settings import StreamSettings
+from kvalign.commands.stream_settings import ComparisonSettings
 from kvalign.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexitySettings(StreamSettings):
+class PerplexitySettings(ComparisonSettings):
     """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
 
     Example:
@@ -18,23 +18,7 @@ class PerplexitySettings(StreamSettings):
     corpus: str = option(
         "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
-    methods: tuple[str, ...] = option(
-        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
-        help="methods, comma-separated",
-    )
-    cache_sizes: tuple[int, ...] = option(
-        (32, 64), help="entries the cache keeps, comma-separated", at_least=1
-    )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
-    aligner: tuple[str, ...] | None = option(
-        None,
-        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped)",
-    )
-    num_evicted: tuple[str, ...] | None = option(
-        None,
-        help="entries evicted at once, comma-separated numbers or half (of the cache) "
-        "(default: 1; discard-half: half the window)",
-    )
     reference: str | None = option(
         None, help="method to give each row's ratio to, with its 95 % interval"
     )
@@ -46,12 +30,6 @@ class PerplexitySettings(StreamSettings):
     )
     plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
     json: bool = option(False, help="print one JSON document with settings and rows")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for number in self.num_evicted or ():
-            if number != "half" and not (number.isascii() and number.isdigit()):
-                raise ValueError(f"--num-evicted takes numbers or half, got {number!r}")
 
 
 def run(settings: PerplexitySettings) -> None:

@@ -71,7 +71,7 @@ def make_methods(
     names: Iterable[str],
     model: PreTrainedModel,
     *,
-    aligners: Sequence[str] | None = None,
+    aligners: Sequence[Aligner | str] | None = None,
     **sizes: Any,
 ) -> list[Method]:
     """Methods to compare: one a name, and of `kvalign` one an aligner (None: the shipped one)."""

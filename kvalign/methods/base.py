@@ -150,7 +150,13 @@ class Cached(Method):
         if stored < self.cache_size:
             return self.cache_size + 1 - stored
         half = max(1, (self.cache_size - self.num_sinks) // 2)
-        return half if self.spec.context_len is None else min(half, self.spec.context_len - stored)
+        limit = self.num_positions
+        return half if limit is None else min(half, limit - stored)
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions at which an entry may be born; None: any."""
+        return self.spec.context_len
 
 
 class Reencoding(Method):

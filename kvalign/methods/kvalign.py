@@ -29,5 +29,9 @@ class KVAlign(Cached):
     def aligner_name(self) -> str | None:
         return self.aligner.label
 
+    @property
+    def num_positions(self) -> int:
+        return self.aligner.config.chunk_len
+
     def realigner(self) -> Realigner | None:
         return trained(self.model, self.aligner)

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvalign import checkpoints
 from kvalign.cli import main
 from kvalign.data_gen.corpora import texts
-from kvalign.eval.statistics import by_quarter, interval
+from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
 
 ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "num_labels"]
-ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "seconds"]
+ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds"]
 
 
 def rotate_back_one(keys, inv_freq):
@@ -147,6 +147,9 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
         base = perplexity["recompute", num_evicted if method != "discard-half" else 1]
         assert math.isclose(row["ratio"], perplexity[method, num_evicted] / base, rel_tol=1e-6)
     assert rows[0]["drift"] == 1
+    assert [s["ratio"] for s in rows[0]["segments"]] == [1, 1]
+    first = [row["segments"][0] for row in rows[:2]]
+    assert math.isclose(first[1]["ratio"], first[1]["perplexity"] / first[0]["perplexity"])
 
 
 def test_kept_cells_are_not_rerun(capsys, tmp_path, monkeypatch):
@@ -179,6 +182,16 @@ def test_intervals_hold_the_mean_and_shrink():
     wide = interval(nll[:2000])
     assert wide[1] - wide[0] > 2 * (high - low)
     assert interval(nll[:150]) == (0, math.inf)
+
+
+def test_segments_double_in_units_of_the_cache():
+    nll = torch.arange(14.0)
+    found = by_segment(nll, 2)
+    assert [(s["start"], s["end"]) for s in found] == [(0, 1), (1, 2), (2, 4), (4, 7)]
+    means = [part.mean().item() for part in nll.split([2, 2, 4, 6])]
+    assert [s["perplexity"] for s in found] == pytest.approx([math.exp(m) for m in means])
+    ends = {n: [s["end"] for s in by_segment(nll[:n], 2)] for n in (1, 3, 4, 5, 6, 11)}
+    assert ends == {1: [0.5], 3: [1, 1.5], 4: [1, 2], 5: [1, 2.5], 6: [1, 2, 3], 11: [1, 2, 5.5]}
 
 
 def test_quarters_are_perplexities_in_order():

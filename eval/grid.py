@@ -1,0 +1,71 @@
+"""The methods of a comparison: every one asked for, at every size."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvalign.aligners import Aligner
+from kvalign.commands.stream_settings import ComparisonSettings
+from kvalign.methods import KVAlign, Method, make_methods, method_class
+
+
+def check_names(settings: ComparisonSettings) -> None:
+    """Raise ValueError for an unknown method: before the model is loaded."""
+    for name in settings.methods:
+        method_class(name)
+
+
+def make_grid(
+    settings: ComparisonSettings,
+    model: PreTrainedModel,
+    aligners: Sequence[Aligner | str] | None = None,
+) -> list[Method]:
+    """Methods at every cache size and number evicted; of `kvalign` one for each aligner.
+
+    Args:
+        settings: names and sizes.
+        model: of all of them.
+        aligners: in place of those that the settings name.
+
+    Raises:
+        ValueError, FileNotFoundError: as `kvalign.make_method`.
+    """
+    methods = [
+        method
+        for cache_size in settings.cache_sizes
+        for num_evicted in nums_evicted(settings, cache_size) or (None,)
+        for method in make_methods(
+            settings.methods,
+            model,
+            aligners=aligners or settings.aligner,
+            cache_size=cache_size,
+            num_sinks=settings.num_sinks,
+            num_evicted=num_evicted,
+        )
+    ]
+    # `discard-half` evicts what it does at any setting, and is wanted once.
+    return list({(*sizes_of(m).values(), _aligner_id(m)): m for m in methods}.values())
+
+
+def nums_evicted(settings: ComparisonSettings, cache_size: int) -> list[int]:
+    """The numbers asked for, `half` of the cache resolved; none: each method's own."""
+    return [
+        cache_size // 2 if number == "half" else int(number)
+        for number in settings.num_evicted or ()
+    ]
+
+
+def sizes_of(method: Method) -> dict[str, Any]:
+    """What tells a method's row from others: the first columns of every table of results."""
+    return {
+        "method": method.name,
+        "aligner": method.aligner_name,
+        "cache_size": method.cache_size,
+        "num_sinks": method.num_sinks,
+        "num_evicted": method.num_evicted,
+    }
+
+
+def _aligner_id(method: Method) -> int | None:
+    return id(method.aligner) if isinstance(method, KVAlign) else None

@@ -1,0 +1,35 @@
+"""`kvalign report`: a page, plots and tables of the results in a folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(Settings):
+    """Write report.html, one self-contained page of all results in a folder, and its plots as PNG
+    and SVG. The folder is one of `kvalign eval run`, or holds what any `kvalign eval` printed with
+    --json, a .json file each.
+
+    Example:
+        kvalign report results
+    """
+
+    folder: Path = option(help="folder with results", positional=True)
+    terminal: bool = option(False, help="show the results here instead of writing the page")
+    json: bool = option(False, help="print one JSON document with the paths written")
+
+
+def run(settings: ReportSettings) -> None:
+    import json
+
+    if settings.terminal:
+        from kvalign.eval.terminal import show
+
+        show(settings.folder)
+        return
+    from kvalign.eval.report import write
+
+    page = write(settings.folder)
+    print(json.dumps({"report": str(page)}) if settings.json else f"report: {page}")

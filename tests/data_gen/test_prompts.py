@@ -1,0 +1,132 @@
+"""Every form of prompt comes back as turns; what is none is named with its line."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from kvalign.data_gen.prompts import MT_BENCH, conversations
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+
+
+def test_our_own_are_different_and_have_two_turns(offline):
+    own = conversations("own")
+    assert [len(turns) for turns in own] == [2] * 4
+    assert len({turn for turns in own for turn in turns}) == 8
+    own[0].clear()
+    assert len(conversations("own")[0]) == 2, "a caller's list is the caller's"
+
+
+def test_files_hold_turns_or_a_prompt(tmp_path):
+    path = tmp_path / "some.jsonl"
+    rows = [
+        {"question_id": 81, "turns": ["One\u2028line", "Two"], "prompt": "not this"},
+        {"prompt": "Three"},
+        {"prompt": ["Four", "Five"], "reference": []},
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    expected = [["One\u2028line", "Two"], ["Three"], ["Four", "Five"]]
+    for text in ("\n".join(lines), "\r\n\r\n".join(lines) + "\r\n", "\ufeff" + lines[0]):
+        path.write_bytes(text.encode())
+        assert conversations(str(path)) == expected[: text.count("{")]
+
+
+NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\), none empty'
+BAD = [
+    ("{'turns': ['x']}", "must be a JSON object: Expecting property name"),
+    ('{"turns": ["x"]', "must be a JSON object: Expecting ',' delimiter"),
+    ("[" * 100_000, "must be a JSON object: "),
+    (b'{"prompt": "\xff"}', "must be a JSON object: 'utf-8' codec can't decode"),
+    ('["x"]', NEEDED + r", got \['x'\]"),
+    ('"x"', NEEDED),
+    ("{}", NEEDED + ", got {}"),
+    ('{"turn": ["x"]}', NEEDED),
+    ('{"turns": "x"}', NEEDED),
+    ('{"turns": null, "prompt": "x"}', NEEDED),
+    ('{"turns": []}', NEEDED),
+    ('{"turns": ["x", 1]}', NEEDED),
+    ('{"turns": ["x", " "]}', NEEDED),
+    ('{"turns": [["x"]]}', NEEDED),
+    ('{"prompt": ""}', NEEDED),
+    ('{"prompt": {"content": "x"}}', NEEDED),
+    (
+        json.dumps({"prompt": 1, "more": "x" * 999}),
+        NEEDED + r", got \{'prompt': 1, 'more': 'x{57}$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[str(line)[:30] for line, _ in BAD])
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b'{"prompt": "good"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl:3 {message}") as caught:
+        conversations(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_no_prompt_at_all_is_refused(tmp_path, text):
+    (tmp_path / "empty.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"no prompt in .*empty\.jsonl: at least one is needed"):
+        conversations(f"{tmp_path}/empty.jsonl")
+
+
+def test_missing_files_are_named(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    for name in ("missing.jsonl", "folder.jsonl"):
+        with pytest.raises(FileNotFoundError, match=rf"no prompts at '.*{name}': name a .jsonl"):
+            conversations(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"), [("mtbench", "; did you mean mt-bench?"), ("prompts.txt", ""), ("", "")]
+)
+def test_unknown_prompts_are_answered_with_the_known(spec, hint):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # its whole text is compared
+        conversations(spec)
+    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: own, mt-bench, PATH.jsonl)"
+
+
+def _copy_of_mt_bench(folder, rows):
+    path = folder / MT_BENCH / "data" / "train-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def test_mt_bench_is_read_from_a_copy(offline, tmp_path, monkeypatch):
+    rows = [{"prompt": ["One", "Two"], "category": "math"}, {"prompt": ["Three"], "category": ""}]
+    _copy_of_mt_bench(tmp_path, rows)
+    monkeypatch.chdir(tmp_path)
+    assert conversations("mt-bench") == [["One", "Two"], ["Three"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": ["One"]}, {"prompt": []}], f"{MT_BENCH} row 1 {NEEDED}"),
+        ([{"text": "One"}], f"{MT_BENCH} row 0 {NEEDED}"),
+    ],
+)
+def test_a_copy_of_another_form_is_refused(offline, tmp_path, monkeypatch, rows, message):
+    _copy_of_mt_bench(tmp_path, rows)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        conversations("mt-bench")
+
+
+def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"hub cannot be reached; prompts that work offline: own, PATH\.jsonl$"
+    ):
+        conversations("mt-bench")
+    (tmp_path / MT_BENCH).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"cannot load 'train' of '{MT_BENCH}': .*; prompts that"):
+        conversations("mt-bench")

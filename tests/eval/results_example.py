@@ -1,0 +1,84 @@
+"""A folder of results as the evaluations write them, with text that would be more than text."""
+
+import json
+
+from kvalign.eval.fluency import chunks, measures
+
+HOSTILE = "<script>alert(1)</script> \"quotes' & <b>bold</b> {{ 7*7 }} $x^$ \x00\x07\x1b[31m"
+HOSTILE += " \u202eright-to-left"
+HEBREW = "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd"
+WORDS = frozenset(
+    ["the", "island", "was", "settled", "by", "people", "who", "came", "from", "land", "and", "sea"]
+)
+PASSAGE = "the island was settled by people who came from the sea . " * 4 + "Zq qX Zw " * 8
+SIZES = {"num_sinks": 4, "num_evicted": 1}
+ENVIRONMENT = {"kvalign": "0", "commit": HOSTILE, "device": HOSTILE, "cores": 2}
+
+
+def documents():
+    """One document of each evaluation, by name."""
+    methods = [("window", None), ("kvalign", "table"), ("recompute", None)]
+    rows = [
+        {"method": m, "aligner": a, "cache_size": c, **SIZES} for c in (16, 32) for m, a in methods
+    ]
+    scored = [
+        row
+        | dict(num_labels=9, nll_nats=1.0, perplexity=10.0 + i, low=9.0, high=30.0, ratio=1.0 + i)
+        | dict(ratio_low=0.9, ratio_high=9.0, drift=1.0, quarters=[1.0], seconds=2.0 + i)
+        | dict(segments=[dict(start=0, end=1, perplexity=9.0, ratio=1.0 + i)] * 2)
+        for i, row in enumerate(rows)
+    ]
+    times = dict(num_steps=4, median_ms=5.0, mean_ms=6.0, p90_ms=7.0, p99_ms=8.0, ttft_ms=9.0)
+    timed = [row | times | dict(batch_size=1, ratio=1.0, peak_mb=2.5) for row in rows]
+    texts = [PASSAGE, f"{HOSTILE} {HEBREW} {PASSAGE}", ""]
+    passages = [
+        row
+        | dict(no_repeat_ngram_size=0, prompt=0, num_tokens=7, dense_perplexity=3.0, text=text)
+        | measures(text, WORDS)
+        | dict(chunks=[[c.start, c.end, c.num_tokens, c.num_known, c.is_readable] for c in own])
+        for row, text in zip(rows[:3], texts, strict=True)
+        for own in [chunks(text, WORDS)]
+    ]
+    answers = [
+        {k: v for k, v in row.items() if k not in ("no_repeat_ngram_size", "prompt")}
+        | dict(answer=number, num_fed=5)
+        for row in passages
+        for number in range(3)
+    ]
+    asked = [
+        row
+        | dict(distance_lines=d, distance_tokens=9.0 * d, in_cache=1.0, num_queries=4)
+        | dict(accuracy=0.5, answer_nll_nats=1.0 + d, seconds=1.0)
+        for row in rows
+        for d in (0, 5)
+    ]
+    words = {"name": "a list", "num_words": len(WORDS)}
+    corpus = {"corpus": HOSTILE, "reference": "recompute", "stepwise": False}
+    return {
+        "perplexity": _document("perplexity", scored, corpus),
+        "total-time": _document("perplexity", scored, corpus | {"stepwise": True}),
+        "latency": _document("latency", timed),
+        "readability": _document("readability", passages)
+        | {"prompts": [HOSTILE], "word_list": words},
+        "streameval": _document("streameval", asked),
+        "chat": _document("chat", answers) | {"turns": [HOSTILE], "word_list": words},
+    }
+
+
+def write_folder(folder):
+    folder.mkdir(parents=True)
+    for name, document in documents().items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
+
+
+def _document(kind, rows, more=None):
+    settings = {"model": HOSTILE, "device": "cpu", "json": False, **(more or {})}
+    return {
+        "kind": f"eval {kind}",
+        "command": f"kvalign eval {kind} --model '{HOSTILE}'",
+        "settings": settings,
+        "environment": ENVIRONMENT,
+        "rows": rows,
+        "seconds": 1.0,
+    }

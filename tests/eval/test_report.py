@@ -1,0 +1,166 @@
+"""The report: one page without requests, all text as data, every figure with its command."""
+
+import base64
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from results_example import HEBREW, HOSTILE, documents, write_folder
+from rich.console import Console
+
+from kvalign.cli import main
+from kvalign.eval import terminal
+from kvalign.eval.metrics import METRICS, best
+from kvalign.eval.report import render
+from kvalign.eval.report_tables import summary
+from kvalign.eval.results_folder import Results, read
+from kvalign.eval.shown import shown
+
+SEEN = shown(HOSTILE)
+
+
+class Page(HTMLParser):
+    """Tags, links and visible text of a page."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.links, self.text, self.ids = [], [], "", []
+        self._hidden = 0
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        named = dict(attrs)
+        assert not any(name.startswith("on") or name == "src" for name in named)
+        if "href" in named:
+            self.links.append(named["href"])
+        if "id" in named:
+            self.ids.append(named["id"])
+        self._hidden += tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._hidden -= tag in ("script", "style")
+
+    def handle_data(self, data):
+        self.text += "" if self._hidden else data
+
+
+@pytest.fixture(scope="module")
+def results():
+    return Results(documents(), {"title": HOSTILE, "about": HOSTILE})
+
+
+@pytest.fixture(scope="module")
+def source(results):
+    return render(results)
+
+
+def test_text_of_models_and_users_is_data(source):
+    page = Page(source)
+    assert page.tags.count("script") == 1 and "b" not in page.tags
+    assert page.text.count(SEEN) >= 10
+    assert HEBREW in page.text and "\u202e" not in source and "\x07" not in source
+    assert "{{ 7*7 }}" in page.text
+
+
+def test_nothing_points_outside(source):
+    page = Page(source)
+    assert all(link.startswith(("#", "data:text/csv")) for link in page.links)
+    assert not re.search(r"(url\(|@import|<link|<iframe|<img)", source.replace("url(#", ""))
+    assert "default-src 'none'" in source
+
+
+def test_ids_are_unique_and_links_lead_to_them(source):
+    page = Page(source)
+    assert len(page.ids) == len(set(page.ids))
+    targets = {link[1:] for link in page.links if link.startswith("#")}
+    assert targets <= set(page.ids)
+
+
+def test_every_document_has_its_command_and_rows(source, results):
+    page = Page(source)
+    links = [link for link in page.links if link.startswith("data:")]
+    assert len(links) == len(results.documents)
+    for link, document in zip(links, results.documents.values(), strict=True):
+        assert shown(document["command"]) in page.text
+        table = base64.b64decode(link.partition(",")[2]).decode()
+        rows = list(csv.DictReader(io.StringIO(table)))
+        assert len(rows) == len(document["rows"])
+        assert [row["method"] for row in rows] == [row["method"] for row in document["rows"]]
+
+
+def test_command_writes_page_and_plots(tmp_path, capsys):
+    folder = write_folder(tmp_path / "results")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"report: {folder / 'report.html'}\n"
+    names = {path.name for path in (folder / "plots").iterdir()}
+    for name in ("perplexity", "perplexity-drift", "total-time", "latency", "streameval", "chat"):
+        assert {f"{name}.png", f"{name}.svg"} <= names
+    first = (folder / "report.html").read_bytes()
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(folder / "report.html")}
+    assert (folder / "report.html").read_bytes() == first
+
+
+def test_best_is_marked_in_its_direction(results):
+    for table in summary(results):
+        titles = [column.title for column in table.columns]
+        perplexity = titles.index(METRICS["perplexity"].title)
+        marks = [row[perplexity].is_best for row in table.rows]
+        values = [float(row[perplexity].text) for row in table.rows]
+        assert marks == [value == min(values) for value in values] and sum(marks) == 1
+    assert best([1, 3, 3, None], "higher") == {1, 2}
+    assert best([1, 3], "lower") == {0}
+    assert best([1, 3], "") == best([2, 2], "lower") == set()
+
+
+def test_summary_joins_the_evaluations(results):
+    tables = summary(results)
+    assert [table.title for table in tables] == [f"{HOSTILE}, C = 16", f"{HOSTILE}, C = 32"]
+    titles = [column.title for column in tables[0].columns]
+    for name in ("perplexity", "median_ms", "peak_mb", "readable", "accuracy", "chat"):
+        assert METRICS[name].title in titles
+    assert [row[0].text for row in tables[0].rows] == [
+        "window, 4 sinks",
+        "kvalign (table), 4 sinks",
+        "recompute, 4 sinks",
+    ]
+
+
+def test_passages_are_whole(source, results):
+    """Chunks put together are the passage, to the last character."""
+    for row in results.documents["readability"]["rows"]:
+        page_text = Page(source).text
+        assert shown(row["text"]) in page_text
+
+
+def test_terminal_shows_strips_and_no_escapes(tmp_path):
+    folder = write_folder(tmp_path / "results")
+    out = io.StringIO()
+    terminal.show(folder, Console(file=out, width=200, force_terminal=False))
+    text = out.getvalue()
+    assert "\x1b" not in text and "\x07" not in text and SEEN[:40] in text
+    readable = [c[4] for c in documents()["readability"]["rows"][0]["chunks"]]
+    assert "".join("█" if ok else "▂" for ok in readable) in text
+
+
+def test_what_is_no_result_is_refused(tmp_path, capsys):
+    folder = write_folder(tmp_path / "results")
+    for text in ("{", "[1]", "{}", '{"kind": "eval perplexity", "rows": []}', '{"kind": 3}'):
+        (folder / "other.json").write_text(text)
+        assert main(["report", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder / 'other.json'} is no document" in error and error.count("\n") == 1
+    assert not (folder / "report.html").exists()
+
+
+def test_results_are_in_the_suites_order(tmp_path):
+    folder = write_folder(tmp_path / "results")
+    names = ["chat", "latency", "perplexity", "readability", "streameval", "total-time"]
+    assert list(read(folder).documents) == names
+    cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
+    (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
+    assert list(read(folder).documents) == ["total-time", "chat", *names[1:5]]

@@ -1,0 +1,158 @@
+"""The report in a real browser: hover, tap, click and keys; no request, no error, no serious
+accessibility fault.
+"""
+
+import os
+import shutil
+
+import pytest
+from results_example import HOSTILE, write_folder
+
+from kvalign.eval.report import write
+from kvalign.eval.shown import shown
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (CHROMIUM names one)"),
+    # Raised by Playwright's driver when its event loop is collected.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    return write(write_folder(tmp_path_factory.mktemp("browser") / "results")).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(request, browser, address):
+    context = browser.new_context(
+        color_scheme=request.param, viewport={"width": 1280, "height": 900}
+    )
+    yield from _open(context, address)
+
+
+@pytest.fixture
+def phone(browser, address):
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True
+    )
+    yield from _open(context, address)
+
+
+def _open(context, address):
+    """The page; afterwards: it asked for nothing and complained of nothing."""
+    page = context.new_page()
+    requests, complaints = [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    page.goto(address)
+    yield page
+    assert requests == [address] and complaints == []
+    context.close()
+
+
+def focused_id(page):
+    return page.evaluate("document.activeElement.id")
+
+
+def is_in_view(page, selector):
+    return page.locator(selector).evaluate(
+        "e => { const b = e.getBoundingClientRect(); return b.top > 0 && b.bottom < innerHeight; }"
+    )
+
+
+def test_hover_shows_the_chunk(page):
+    chunk = page.locator(".strip").first.locator(".chunk").nth(1)
+    chunk.hover()
+    peek = page.locator(".peek").first.inner_text()
+    assert peek.startswith("window, chunk 2, readable") and "island" in peek
+    assert page.locator(".piece.seen").count() == 1
+    assert page.locator(".piece.seen").get_attribute("id") == "c1-1-2"
+
+
+def test_click_jumps_into_the_passage(page):
+    last = page.locator(".strip").first.locator(".chunk").last
+    last.click()
+    target = last.get_attribute("href")
+    assert "#" + focused_id(page) == target
+    page.wait_for_timeout(600)  # smooth scrolling
+    assert is_in_view(page, target)
+
+
+def test_keys_walk_the_strips(page):
+    strips = page.locator(".strip")
+    first = strips.nth(0).locator(".chunk")
+    first.nth(0).focus()
+    for key, row, column in [
+        ("ArrowRight", 0, 1),
+        ("ArrowDown", 1, 1),
+        ("ArrowLeft", 1, 0),
+        ("ArrowUp", 0, 0),
+        ("End", 0, first.count() - 1),
+        ("ArrowRight", 0, first.count() - 1),
+        ("Home", 0, 0),
+    ]:
+        page.keyboard.press(key)
+        chunk = strips.nth(row).locator(".chunk").nth(column)
+        assert chunk.evaluate("e => e === document.activeElement"), key
+        assert f"chunk {column + 1}," in page.locator(".peek").first.inner_text()
+    page.keyboard.press("Tab")  # one stop a strip
+    assert page.evaluate("document.activeElement.hash").startswith("#c1-2-")
+    page.keyboard.press("Enter")
+    assert focused_id(page) == "c1-2-1"
+
+
+def test_touch_reads_first_and_jumps_then(phone):
+    chunk = phone.locator(".strip").first.locator(".chunk").nth(2)
+    chunk.scroll_into_view_if_needed()
+    chunk.tap()
+    assert "chunk 3," in phone.locator(".peek").first.inner_text()
+    assert focused_id(phone) != "c1-1-3"
+    chunk.tap()
+    assert focused_id(phone) == "c1-1-3"
+
+
+def test_nothing_is_wider_than_a_phone(phone):
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_hostile_text_is_seen_as_text(page):
+    seen = " ".join(shown(HOSTILE).split())
+    assert " ".join(page.locator(".prompt").first.inner_text().split()) == seen
+    assert seen in " ".join(page.locator(".passage").nth(1).inner_text().split())
+    assert page.locator("main b, main script").count() == 0
+
+
+def test_rows_can_be_downloaded(page):
+    details = page.locator("#commands details").first
+    details.locator("summary").click()
+    with page.expect_download() as download:
+        details.locator("a[download]").click()
+    assert download.value.suggested_filename.endswith(".csv")
+    with open(download.value.path()) as file:
+        assert file.readline().startswith("method,aligner,cache_size,num_sinks")
+
+
+def test_no_serious_accessibility_fault(page):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    found = axe.Axe().run(page).response["violations"]
+    serious = [
+        (fault["id"], fault["nodes"][0]["html"][:200])
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+    ]
+    assert serious == []

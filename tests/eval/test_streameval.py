@@ -1,0 +1,340 @@
+"""The generator's text, and the scorer against a reader that can do the task and real greedy
+decoding.
+"""
+
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from kvalign import load_model
+from kvalign.cli import settings_class
+from kvalign.commands import eval_streameval
+from kvalign.commands.eval_streameval import StreamEvalSettings, run
+from kvalign.eval.streameval import ask, check_room, encode, evaluate, pieces, score, sees
+from kvalign.generation import stream_tokens
+from kvalign.methods import METHODS, Method, make_method
+from kvalign.settings import parse
+
+ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "distance_lines"]
+ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]
+
+TINY = """\
+line 1: REGISTER_CONTENT is <60494>
+line 2: REGISTER_CONTENT is <65125>
+What is the REGISTER_CONTENT of line 1? <60494>
+line 3: REGISTER_CONTENT is <15306>
+line 4: REGISTER_CONTENT is <43936>
+What is the REGISTER_CONTENT of line 3? <15306>
+line 5: REGISTER_CONTENT is <77013>
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+def as_text(*args):
+    return "".join(piece.text for piece in pieces(*args))
+
+
+def queries(stream):
+    return [one for one in stream if one.piece.distance is not None]
+
+
+class Oracle(Method):
+    """Remembers the last `memory_len` tokens; copies an answer from the line it finds in them."""
+
+    name = "oracle"
+
+    def __init__(self, tokenizer, memory_len):
+        self.tokenizer, self.memory_len = tokenizer, memory_len
+        self.cache_size, self.num_sinks, self.num_evicted = memory_len - 1, 0, 1
+
+    def reset(self):
+        self.memory = []
+
+    def feed(self, ids):
+        self.memory = (self.memory + ids[0].tolist())[-self.memory_len :]
+        logits = torch.zeros(1, len(self.tokenizer))
+        logits[0, self.next_token()] = 100
+        return logits
+
+    def next_token(self):
+        text = self.tokenizer.decode(self.memory)
+        asked = re.search(r"What is the REGISTER_CONTENT of line (\d+)\? <(\d*)$", text)
+        line = asked and re.search(rf"line {asked[1]}: REGISTER_CONTENT is <(\d+>)\n", text)
+        if not line:
+            return 0
+        known, written = (
+            self.tokenizer(part)["input_ids"] if part else [] for part in (line[1], asked[2])
+        )
+        return known[len(written)]
+
+
+def test_text_is_this():
+    assert as_text(5, 2, 1, 0) == TINY
+    assert as_text(5, 2, 1, 1) != TINY
+    asked = [piece.line for piece in pieces(5, 2, 0, 0) if piece.distance is not None]
+    assert asked == [2, 4]
+
+
+@pytest.mark.parametrize("distance", [0, 3, 20, 41])
+def test_queries_ask_for_what_was_registered_that_many_lines_before(distance):
+    registered, num_queries = [], 0
+    for text in as_text(60, 7, distance, 3).splitlines():
+        if line := re.fullmatch(r"line (\d+): REGISTER_CONTENT is <(\d{5})>", text):
+            registered.append(line[2])
+            assert int(line[1]) == len(registered)
+        else:
+            assert len(registered) % 7 == 0
+            asked = re.fullmatch(r"What is the REGISTER_CONTENT of line (\d+)\? <(\d{5})>", text)
+            assert int(asked[1]) == len(registered) - distance
+            assert asked[2] == registered[-1 - distance]
+            num_queries += 1
+    assert num_queries == sum(line > distance for line in range(7, 61, 7)) > 0
+    assert registered == [line[2] for line in re.finditer(r"(is) <(\d+)", as_text(60, 7, 0, 3))]
+
+
+def test_tokens_are_the_text_and_answers_those_of_their_line(loaded):
+    stream = encode(pieces(30, 10, 12, 0), loaded.tokenizer)
+    ids = torch.cat([one.ids for one in stream])
+    assert loaded.tokenizer.decode(ids) == as_text(30, 10, 12, 0)
+    lines = {one.piece.line: one for one in stream if one.piece.distance is None}
+    for query in queries(stream):
+        assert torch.equal(query.answer, lines[query.piece.line].answer)
+        assert torch.equal(ids[query.answer_start : query.answer_end], query.answer)
+        assert loaded.tokenizer.decode(query.answer) == query.piece.answer
+
+
+def test_a_reader_that_can_do_it_is_right_as_far_as_it_remembers(loaded):
+    oracle = Oracle(loaded.tokenizer, 200)
+    streams = [encode(pieces(60, 10, d, 0), loaded.tokenizer) for d in (0, 5, 10, 20)]
+    rows = [score(oracle, stream) for stream in streams]
+    assert [row["num_queries"] for row in rows] == [6, 6, 5, 4]
+    assert [row["accuracy"] for row in rows] == [1, 1, 0, 0]
+    assert [row["in_cache"] for row in rows] == [1, 1, 0, 0]
+    assert [row["answer_nll_nats"] < 1e-6 for row in rows] == [True, True, False, False]
+    # All the mass is on a wrong token: 100 nats for each of the answer's.
+    lens = [len(query.answer) for query in queries(streams[2])]
+    assert math.isclose(rows[2]["answer_nll_nats"], 100 * sum(lens) / len(lens), rel_tol=1e-6)
+
+
+def test_distance_in_tokens_is_from_the_value_to_its_answer(loaded):
+    between = "\nline 3: REGISTER_CONTENT is <15306>\nWhat is the REGISTER_CONTENT of line 2? <"
+    assert as_text(3, 3, 1, 0).count(between) == 1
+    row = score(Oracle(loaded.tokenizer, 9), encode(pieces(3, 3, 1, 0), loaded.tokenizer))
+    assert row["distance_lines"] == 1 and row["num_queries"] == 1
+    assert row["distance_tokens"] == len(loaded.tokenizer(between)["input_ids"])
+
+
+def test_memory_that_loses_the_line_within_the_answer_is_wrong(loaded):
+    stream = encode(pieces(20, 20, 5, 0), loaded.tokenizer)
+    line, query = stream[14], queries(stream)[0]
+    assert line.piece.line == query.piece.line == 15
+    until_last_token = query.answer_end - 1 - line.start
+    for memory_len, accuracy in ((until_last_token, 1), (until_last_token - 1, 0)):
+        row = score(Oracle(loaded.tokenizer, memory_len), stream)
+        assert row["accuracy"] == accuracy and row["in_cache"] == 1
+    short = query.answer_start - line.start
+    assert score(Oracle(loaded.tokenizer, short), stream)["in_cache"] == 1
+    assert score(Oracle(loaded.tokenizer, short - 1), stream)["in_cache"] == 0
+
+
+def test_teacher_forcing_is_greedy_decoding(loaded):
+    """The right answers are replaced by what greedy decoding writes: as it is, with the last token
+    wrong, with the first one wrong, and not at all.
+    """
+    method = make_method("streaming-llm", loaded.model, cache_size=48)
+    stream = encode(pieces(12, 3, 1, 0), loaded.tokenizer)
+    expected = []
+    for i, one in enumerate(stream):
+        if one.piece.distance is None:
+            continue
+        method.reset()
+        for before in stream[:i]:
+            feed_as_scored(method, before)
+        for token in one.opening[:-1]:
+            method.feed(token.view(1, 1))
+        greedy = stream_tokens(method, one.opening[-1:][None], reset=False)
+        written = torch.cat(list(islice(greedy, len(one.answer))))
+        change = len(expected)
+        if change < 3:
+            stream[i] = one = replace(one, answer=written.clone())
+        if change in (1, 2):
+            one.answer[-1 if change == 1 else 0] += 1
+        expected.append(torch.equal(written, one.answer))
+    assert expected == [True, False, False, False]
+    right, nll = ask(method, stream)
+    assert right.tolist() == expected
+    method.reset()
+    plain = [feed_as_scored(method, one) for one in stream]
+    assert torch.allclose(nll, torch.stack([found for found in plain if found is not None]))
+
+
+def feed_as_scored(method, one):
+    """Feed lines whole and queries token by token; the NLL of an answer, by its definition."""
+    if one.piece.distance is None:
+        method.feed(one.ids[None])
+        return None
+    nll = 0
+    for i, token in enumerate(one.ids[:-2]):
+        logits = method.feed(token.view(1, 1))
+        if i + 1 >= len(one.opening):
+            nll = nll - logits[0].log_softmax(-1)[one.ids[i + 1]]
+    method.feed(one.ids[-2:][None])
+    return nll
+
+
+def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
+    """Against what the methods really hold when an answer begins."""
+    stream = encode(pieces(12, 4, 0, 0), loaded.tokenizer)
+    query = queries(stream)[-1]
+    none = query.newline[:0]
+    tokens = [
+        replace(query, start=i, opening=query.newline, answer=none, newline=none)
+        for i in range(query.answer_start)
+    ]
+    cells = [("window", 1), ("streaming-llm", 1), ("streaming-llm", 7), ("streaming-llm", 46)]
+    for name, num_evicted in [*cells, ("recompute", 1), ("recompute", 9), ("dense", 1)]:
+        max_len = 512 if name == "dense" else 51
+        model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=max_len + 24)
+        method = make_method(name, model, cache_size=50, num_evicted=num_evicted)
+        seen = seen_at(method, stream, query)
+        assert 0 < len(seen) <= max_len
+        found = {one.start for one in tokens if sees(method, one, query.answer_start)}
+        assert found == seen, (name, num_evicted)
+
+
+def test_a_line_among_the_sinks_is_seen_for_ever(loaded):
+    stream = encode(pieces(20, 10, 0, 0), loaded.tokenizer)
+    first, second = stream[:2]
+    model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer))
+    for num_sinks in (first.answer_end, first.answer_end - 1):
+        method = make_method("streaming-llm", model, cache_size=50, num_sinks=num_sinks)
+        assert sees(method, first, 400) == (num_sinks == first.answer_end)
+        assert not sees(method, second, 400)
+
+
+def seen_at(method, stream, query):
+    """Indices of the tokens that the step before an answer attends to."""
+    held = set()
+    fed, feed = [], method.feed
+
+    def spied(ids):
+        num_fed = sum(fed) + ids.shape[1]
+        if num_fed == query.answer_start:
+            assert ids.shape[1] == 1
+            if method.name in ("window", "streaming-llm"):
+                held.update(method.cache.slots.index.tolist(), [num_fed - 1])
+            elif method.name == "dense":
+                held.update(range(num_fed))
+        logits = feed(ids)
+        if num_fed == query.answer_start and method.name == "recompute":
+            held.update(range(num_fed - method.seen.shape[1], num_fed))
+        fed.append(ids.shape[1])
+        return logits
+
+    method.feed = spied
+    ask(method, stream)
+    return held
+
+
+def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
+    streams = {}
+    for cls in METHODS.values():
+        for name in ("feed", "reset"):
+            spy(monkeypatch, cls, name, streams)
+    settings = StreamEvalSettings(
+        cache_sizes=(32, 40), num_lines=4, query_every=4, distances=(0, 1), seed=5
+    )
+    found = evaluate(settings)
+    rows = found["rows"]
+    assert found["kind"] == "eval streameval"
+    assert [list(row) for row in rows] == [ROW] * 20
+    assert [row["distance_lines"] for row in rows] == [0, 1] * 10
+    assert [row["cache_size"] for row in rows] == [32] * 10 + [40] * 10
+    assert [row["method"] for row in rows[:10:2]] == list(settings.methods)
+    tokenizer = load_model("gpt2-mini").tokenizer
+    read = {name: [fed for fed in parts if fed] for name, parts in streams.items()}
+    assert sorted(read) == sorted(settings.methods)
+    for name, parts in read.items():
+        texts = [tokenizer.decode(fed) for fed in parts]
+        assert texts == [as_text(4, 4, distance, 5) for distance in (0, 1)] * 2, name
+
+
+def spy(monkeypatch, cls, name, streams):
+    """Note what a method is fed, from reset to reset."""
+    plain = getattr(cls, name)
+
+    def noted(self, *args):
+        parts = streams.setdefault(self.name, [[]])
+        if name == "reset":
+            parts.append([])
+        else:
+            parts[-1].extend(args[0][0].tolist())
+        return plain(self, *args)
+
+    monkeypatch.setattr(cls, name, noted)
+
+
+def test_command_prints_one_document_or_a_table(capsys):
+    argv = ["--num-lines", "4", "--query-every", "2", "--distances", "1", "--cache-sizes", "32"]
+    settings = parse(settings_class(eval_streameval), [*argv, "--methods", "recompute"], "kvalign")
+    run(settings)
+    assert capsys.readouterr().out.split()[:2] == ["method", "aligner"]
+    run(replace(settings, json=True))
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["num_queries"] == 2 and 0 < row["answer_nll_nats"] < math.inf
+
+
+WRONG = [
+    (dict(distances=(0, 200)), "after line 200, which must exceed the largest of --distances"),
+    (dict(num_lines=48), "--num-lines 48 and --query-every 10 put the last query after line 40"),
+    (dict(num_lines=5, distances=(0,)), "put the last query after line 0"),
+    (dict(distances=(-1,)), "--distances must be at least 0, got -1"),
+    (dict(distances=()), "--distances needs at least one value"),
+    (dict(query_every=0), "--query-every must be at least 1, got 0"),
+    (dict(num_lines=0), "--num-lines must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_settings_are_named(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StreamEvalSettings(**changes)
+
+
+def test_the_shortest_stream_that_has_a_query_is_taken(loaded):
+    settings = StreamEvalSettings(num_lines=41, query_every=41)
+    assert [len(queries(encode(pieces(41, 41, d, 0), loaded.tokenizer))) for d in (0, 40)] == [1, 1]
+    assert max(settings.distances) == 40
+
+
+def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkeypatch, loaded):
+    with pytest.raises(ValueError, match="unknown method 'sink'"):
+        evaluate(StreamEvalSettings(methods=("sink",)))
+    stream = encode(pieces(20, 10, 0, 0), loaded.tokenizer)
+    length = len(torch.cat([one.ids for one in stream]))
+    model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=length)
+    check_room(make_method("dense", model, cache_size=16), [stream])
+    monkeypatch.setattr("kvalign.methods.StreamingLLM.feed", None)
+    message = f"dense has room for 512 tokens, the stream has {length}: lower --num-lines"
+    with pytest.raises(ValueError, match=message):
+        evaluate(
+            StreamEvalSettings(
+                methods=("streaming-llm", "dense"), num_lines=20, distances=(0,), query_every=10
+            )
+        )
+
+
+def test_dense_reads_a_stream_that_fits():
+    settings = StreamEvalSettings(methods=("dense",), num_lines=10, distances=(9,))
+    (row,) = evaluate(settings)["rows"]
+    assert row["in_cache"] == row["num_queries"] == 1
