@@ -20,9 +20,9 @@ demo: .venv/installed
 	@echo "== 3. stream past the context length of 512 tokens, with a cache of 64 entries"
 	$(BIN)/kvalign generate --method kvalign --model gpt2-mini --aligner $(DEMO)/table --cache-size 64 \
 	  --max-new-tokens 600 --prompt "$(PROMPT)"
-	@echo "== 4. compare all methods: the same prompt, and text that nothing was trained on"
-	$(BIN)/kvalign eval compare --model gpt2-mini --aligner $(DEMO)/network,$(DEMO)/table --cache-size 64 \
-	  --out $(DEMO)/comparison
+	@echo "== 4. compare all methods: perplexity, speed, what they write; the report is demo/results/report.html"
+	$(BIN)/kvalign eval run quick --out $(DEMO)/results --override "--aligner $(DEMO)/network,$(DEMO)/table"
+	$(BIN)/kvalign report $(DEMO)/results --terminal
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -21,7 +21,7 @@ from kvalign.eval.table import label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
-_THEME = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
+_THEME: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
 _THEME |= dict.fromkeys(
     ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
 )

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from kvalign.eval.paper import paper_tables
 from kvalign.eval.passages import panels
 from kvalign.eval.plots import inline_svg, save
-from kvalign.eval.report_sections import sections
+from kvalign.eval.report_sections import Plot, Section, sections
 from kvalign.eval.report_tables import summary
 from kvalign.eval.results_folder import Results, read
 from kvalign.eval.shown import shown
@@ -45,7 +45,7 @@ def write(folder: Path) -> Path:
     return folder / PAGE
 
 
-def render(results: Results, found: list[Any] | None = None) -> str:
+def render(results: Results, found: list[Section] | None = None) -> str:
     """The page's source."""
     templates = Environment(
         loader=PackageLoader("kvalign.eval"),
@@ -54,10 +54,7 @@ def render(results: Results, found: list[Any] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {
-        "shown": shown,
-        "inline_svg": lambda p: Markup(inline_svg(p.figure, p.name)),
-    }
+    templates.filters |= {"shown": shown, "svg": _svg}
     script = _template("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in results.documents.values() for row in d["rows"]}
@@ -76,6 +73,11 @@ def render(results: Results, found: list[Any] | None = None) -> str:
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
+
+
+def _svg(plot: Plot) -> Markup:
+    """A figure in the page; our own drawing, so it is not escaped."""
+    return Markup(inline_svg(plot.figure, plot.name))
 
 
 def _csv(document: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from kvalign.cli import COMMANDS, module_name, settings_class
 from kvalign.commands.eval_run import RunSettings
 from kvalign.eval.results_folder import SUITE_FILE
 from kvalign.files import write_text
-from kvalign.settings import flag, parse
+from kvalign.settings import parse
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def run_cell(command: str, out: Path) -> str:
 def keep(cell: Cell, out: Path, output: str) -> None:
     """Write what a cell printed to its place."""
     found: dict[str, Any] = json.loads(output)
-    document = {"result": found} if cell.is_preparation else found
+    document: dict[str, Any] = {"result": found} if cell.is_preparation else found
     document["command"] = cell.command
     path = _path(cell, out)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def _normal(words: list[str], override: str, place: str) -> str:
     if command is None:
         raise ValueError(f"{place}: no such command: {' '.join(words[:2])}")
     cls = settings_class(importlib.import_module(module_name(command)))
-    flags = {flag(name) for name in cls.__dataclass_fields__}
+    flags = cls.flags()
     own = _groups(words[len(command.split()) :])
     new = _groups(shlex.split(override))
     own |= {name: values for name, values in new.items() if name in flags}

@@ -55,6 +55,11 @@ class Settings:
         values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
+    @classmethod
+    def flags(cls) -> set[str]:
+        """The command-line flags of the fields."""
+        return {flag(field.name) for field in _fields(cls) if not field.metadata["positional"]}
+
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, by field."""
         fields = [(field.name, field.default) for field in _fields(type(self))]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from in_process import run_here
 
 from kvalign.cli import COMMANDS, main, module_name, settings_class
 
@@ -34,6 +35,7 @@ def test_every_command_has_a_tested_example():
 
 def test_examples_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
+    monkeypatch.setattr("kvalign.eval.suite.run_cell", run_here)
     monkeypatch.chdir(tmp_path)
     for command in EXAMPLES:
         assert main(example(command)) == 0, capfd.readouterr().err

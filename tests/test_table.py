@@ -101,8 +101,8 @@ def test_default_sinks_are_the_aligners(models):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_long_inputs_stay_within_the_tables(kind, models, ids):
-    """A chunk fed to a full cache is born at positions the tables know: with none to spare, token by
-    token.
+    """What a full cache is fed is born at positions the tables know: one by one if none is to
+    spare.
     """
     aligner = tables(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 1)
     whole, single = (make("kvalign", models[kind], aligner=aligner) for _ in range(2))

@@ -1,9 +1,6 @@
 """Suites: commands checked first, finished cells kept, overrides, the shipped files, Ray."""
 
-import contextlib
-import io
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +8,7 @@ import sys
 import pandas as pd
 import pytest
 import yaml
+from in_process import run_here
 
 from kvalign import checkpoints
 from kvalign.cli import main
@@ -157,15 +155,6 @@ def test_paper_figures_stand_beside_ours():
     log = yaml.safe_load(suite.read_suite("paper-smollm2"))["paper"]
     assert log["tables"][0]["rows"]["kvalign (network)"][255] == 137.13
     assert "swapped" in log["notes"][0]
-
-
-def run_here(command, out):
-    """`run_cell` without a process for each of many cells."""
-    printed = io.StringIO()
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    with contextlib.redirect_stdout(printed):
-        assert main([*words, "--json"]) == 0, command
-    return printed.getvalue()
 
 
 def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypatch, capfd):
