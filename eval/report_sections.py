@@ -135,8 +135,8 @@ def _latency(documents: dict[str, Document]) -> Section | None:
         "Time per token",
         "Steps with a full cache, eviction and realignment in the clock, methods taking turns in "
         "one process (the paper's figure 4). Lines are medians, whiskers reach to the 90th "
-        "percentile. The first token is timed apart: of a prompt longer than the cache, recompute and "
-        "discard-half read only what they keep.",
+        "percentile. The first token is timed apart: of a prompt longer than the cache, recompute "
+        "and discard-half read only what they keep.",
         names=list(documents),
     )
     for name, document in documents.items():

@@ -14,7 +14,7 @@ class RunSettings(Settings):
     paper-smollm2 (the paper's tables and figures), or a .yaml file of your own.
 
     Example:
-        kvalign eval run quick --out results --override "--num-tokens 60 --max-new-tokens 30"
+        kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
     """
 
     suite: str = option(help="name of a suite, or a .yaml file", positional=True)
