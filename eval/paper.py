@@ -22,7 +22,10 @@ def paper_tables(results: Results) -> list[Table]:
     """A table each: a row a method, and for every cache size the paper's figure and ours; "not run"
     where there is none.
     """
-    return [_beside(own, results) for own in results.suite.get("paper", {}).get("tables", ())]
+    try:
+        return [_beside(own, results) for own in results.suite.get("paper", {}).get("tables", ())]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the suite's entry `paper` is not understood: {error}") from error
 
 
 def _beside(own: dict[str, Any], results: Results) -> Table:

@@ -36,12 +36,13 @@ def write(folder: Path) -> Path:
     """
     results = read(folder)
     found = sections(results)
+    page = render(results, found)
     (folder / "plots").mkdir(exist_ok=True)
     for section in found:
         for plot in section.plots:
             for ending in (".png", ".svg"):
                 save(plot.figure, folder / "plots" / f"{plot.name}{ending}")
-    write_text(folder / PAGE, render(results, found))
+    write_text(folder / PAGE, page)
     return folder / PAGE
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import yaml
 
 SUITE_FILE = "suite.yaml"
-KINDS = ("perplexity", "latency", "readability", "streameval", "chat")
+SIZES = {"method", "aligner", "cache_size", "num_sinks", "num_evicted"}
+COLUMNS = {
+    "perplexity": {"num_labels", "perplexity", "low", "high", "segments", "seconds"},
+    "latency": {"batch_size", "ttft_ms", "median_ms", "p90_ms"},
+    "readability": {"no_repeat_ngram_size", "prompt", "readable", "text", "chunks"},
+    "streameval": {"distance_lines", "accuracy", "answer_nll_nats"},
+    "chat": {"answer", "readable", "text"},
+}
+"""What the report needs of the rows of each evaluation, beside SIZES."""
+
+MORE = {"readability": {"prompts", "word_list"}, "chat": {"word_list"}}
+SETTINGS = {"perplexity": {"corpus", "reference", "stepwise"}}
 
 
 @dataclass(frozen=True)
@@ -32,16 +43,20 @@ def read(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise NotADirectoryError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
-    suite = {}
+    suite: dict[str, Any] = {}
+    order: list[str] = []
     if (folder / SUITE_FILE).is_file():
-        suite = yaml.safe_load((folder / SUITE_FILE).read_text(encoding="utf-8"))
+        try:
+            suite = yaml.safe_load((folder / SUITE_FILE).read_text(encoding="utf-8"))
+            order = [cell["name"] for cell in suite["cells"]]
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / SUITE_FILE} is damaged ({error}): delete it") from error
     documents = {path.stem: _document(path) for path in sorted(folder.glob("*.json"))}
     if not documents:
         raise FileNotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
             "`kvalign eval ... --json` prints there as .json files"
         )
-    order = [cell["name"] for cell in suite.get("cells", ())]
     ranks = {name: rank for rank, name in enumerate(order)}
     names = sorted(documents, key=lambda name: (ranks.get(name, len(ranks)), name))
     return Results({name: documents[name] for name in names}, suite)
@@ -50,14 +65,25 @@ def read(folder: Path) -> Results:
 def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        known = document["kind"].removeprefix("eval ") in KINDS
-        rows = document["rows"]
-        complete = {"command", "settings", "environment"} <= document.keys()
+        lacks = _lacks(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no document of `kvalign eval --json`: {error}") from error
-    if not (known and complete and rows and all(isinstance(row, dict) for row in rows)):
-        raise ValueError(
-            f"{path} is no document of `kvalign eval --json`: it needs kind, command, settings, "
-            "environment and rows"
-        )
+        lacks = f"{type(error).__name__}: {error}"
+    if lacks:
+        raise ValueError(f"{path} is no document of `kvalign eval --json`: {lacks}")
     return document
+
+
+def _lacks(document: dict[str, Any]) -> str:
+    """What a document of an evaluation needs and this one has not, or ""."""
+    if absent := {"kind", "command", "settings", "environment", "rows"} - document.keys():
+        return f"no {', '.join(sorted(absent))}"
+    kind = document["kind"].removeprefix("eval ")
+    if kind not in COLUMNS:
+        return f"kind is {document['kind']!r}"
+    if not document["rows"]:
+        return "it has no rows"
+    absent = MORE.get(kind, set()) - document.keys()
+    absent |= ({"model"} | SETTINGS.get(kind, set())) - document["settings"].keys()
+    for row in document["rows"]:
+        absent |= (SIZES | COLUMNS[kind]) - row.keys()
+    return f"no {', '.join(sorted(absent))}" if absent else ""

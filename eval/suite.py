@@ -10,7 +10,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvalign.cli import COMMANDS, module_name, settings_class
 from kvalign.commands.eval_run import RunSettings
 from kvalign.eval.results_folder import SUITE_FILE
 from kvalign.files import write_text
-from kvalign.settings import parse
+from kvalign.settings import Settings, parse
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         RuntimeError: a cell failed; those finished before it are kept.
     """
     text = read_suite(settings.suite)
-    cells = list(parse_suite(text, settings.suite, settings.override))
+    cells = parse_suite(text, settings.suite, settings.override)
     missing = [cell for cell in cells if not is_finished(cell, settings.out)]
     there = settings.out / SUITE_FILE
     if there.exists() and there.read_text(encoding="utf-8") != text:
@@ -90,7 +89,7 @@ def read_suite(name: str) -> str:
     raise ValueError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
 
 
-def parse_suite(text: str, name: str, override: str = "") -> Iterator[Cell]:
+def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
     """The cells of a suite, their commands checked.
 
     Args:
@@ -98,6 +97,9 @@ def parse_suite(text: str, name: str, override: str = "") -> Iterator[Cell]:
             `command`. `paper` is for the report.
         name: of the suite, for messages.
         override: flags that replace those of the cells which know them.
+
+    Raises:
+        ValueError: anything that is wrong in it, or a flag to override that no cell has.
     """
     try:
         suite = yaml.safe_load(text)
@@ -110,11 +112,25 @@ def parse_suite(text: str, name: str, override: str = "") -> Iterator[Cell]:
         ) from error
     if len({name for name, _, _ in named}) < len(named):
         raise ValueError(f"suite {name} has two cells of one name")
+    new = _groups(shlex.split(override))
+    cells, known = [], set[str]()
     for cell, command, first in named:
         if not str(cell).replace("-", "").isalnum():
             raise ValueError(f"suite {name}: a cell's name has letters, digits and -, got {cell!r}")
-        place = f"suite {name}, cell {cell}"
-        yield Cell(cell, _normal(shlex.split(command), override, place), first)
+        words = shlex.split(command)
+        verb, cls = _command(words, f"suite {name}, cell {cell}")
+        own = _groups(words[len(verb.split()) :])
+        own |= {flag: values for flag, values in new.items() if flag in cls.flags()}
+        arguments = [word for flag, values in own.items() for word in (flag, *values)]
+        try:
+            settings = parse(cls, arguments, f"suite {name}, cell {cell}: kvalign {verb}")
+        except ValueError as error:
+            raise ValueError(f"suite {name}, cell {cell}: {error}") from error
+        cells.append(Cell(cell, settings.command_line(verb), first))
+        known |= cls.flags()
+    if useless := set(new) - known:
+        raise ValueError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
+    return cells
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
@@ -163,21 +179,12 @@ def _path(cell: Cell, out: Path) -> Path:
     return out / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
 
 
-def _normal(words: list[str], override: str, place: str) -> str:
-    """The command with its overrides, checked and written as its settings write it."""
-    command = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
-    if command is None:
-        raise ValueError(f"{place}: no such command: {' '.join(words[:2])}")
-    cls = settings_class(importlib.import_module(module_name(command)))
-    flags = cls.flags()
-    own = _groups(words[len(command.split()) :])
-    new = _groups(shlex.split(override))
-    own |= {name: values for name, values in new.items() if name in flags}
-    arguments = [word for name, values in own.items() for word in (name, *values)]
-    try:
-        return parse(cls, arguments, f"{place}: kvalign {command}").command_line(command)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+def _command(words: list[str], place: str) -> tuple[str, type[Settings]]:
+    """The name and the settings of the command that words begin with."""
+    for verb in COMMANDS:
+        if words[: len(verb.split())] == verb.split():
+            return verb, settings_class(importlib.import_module(module_name(verb)))
+    raise ValueError(f"{place}: no such command: {' '.join(words[:2])}")
 
 
 def _groups(words: list[str]) -> dict[str, list[str]]:

@@ -149,12 +149,31 @@ def test_terminal_shows_strips_and_no_escapes(tmp_path):
 
 def test_what_is_no_result_is_refused(tmp_path, capsys):
     folder = write_folder(tmp_path / "results")
-    for text in ("{", "[1]", "{}", '{"kind": "eval perplexity", "rows": []}', '{"kind": 3}'):
+    whole = documents()["chat"]
+    wrong = [
+        "{",
+        "[1]",
+        "{}",
+        json.dumps(whole | {"kind": "eval speed"}),
+        json.dumps(whole | {"kind": 3}),
+        json.dumps(whole | {"rows": []}),
+        json.dumps(whole | {"rows": [1]}),
+        json.dumps(whole | {"rows": [{"method": "window"}]}),
+        json.dumps(whole | {"settings": {}}),
+        json.dumps({k: v for k, v in whole.items() if k != "word_list"}),
+    ]
+    for text in wrong:
         (folder / "other.json").write_text(text)
         assert main(["report", str(folder)]) == 2
         error = capsys.readouterr().err
         assert f"{folder / 'other.json'} is no document" in error and error.count("\n") == 1
     assert not (folder / "report.html").exists()
+    (folder / "other.json").unlink()
+    for text in ("cells: [", "- 1", "title: x", "cells: []\npaper: {tables: [{title: x}]}"):
+        (folder / "suite.yaml").write_text(text)
+        assert main(["report", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert ("is damaged" in error or "is not understood" in error) and error.count("\n") == 1
 
 
 def test_results_are_in_the_suites_order(tmp_path):

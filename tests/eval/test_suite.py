@@ -63,14 +63,16 @@ def test_finished_cells_are_kept(own, tmp_path, capfd):
 
 
 def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
-    over = ["--override", "--num-tokens 15 --max-new-tokens 3 --model llama-mini"]
+    over = ["--override", "--num-tokens 15 --model llama-mini"]
     assert main(["eval", "run", "own.yaml", "--out", "results", *over]) == 0
     for document in read(tmp_path / "results").documents.values():
         assert document["rows"][0]["num_labels"] == 15
         assert document["settings"]["model"] == "llama-mini"
-        assert "max-new" not in document["command"]
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 2
     assert "has another command's result" in capfd.readouterr().err
+    useless = ["--override", "--num-tokens 15 --num-turns 3"]
+    assert main(["eval", "run", "own.yaml", "--out", "other", *useless]) == 2
+    assert "has no cell with --num-turns" in capfd.readouterr().err
 
 
 def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
@@ -135,7 +137,7 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
-    cells = list(suite.parse_suite(suite.read_suite(name), name))
+    cells = suite.parse_suite(suite.read_suite(name), name)
     assert len(cells) >= 6 and all(cell.command.startswith("kvalign ") for cell in cells)
     paper = yaml.safe_load(suite.read_suite(name)).get("paper", {"tables": []})
     names = {cell.name for cell in cells}
