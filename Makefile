@@ -25,7 +25,7 @@ demo: .venv/installed
 	$(BIN)/kvalign report $(DEMO)/results --terminal
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

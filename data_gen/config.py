@@ -25,7 +25,8 @@ def new_config(settings: GenDataSettings, loaded: LoadedModel) -> dict[str, Any]
             f"--chunk-len must be at most {limit} for {spec.name} (its context length), "
             f"got {settings.chunk_len}"
         )
-    values = {k: v for k, v in settings.as_dict().items() if k not in ("out", "json")}
+    runs = ("out", "json", "workers", "ray_address")
+    values = {k: v for k, v in settings.as_dict().items() if k not in runs}
     values["stride"] = settings.stride or settings.chunk_len
     values["num_evicted"] = shifts = sorted(set(settings.num_evicted))
     room = settings.chunk_len - settings.num_sinks

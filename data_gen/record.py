@@ -1,7 +1,8 @@
 """Record the training pairs of a corpus, shard by shard.
 
 What a shard holds depends on the settings and the corpus alone, so an interrupted run continues
-where it stopped and ends in the same bytes. One shard for each number evicted is in memory.
+where it stopped and ends in the same bytes, however many workers record. One shard for each number
+evicted is in a worker's memory.
 """
 
 import hashlib
@@ -10,19 +11,15 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvalign.commands.gen_data import GenDataSettings
-from kvalign.data_gen.chunks import Group, chunks, equal_shares, first_of_val, groups
+from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, groups
 from kvalign.data_gen.config import is_finished, new_config
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.store import (
     CONFIG,
     MANIFEST,
-    PAIRS,
     SPLITS,
     TARGETS,
     Shard,
@@ -32,8 +29,9 @@ from kvalign.data_gen.store import (
     sha256,
     shard_at,
     write_json,
-    write_shard,
 )
+from kvalign.data_gen.workers import Task, writer
+from kvalign.files import locked
 from kvalign.models import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -71,11 +69,11 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
             f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
             "chunk in both train and val: lower --chunk-len or name a longer corpus"
         )
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if not (settings.out / CONFIG).exists():
-        write_json(settings.out / CONFIG, config)
-    shards = _record_shards(settings, config, loaded, itertools.chain(head, stream))
-    write_json(settings.out / MANIFEST, _manifest(shards, config))
+    with locked(settings.out):
+        if not (settings.out / CONFIG).exists():
+            write_json(settings.out / CONFIG, config)
+        shards = _record_shards(settings, config, loaded, itertools.chain(head, stream))
+        write_json(settings.out / MANIFEST, _manifest(shards, config))
     return open_store(settings.out), False
 
 
@@ -91,7 +89,10 @@ def _record_shards(
     num_found = 0
     shards = []
     total = num_expected * settings.chunk_len
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar:
+    with (
+        tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar,
+        writer(settings, loaded, bar.update) as write,
+    ):
         for group in groups(stream, values, config["chunks_per_shard"]):
             place = (group.index, len(group.places))
             of_group = [
@@ -103,7 +104,7 @@ def _record_shards(
             tokens = hashlib.sha256(group.ids.numpy().tobytes()).hexdigest()
             missing = [shard for shard in of_group if not _is_recorded(shard, config, tokens)]
             if missing:
-                _write_group(settings, loaded, group, missing, tokens, bar)
+                write(Task(group, missing, tokens))
             else:
                 bar.initial += group.ids.numel()  # no part of the speed
                 bar.update(group.ids.numel())
@@ -120,38 +121,6 @@ def _record_shards(
 def _is_recorded(shard: Shard, config: dict[str, Any], tokens: str) -> bool:
     """Whether the shard is there, whole, and made of these tokens (a corpus may have changed)."""
     return not find_damage(shard, config) and shard.notes().get("tokens_sha256") == tokens
-
-
-def _write_group(
-    settings: GenDataSettings,
-    loaded: LoadedModel,
-    group: Group,
-    shards: list[Shard],
-    tokens: str,
-    bar: tqdm,
-) -> None:
-    """Encode the chunks of a group, a batch at a time, and write its shards."""
-    dtype = getattr(torch, settings.dtype)
-    parts: dict[int, list[list[Tensor]]] = {shard.num_evicted: [] for shard in shards}
-    for ids in group.ids.split(settings.batch_size):
-        for shift, pairs in record_pairs(loaded, ids, settings.num_sinks, tuple(parts)).items():
-            parts[shift].append([x.to("cpu", dtype) for x in pairs])
-        bar.update(ids.numel())
-    for shard in shards:
-        batches = parts.pop(shard.num_evicted)
-        stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
-        if not all(x.isfinite().all() for x in stored):
-            raise ValueError(
-                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: "
-                "take bfloat16 or float32"
-            )
-        tensors = dict(zip(PAIRS, stored, strict=True))
-        squares = {
-            target: squared_error(tensors[f"{target}_stale"], tensors[f"{target}_aligned"])
-            for target in TARGETS
-        }
-        notes = {"squared_error": squares, "tokens_sha256": tokens}
-        write_shard(shard, {**tensors, "chunk": group.places}, notes)
 
 
 def _manifest(shards: list[Shard], config: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,14 @@
 """Cells of a suite side by side on Ray: on this machine or on a cluster that shares the folder."""
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tqdm.auto import tqdm
 
+from kvalign.cluster import ray_session
 from kvalign.commands.eval_run import RunSettings
 from kvalign.eval.suite import Cell, run_cell
-
-# Read by Ray when it is imported.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-import ray
 
 
 def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -22,14 +16,10 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
 
     Raises:
         RuntimeError: a cell failed; the others are stopped.
+        ValueError: no cluster at the address.
     """
-    ray.init(
-        address=settings.ray_address,
-        include_dashboard=None if settings.ray_address else False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        task: Any = ray.remote(
+    with ray_session(settings.ray_address) as ray:
+        task = ray.remote(
             num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
         )(_run)
         place = (str(Path.cwd()), settings.cpus_per_cell)
@@ -42,8 +32,6 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
                     raise RuntimeError(error)
                 bar.update()
                 yield waiting.pop(done), output
-    finally:
-        ray.shutdown()
 
 
 def _run(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:

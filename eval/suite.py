@@ -20,7 +20,7 @@ import yaml
 from kvalign.cli import COMMANDS, module_name, settings_class
 from kvalign.commands.eval_run import RunSettings
 from kvalign.eval.results_folder import SUITE_FILE
-from kvalign.files import write_text
+from kvalign.files import locked, write_text
 from kvalign.settings import Settings, parse
 
 
@@ -57,8 +57,14 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     there = settings.out / SUITE_FILE
     if there.exists() and there.read_text(encoding="utf-8") != text:
         raise ValueError(f"{settings.out} has the results of another suite: name another --out")
-    settings.out.mkdir(parents=True, exist_ok=True)
-    write_text(there, text)
+    with locked(settings.out):
+        write_text(there, text)
+        _run(missing, settings)
+    return {cell.name: "run" if cell in missing else "kept" for cell in cells}
+
+
+def _run(missing: list[Cell], settings: RunSettings) -> None:
+    """Run cells and keep what they print; what needs no other cell side by side if asked."""
     later = [cell for cell in missing if not cell.is_preparation]
     for cell in missing if not settings.ray else [c for c in missing if c.is_preparation]:
         print(f"== {cell.name}: {cell.command}", file=sys.stderr)
@@ -68,7 +74,6 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
         for cell, output in run_on_ray(later, settings):
             keep(cell, settings.out, output)
-    return {cell.name: "run" if cell in missing else "kept" for cell in cells}
 
 
 def read_suite(name: str) -> str:

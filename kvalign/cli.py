@@ -6,6 +6,7 @@ heavy inside `run`, so that help answers at once. Results go to stdout, progress
 stderr. Exit code 0: done; 1: failed; 2: wrong use, said in one line.
 """
 
+import errno
 import importlib
 import inspect
 import logging
@@ -66,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         NotADirectoryError,
     ) as error:
         return _wrong_use(str(error), name)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has left
+            sys.stderr.close()
+            return 0
+        refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        _wrong_use(f"{error}; what was finished before is kept", name)
+        return 2 if refused else 1
     except ModuleNotFoundError as error:
         if (error.name or "kvalign").startswith("kvalign"):
             raise
@@ -75,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left
-        sys.stderr.close()
-        return 0
     return 0
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import platform
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -15,6 +17,7 @@ from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network import TARGETS
 from kvalign.commands.train import TrainSettings
 from kvalign.data_gen.store import Store, open_store
+from kvalign.files import locked
 from kvalign.training.align import best_weights, fit, losses
 from kvalign.training.aligner_folder import (
     SHARED_SIZES,
@@ -57,6 +60,19 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
         for target in targets
     }
     runs = {target: describe(settings, store, target) for target in targets}
+    # The processes of other devices are started by the one that holds the lock.
+    with nullcontext() if "LOCAL_RANK" in os.environ else locked(settings.out):
+        return _fit(settings, aligner, rows, runs)
+
+
+def _fit(
+    settings: TrainSettings,
+    aligner: NetworkAligner,
+    rows: dict[str, RowsOfTarget],
+    runs: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Train the networks of the targets that `rows` has, and save the aligner."""
+    targets = tuple(rows)
     folders = {target: RunFolder(settings.out / "training" / target) for target in targets}
     # All before the first fit: it starts the other devices' processes, which must find them so.
     results = {

@@ -27,7 +27,7 @@ from transformers import (
 
 from kvalign.commands.pretrain import PretrainSettings
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.files import write_text, write_whole
+from kvalign.files import locked, write_text, write_whole
 from kvalign.models import check_device
 from kvalign.training.lm_card import card
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
@@ -57,6 +57,11 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     torch.manual_seed(settings.seed)
+    with locked(settings.out):
+        return _pretrain(settings)
+
+
+def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir = settings.out / "training"
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)

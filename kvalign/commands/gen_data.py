@@ -44,7 +44,13 @@ class GenDataSettings(Settings):
         64.0, help="size of a file in megabytes, reached in whole chunks", above=0
     )
     batch_size: int = option(8, help="chunks encoded at once", at_least=1)
-    device: str = option("cpu", help="cpu or cuda")
+    device: str = option("cpu", help="cpu or cuda; with several workers a GPU each")
+    workers: int = option(
+        1, help="processes that record, on Ray if several; each uses one thread", at_least=1
+    )
+    ray_address: str | None = option(
+        None, help="Ray cluster for the workers; it shares --out (default: start one here)"
+    )
     seed: int = option(0, help="seed of the split into train and validation")
     json: bool = option(False, help="print one JSON document")
 

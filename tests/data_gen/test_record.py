@@ -11,7 +11,7 @@ from tiny_corpus import TEXT, byte_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.commands.gen_data import GenDataSettings, run
-from kvalign.data_gen import record as record_module
+from kvalign.data_gen import workers
 from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, split_of
 from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.record import record
@@ -157,7 +157,7 @@ def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatc
     expected = _bytes(undisturbed.folder)
     assert len(undisturbed.shards("train")) > 4
     out = tmp_path / "b"
-    write_shard, written = record_module.write_shard, []
+    write_shard, written = workers.write_shard, []
 
     def crash_at_third(shard, *args):
         if len(written) == 2:
@@ -165,14 +165,14 @@ def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatc
         written.append(shard.path.name)
         write_shard(shard, *args)
 
-    monkeypatch.setattr(record_module, "write_shard", crash_at_third)
+    monkeypatch.setattr(workers, "write_shard", crash_at_third)
     with pytest.raises(KeyboardInterrupt):
         record(settings(out=out), gpt2)
     with pytest.raises(ValueError, match="is unfinished: run the same gen-data command again"):
         open_store(out)
     assert not expected.keys() <= _bytes(out).keys()
     (out / ".train-k1-00001.partial.safetensors").write_bytes(b"left by a crash")
-    monkeypatch.setattr(record_module, "write_shard", write_shard)
+    monkeypatch.setattr(workers, "write_shard", write_shard)
     assert record(settings(out=out), gpt2)[1] is False
     assert _bytes(out) == expected
 

@@ -1,0 +1,40 @@
+"""Ray for work in many processes: here, or on a cluster that shares the folders."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Read by Ray when it is imported: what it would send home, and a coming change it would warn of.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def ray_session(address: str | None = None) -> Iterator[Any]:
+    """The `ray` module, started and at the end shut down; quiet.
+
+    Args:
+        address: of a cluster; None starts one on this machine.
+
+    Raises:
+        ValueError: no cluster at that address.
+    """
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise
+        raise ValueError(f"no Ray cluster at {address!r}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

@@ -1,0 +1,129 @@
+"""Recording by several workers: the same bytes, also when one of them dies; one run a folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvalign.cli import main
+from kvalign.commands.gen_data import GenDataSettings
+from kvalign.data_gen.store import open_store
+from kvalign.data_gen.workers import _Worker
+from kvalign.files import locked, write_whole
+
+ARGV = ["gen-data", "--num-tokens", "6000", "--chunk-len", "64", "--shard-mb", "1", "--out"]
+
+
+def bytes_of(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process records; its own threads are given back."""
+    folder, num_threads = tmp_path_factory.mktemp("alone") / "out", torch.get_num_threads()
+    assert main([*ARGV, str(folder)]) == 0
+    assert torch.get_num_threads() == num_threads
+    assert len(list(folder.glob("*.safetensors"))) >= 6
+    return bytes_of(folder)
+
+
+def test_workers_write_the_same_bytes_also_when_one_dies(alone, tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "kvalign", *ARGV, "out", "--workers", "2"]
+    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    killed = []
+    while run.poll() is None and len(killed) < 2:
+        time.sleep(0.05)
+        if list(tmp_path.glob("out/*.safetensors")) and (workers := _workers_of(run.pid)):
+            os.kill(workers[0], signal.SIGKILL)
+            killed.append(workers[0])
+            time.sleep(3)
+    assert run.wait() == 0 and killed
+    assert bytes_of(tmp_path / "out") == alone
+    open_store(tmp_path / "out", verify=True)
+
+
+def _workers_of(pid):
+    """Processes below `pid` that Ray calls by our class."""
+    parents, names = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+            names[int(folder.name)] = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+    found = []
+    for one, name in names.items():
+        above = one
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid and name.startswith("ray::_Worker"):
+            found.append(one)
+    return found
+
+
+def test_a_worker_tells_what_went_wrong(tmp_path, monkeypatch):
+    """What raises in a worker is raised by the run; the worker lives on."""
+
+    def refuse(*args):
+        raise ValueError("numbers do not fit")
+
+    monkeypatch.setattr("kvalign.data_gen.workers.write_task", refuse)
+    worker = _Worker(GenDataSettings(out=tmp_path / "out"), str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert worker.write(None) == (0, "numbers do not fit")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*ARGV, "out"],
+        ["pretrain", "--out", "out", "--num-tokens", "1000", "--vocab-size", "300"],
+        ["eval", "run", "quick", "--out", "out"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_two_runs_into_one_folder_are_refused(argv, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with locked(Path("out")):
+        assert main(argv) == 2
+    assert "another run is writing to out" in capfd.readouterr().err
+    assert [p.name for p in Path("out").iterdir()] == [".lock"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write(partial):
+        partial.write_text("half")
+        raise RuntimeError("the stream writer failed")
+
+    with pytest.raises(OSError, match="cannot write .*file: the stream writer failed"):
+        write_whole(path, write)
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_one_line_and_code_1(tmp_path, monkeypatch, capfd):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvalign.data_gen.store.save_file", full)
+    assert main([*ARGV, str(tmp_path / "out")]) == 1
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "No space left on device; what was finished before is kept" in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
+def test_a_read_only_folder_is_one_line_and_code_2(tmp_path, capfd):
+    tmp_path.chmod(0o500)
+    assert main([*ARGV, str(tmp_path / "out")]) == 2
+    assert "Permission denied" in capfd.readouterr().err
