@@ -35,7 +35,7 @@ class Cells:
         if path is None or not path.exists():
             return None
         try:
-            table = pq.read_table(path)
+            table = pq.read_table(path, page_checksum_verification=True)
             kept = json.loads(table.schema.metadata[b"kvalign"])
             tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
@@ -57,7 +57,7 @@ class Cells:
         kept = json.dumps({"key": key, "seconds": seconds})
         table = pa.Table.from_pandas(rows, preserve_index=False)
         table = table.replace_schema_metadata({b"kvalign": kept.encode()})
-        write_whole(path, lambda partial: pq.write_table(table, partial))
+        write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
 
     def _path(self, key: dict[str, Any]) -> Path | None:
         if self.folder is None:

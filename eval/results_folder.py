@@ -49,7 +49,7 @@ def read(folder: Path) -> Results:
         try:
             suite = yaml.safe_load((folder / SUITE_FILE).read_text(encoding="utf-8"))
             order = [cell["name"] for cell in suite["cells"]]
-        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{folder / SUITE_FILE} is damaged ({error}): delete it") from error
     documents = {path.stem: _document(path) for path in sorted(folder.glob("*.json"))}
     if not documents:
@@ -66,7 +66,7 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         lacks = _lacks(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"{type(error).__name__}: {error}"
     if lacks:
         raise ValueError(f"{path} is no document of `kvalign eval --json`: {lacks}")

@@ -111,7 +111,7 @@ def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
         steps = [(step, True) for step in suite.get("prepare", ())]
         steps += [(step, False) for step in suite["cells"]]
         named = [(step["name"], step["command"], first) for step, first in steps]
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"suite {name} is not understood ({error}): it needs a list `cells` of name and command"
         ) from error

@@ -51,7 +51,7 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     assert settings.data is not None  # TrainSettings sees to it
-    store = open_store(settings.data)
+    store = open_store(settings.data, verify=True)
     targets = TARGETS if settings.target == "both" else (settings.target,)
     torch.manual_seed(settings.seed)
     aligner = _beside_trained(NetworkAligner(_config(store, settings)), settings, targets)

@@ -73,6 +73,11 @@ class AlignerConfig:
             raise ValueError(
                 f"not an aligner's config: missing {missing or 'none'}, unknown {unknown or 'none'}"
             )
+        for name in ("kind", "base_model", "family"):
+            if not isinstance(values[name], str):
+                raise ValueError(f"aligner config: {name} must be a text, got {values[name]!r}")
+        if not isinstance(values.get("training", {}), dict):
+            raise ValueError("aligner config: training must be an object, by target")
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
             if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
                 raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
