@@ -1,4 +1,4 @@
-"""Training on two devices: Lightning's DDP through the command's flags, two processes on the CPU."""
+"""Training on two devices: Lightning's DDP through the command's flags, two processes."""
 
 import json
 import subprocess

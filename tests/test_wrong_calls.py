@@ -1,0 +1,75 @@
+"""Wrong use of the Python API: one sentence that says what came and what was needed."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvalign
+from kvalign import Aligner, StreamingCache, load_model, make_method, stream_generate, stream_tokens
+from kvalign.data_gen.corpora import texts
+from kvalign.data_gen.prompts import conversations
+from kvalign.eval.words import load_words
+
+PROMPT = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+def generate(loaded, **wrong):
+    """`model.generate` as a user calls it."""
+    sizes = {"custom_generate": stream_generate, "cache_size": 16, "max_new_tokens": 2}
+    return loaded.model.generate(PROMPT, **(sizes | wrong))
+
+
+def filled(loaded):
+    cache = DynamicCache()
+    loaded.model(PROMPT, past_key_values=cache)
+    return cache
+
+
+CALLS = [
+    (lambda m: load_model("gpt2-minni"), "no model 'gpt2-minni'.*did you mean gpt2-mini"),
+    (lambda m: load_model("gpt2-mini", device="tpu9"), "device 'tpu9' is not available"),
+    (lambda m: make_method("streamingllm", m.model, cache_size=9), "did you mean streaming-llm"),
+    (lambda m: make_method("window", m.model, cache_size=0), "cache_size must be .*got 0"),
+    (
+        lambda m: make_method("window", m.model, cache_size=512),
+        "at most 511 for gpt2-mini.*got 512",
+    ),
+    (
+        lambda m: make_method("streaming-llm", m.model, cache_size=8, num_sinks=-1),
+        "num_sinks must be",
+    ),
+    (lambda m: make_method("streaming-llm", m.model, cache_size=8, num_sinks=8), "above num_sinks"),
+    (lambda m: make_method("window", m.model, cache_size=8, num_evicted=9), "num_evicted must be"),
+    (lambda m: make_method("kvalign", m.model, cache_size=8, aligner="none"), "no aligner 'none'"),
+    (lambda m: make_method("kvalign", m.model, cache_size=256), "at most 255 with this aligner"),
+    (lambda m: Aligner.from_pretrained("kvalign-gpt2-mini"), "no aligner 'kvalign-gpt2-mini'"),
+    (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
+    (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
+    (lambda m: generate(m, return_dict_in_generate=True), "return_dict_in_generate must be False"),
+    (lambda m: generate(m, attention_mask=torch.tensor([[0, 1, 1]])), "mask with padding"),
+    (lambda m: generate(m, past_key_values=filled(m)), "begins a new stream"),
+    (lambda m: generate(m, method="dense-ish"), "unknown method 'dense-ish'"),
+    (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
+    (lambda m: conversations("bench"), "unknown prompts 'bench'"),
+    (lambda m: load_words("webster"), "unknown word list 'webster'"),
+    (lambda m: kvalign.Streamer, "module 'kvalign' has no attribute 'Streamer'"),
+    (lambda m: StreamingCache(m.spec, 8, 8, 1), "cache_size must be above num_sinks"),
+]
+
+
+def window(loaded):
+    return make_method("window", loaded.model, cache_size=8)
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])
+def test_wrong_calls_are_one_sentence(call, message, loaded, monkeypatch):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    wrong = (ValueError, FileNotFoundError, AttributeError)
+    with pytest.raises(wrong, match=message) as caught:
+        call(loaded)
+    assert "\n" not in str(caught.value)
