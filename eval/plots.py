@@ -217,7 +217,7 @@ def _ticks(low: float, high: float) -> list[float]:
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     ticks = [
         step * 10.0**power
-        for power in range(-3, 8)
+        for power in range(-6, 8)
         for step in steps
         if low * 0.95 <= step * 10.0**power <= high * 1.05
     ]

@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "stream text past the context length with any method",
     "gen-data": "record KV caches before and after eviction",
     "train": "train an aligner on text or on recorded caches",
+    "tune": "sweep the networks' sizes and learning rate with Ray Tune",
+    "import-published": "make an aligner of the networks that the paper's authors publish",
     "eval perplexity": "compare methods on perplexity and time",
     "eval latency": "time per token of all methods, taking turns",
     "eval readability": "let methods write, and judge what they wrote",

@@ -6,16 +6,20 @@ import importlib
 import inspect
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from in_process import run_here
+from test_published import random_network
 
+from kvalign import checkpoints
 from kvalign.cli import COMMANDS, main, module_name, settings_class
 
 # In this order: a later example reads what an earlier one wrote.
-EXAMPLES = ["pretrain", "gen-data", "train", "generate"]
+EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report"]
 
@@ -29,6 +33,14 @@ def example(command):
     return words[1:]
 
 
+def write_published(folder):
+    """What the example of import-published names: two networks, and the model they are for."""
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), folder / "distilbert" / "distilgpt2")
+    for name, hidden in (("keys", (256, 64)), ("values", (64, 128))):
+        network = random_network(*hidden, num_layers=6, num_heads=4, head_dim=64, num_positions=256)
+        torch.save(network, folder / f"{name}_network_distilgpt2.pth")
+
+
 def test_every_command_has_a_tested_example():
     assert sorted(EXAMPLES) == sorted(COMMANDS)
 
@@ -37,6 +49,7 @@ def test_examples_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
     monkeypatch.setattr("kvalign.eval.suite.run_cell", run_here)
     monkeypatch.chdir(tmp_path)
+    write_published(tmp_path)
     for command in EXAMPLES:
         assert main(example(command)) == 0, capfd.readouterr().err
         assert capfd.readouterr().out.strip(), command
@@ -152,6 +165,9 @@ WRONG = [
         "--chunk-len must be at most 512 for gpt2-mini",
     ),
     (["train", "--data", ".", "--out", "a", "--target", "keys"], "--target must be one of"),
+    (["tune", "--data", "nowhere", "--out", "a", "--target", "key"], "nowhere"),
+    (["tune", "--data", "d2", "--out", "a"], "the following arguments are required: --target"),
+    (["import-published", "--keys", "k.pth", "--values", "v.pth", "--out", "a"], "--model"),
     (["pretrain", "--out", "m", "--arch", "rnn"], "--arch must be one of gpt2, llama"),
     (
         ["pretrain", "--out", "m", "--corpus", "text:short.txt", "--vocab-size", "300"],

@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,17 @@ class Realignment(pl.LightningModule):
         )
 
 
-def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.Trainer:
+def fit(
+    net: RealignNet,
+    rows: RowsOfTarget,
+    settings: TrainSettings,
+    work_dir: Path,
+    callbacks: Sequence[pl.Callback] = (),
+) -> pl.Trainer:
     """Train `net` in place, from `work_dir / last.ckpt` where there is one; keep its best weights.
+
+    Args:
+        callbacks: called after our own, but before the checkpoints are written.
 
     Raises:
         ValueError: a device or a number of devices that this machine does not have.
@@ -67,7 +76,7 @@ def fit(net: RealignNet, rows: RowsOfTarget, settings: TrainSettings, work_dir: 
     interrupt = signal.getsignal(signal.SIGINT)
     with _quiet():
         try:
-            trainer = _trainer(rows, settings, work_dir)
+            trainer = _trainer(rows, settings, work_dir, callbacks)
             trainer.fit(
                 Realignment(net, settings.lr or LR, settings.weight_decay),
                 datamodule=rows,
@@ -108,7 +117,12 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
     return realigned, unchanged
 
 
-def _trainer(rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.Trainer:
+def _trainer(
+    rows: RowsOfTarget,
+    settings: TrainSettings,
+    work_dir: Path,
+    callbacks: Sequence[pl.Callback],
+) -> pl.Trainer:
     num_batches = rows.num_batches(settings.devices)
     num_steps = min(num_batches, settings.max_steps or num_batches)
     num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
@@ -131,6 +145,7 @@ def _trainer(rows: RowsOfTarget, settings: TrainSettings, work_dir: Path) -> pl.
             _checkpoint(work_dir, LAST, monitor=None),
             Timer(),
             _Progress(rows.target),
+            *callbacks,
         ],
     )
 

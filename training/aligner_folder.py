@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def save(aligner: Aligner, out: Path) -> None:
     """Write the aligner elsewhere, then move its files into place, the config last."""
     aligner.eval().requires_grad_(False)
     partial = out / "training" / "aligner.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     aligner.save_pretrained(partial)
     for name in ("README.md", WEIGHTS, CONFIG):
         os.replace(partial / name, out / name)

@@ -62,7 +62,7 @@ class RunFolder:
         if found not in (None, run):
             raise FileExistsError(
                 f"{self.path} holds an unfinished run of other settings "
-                f"({_difference(found, run)}): give --overwrite or another --out"
+                f"({difference(found, run)}): give --overwrite or another --out"
             )
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, An
     return json.loads(json.dumps(run))
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     for part in here:
         for name, value in here[part].items():
             found = there.get(part, {}).get(name)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvalign.aligners.base import AlignerConfig
 
 _CARD = """---
-license: apache-2.0
+license: {license}
 library_name: kvalign
 tags:
 - kv-cache
@@ -48,13 +48,20 @@ kvalign generate --model {base_model} --aligner THIS_FOLDER --prompt "The histor
 
 ## Limits
 
-Tested on the validation chunks of its own data only. A low error does not mean a low perplexity
-after many evictions: measure that with `kvalign eval perplexity`.
+{tested} A low error does not mean a low perplexity after many evictions: measure that with
+`kvalign eval perplexity`.
 
 ## Licence
 
-Apache-2.0 for this aligner; the base model has its own licence.
+{licence}; the base model has its own licence.
 """
+
+_OWN = (
+    "apache-2.0",
+    "Apache-2.0 for this aligner",
+    "Tested on validation chunks of its data only.",
+)
+_IMPORTED = ("other", "The weights are their authors', and so is the licence", "Not tested here.")
 
 
 def card_text(config: "AlignerConfig") -> str:
@@ -68,7 +75,12 @@ def card_text(config: "AlignerConfig") -> str:
         "evicted at once": f"multiples of {', '.join(map(str, config.shifts))}",
         "sizes": ", ".join(f"{name} {size}" for name, size in config.sizes.items()) or "none",
     }
+    imported = any("licence" in part for part in parts.values())
+    license_tag, licence, tested = _IMPORTED if imported else _OWN
     return _CARD.format(
+        license=license_tag,
+        licence=licence,
+        tested=tested,
         base_model_line=f"base_model: {config.base_model}\n"
         if _is_hub_id(config.base_model)
         else "",

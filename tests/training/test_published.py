@@ -1,0 +1,279 @@
+"""The authors' networks: what is imported computes what they publish, and what is not theirs is
+refused.
+"""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner, Move, NetworkAligner
+from kvalign.cli import COMMANDS, main
+from kvalign.commands.import_published import ImportPublishedSettings
+from kvalign.methods import make_method
+from kvalign.models import load_model
+from kvalign.realign import Recursive
+from kvalign.rope import rerotate
+from kvalign.training.published import import_published
+
+PUBLISHED = os.environ.get("KVALIGN_TEST_PUBLISHED")
+CHUNK_LEN, NUM_POSITIONS = 40, 48
+# Real shapes with as few weights elsewhere as may be.
+REAL = {
+    "distilgpt2": ("gpt2", dict(n_positions=256, n_embd=768, n_layer=6, n_head=12, n_inner=4)),
+    "smollm2": (
+        "llama",
+        dict(
+            max_position_embeddings=256,
+            hidden_size=576,
+            intermediate_size=4,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            rope_parameters=dict(rope_type="default", rope_theta=1e5),
+        ),
+    ),
+}
+
+
+def random_network(
+    hidden1, hidden2, num_layers=3, num_heads=2, head_dim=16, num_positions=NUM_POSITIONS
+) -> dict:
+    """What the authors' file holds, with random weights."""
+    rng = torch.Generator().manual_seed(hidden1)
+    shapes = {
+        "emb_pos.weight": (num_positions, 32),
+        "emb_blocks.weight": (num_layers, 4),
+        "emb_heads.weight": (num_heads, 8),
+        "fc1.weight": (hidden1, head_dim + 44),
+        "fc1.bias": (hidden1,),
+        "fc2.weight": (hidden2, hidden1),
+        "fc2.bias": (hidden2,),
+        "fc3.weight": (head_dim, hidden2),
+        "fc3.bias": (head_dim,),
+    }
+    state = {name: 0.2 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    return {"model_state_dict": state, "optimizer_state_dict": {"lr": 1e-3}, "val_losses": [0.1]}
+
+
+def write_networks(folder: Path, names=("keys.pth", "values.pth")) -> None:
+    """Files for the tiny models, of unequal hidden sizes."""
+    torch.save(random_network(24, 12), folder / names[0])
+    torch.save(random_network(10, 20), folder / names[1])
+
+
+def save_model(folder: Path, kind: str, **changes) -> None:
+    tiny_model(kind, **changes).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    tokenizer.save_pretrained(folder)
+
+
+def published(state: dict, x, layer: int):
+    """The authors' formula, row by row, for entries x [B, H, S, D] at positions 0, 1, ..."""
+    rows = []
+    for head in range(x.shape[1]):
+        for place in range(x.shape[2]):
+            tables = (state["emb_pos.weight"][place], state["emb_blocks.weight"][layer])
+            tables += (state["emb_heads.weight"][head],)
+            wide = torch.cat([x[0, head, place], *tables])
+            hidden = torch.relu(state["fc1.weight"] @ wide + state["fc1.bias"])
+            hidden = torch.relu(state["fc2.weight"] @ hidden + state["fc2.bias"])
+            rows.append(state["fc3.weight"] @ hidden + state["fc3.bias"] + x[0, head, place])
+    return torch.stack(rows).view_as(x)
+
+
+def check_equals_formula(aligner, model, paths, num_slots):
+    """Through the cache's realigner: what it gets are keys at their old positions, if rotated."""
+    config, rng = aligner.config, torch.Generator().manual_seed(7)
+    keys, values = torch.randn(2, 1, config.num_kv_heads, num_slots, config.head_dim, generator=rng)
+    states = [torch.load(path, weights_only=True, map_location="cpu") for path in paths]
+    move = Move(1, first=4, now=torch.arange(4, 4 + num_slots))
+    for layer in range(0, config.num_layers, max(1, config.num_layers // 3)):
+        found = Recursive(model, aligner).place(layer, keys, values, move)
+        for x, state, moved in zip((keys, values), states, found, strict=True):
+            expected = published(state["model_state_dict"], x, layer)
+            assert (moved - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())
+            assert (moved - x).abs().max() > 1e-3
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with a tiny GPT-2 in `gpt2` and files of networks for it."""
+    monkeypatch.setitem(COMMANDS, "import-published", "under test")
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "gpt2", "gpt2")
+    write_networks(tmp_path)
+    return tmp_path
+
+
+def command(**changes) -> list[str]:
+    flags = dict(keys="keys.pth", values="values.pth", model="gpt2", out="out")
+    flags |= {"chunk-len": str(CHUNK_LEN)} | changes
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    return ["import-published", *words]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_imported_is_published(kind, workplace):
+    save_model(workplace / "llama", "llama", head_dim=16)
+    assert main(command(model=kind)) == 0
+    aligner = Aligner.from_pretrained(workplace / "out")
+    assert isinstance(aligner, NetworkAligner) and aligner.config.shifts == (1,)
+    assert aligner.config.num_positions == CHUNK_LEN - 5 == len(aligner.key.position.weight)
+    loaded = load_model(kind)
+    paths = [workplace / "keys.pth", workplace / "values.pth"]
+    check_equals_formula(aligner, loaded.model, paths, aligner.config.num_positions)
+    method = make_method("kvalign", loaded.model, cache_size=20, aligner=aligner)
+    assert torch.isfinite(method.feed(torch.arange(2, 90)[None])).all()
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="KVALIGN_TEST_PUBLISHED names no folder of their files")
+@pytest.mark.parametrize("name", REAL)
+def test_their_files_are_imported(name, tmp_path):
+    save_model(tmp_path / "model", REAL[name][0], **REAL[name][1])
+    paths = [Path(PUBLISHED) / f"{target}_network_{name}.pth" for target in ("keys", "values")]
+    settings = ImportPublishedSettings(
+        keys=paths[0], values=paths[1], model=str(tmp_path / "model"), out=tmp_path / "out"
+    )
+    import_published(settings)
+    aligner = Aligner.from_pretrained(tmp_path / "out")
+    assert aligner.config.num_positions == 251
+    check_equals_formula(aligner, load_model(settings.model).model, paths, 5)
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="KVALIGN_TEST_PUBLISHED names no folder of their files")
+def test_their_network_for_rotary_keys_rotates():
+    """Why the import undoes the cache's own rotation: theirs comes with the network."""
+    path = Path(PUBLISHED) / "keys_network_smollm2.pth"
+    state = torch.load(path, weights_only=True, map_location="cpu")["model_state_dict"]
+    x = torch.randn(1, 3, 100, 64, generator=torch.Generator().manual_seed(0))
+    moved = published(state, x, layer=10)
+    turned = rerotate(x, 1, 1e5 ** (-torch.arange(32) / 32))
+    assert (moved - turned).norm() < 0.1 * (moved - x).norm()
+
+
+def test_example_runs_and_the_card_names_the_authors(workplace, capsys):
+    example = ImportPublishedSettings.__doc__.partition("Example:")[2].strip()
+    folder = workplace / "distilbert" / "distilgpt2"
+    save_model(folder, "gpt2", n_positions=256)
+    state = random_network(24, 12)
+    state["model_state_dict"]["emb_pos.weight"] = torch.randn(256, 32)
+    for target in ("keys", "values"):
+        torch.save(state, workplace / f"{target}_network_distilgpt2.pth")
+    assert main(shlex.split(example)[1:]) == 0
+    assert "the authors' networks for distilbert/distilgpt2" in capsys.readouterr().out
+    card = (workplace / "published" / "README.md").read_text()
+    assert card.count("published by the authors of KV-Align (github.com/eecs585projectorg") == 2
+    assert "keys_network_distilgpt2.pth, sha256" in card and example.replace("\n", " ") in card
+
+
+def test_nothing_is_overwritten_unasked(workplace, capsys):
+    assert main(command()) == 0
+    assert main(command()) == 2
+    assert "out already holds an aligner: give --overwrite" in capsys.readouterr().err
+    weights = workplace / "out" / "model.safetensors"
+    before = weights.read_bytes()
+    assert main([*command(values="keys.pth"), "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sizes"]["value_hidden1"] == 24
+    assert weights.read_bytes() != before
+
+
+def without(name):
+    return lambda state: state.pop(name)
+
+
+def changed(name, change):
+    return lambda state: state.update({name: change(state[name])})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("fc2.bias"), r"missing ['fc2.bias'], unknown none"),
+        (lambda s: s.update(fc4=torch.ones(1)), "missing none, unknown ['fc4']"),
+        (changed("fc1.bias", lambda x: x.tolist()), "fc1.bias must be a dense tensor of real"),
+        (changed("fc1.bias", lambda x: x.long()), "fc1.bias must be a dense tensor of real"),
+        (changed("fc1.weight", lambda x: x[0]), "fc1.weight must have 2 dimensions"),
+        (changed("emb_pos.weight", lambda x: x[:, :0]), "found (48, 0)"),
+        (changed("fc2.weight", lambda x: x / 0), "fc2.weight has weights that are not finite"),
+        (changed("fc3.bias", lambda x: x.double() * 1e99), "fc3.bias has weights that are not"),
+        (changed("fc3.bias", lambda x: x[1:]), "fc3.bias is (15,), needed (16,)"),
+        (changed("fc2.weight", lambda x: x[:, 1:]), "fc2.weight is (20, 9), needed (20, 10)"),
+        (changed("fc1.weight", lambda x: x[:, 1:]), "is (10, 59), needed (10, 60)"),
+        (changed("emb_blocks.weight", lambda x: x[1:]), "is (2, 4), needed (3, 4) for gpt2 (3"),
+        (changed("emb_heads.weight", lambda x: x[1:]), "is (1, 8), needed (2, 8) for gpt2"),
+        (changed("emb_pos.weight", lambda x: x[:34]), "has 34 positions, needed 35 for"),
+    ],
+)
+def test_other_networks_are_refused(damage, message, workplace, capsys):
+    saved = random_network(10, 20)
+    damage(saved["model_state_dict"])
+    torch.save(saved, "values.pth")
+    check_refused(command(), "values.pth", message, capsys)
+
+
+class Surprise:
+    def __reduce__(self):
+        return (open, ("executed", "w"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (Surprise(), "is damaged or holds more than tensors"),
+        ([1], "has no model_state_dict"),
+        ({"state": {}}, "has no model_state_dict"),
+        ({"model_state_dict": 3}, "has no model_state_dict"),
+    ],
+)
+def test_other_pickles_are_refused(content, message, workplace, capsys):
+    torch.save(content, "keys.pth")
+    check_refused(command(), "keys.pth", message, capsys)
+    assert not (workplace / "executed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", "half", "no magic"])
+def test_other_files_are_refused(content, workplace, capsys):
+    whole = (workplace / "keys.pth").read_bytes()
+    content = {"half": whole[: len(whole) // 2], "no magic": whole[4:]}.get(content, content)
+    (workplace / "keys.pth").write_bytes(content)
+    check_refused(command(), "keys.pth", "is damaged or holds more than tensors", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(keys="none.pth"), "no file 'none.pth': the authors' are in models/"),
+        (dict(values="gpt2"), "no file 'gpt2'"),
+        ({"chunk-len": "60"}, "emb_pos.weight has 48 positions, needed 55 for --chunk-len 60"),
+        ({"chunk-len": "5"}, "--chunk-len must be above --num-sinks + 1 (5)"),
+        (dict(model="elsewhere"), "no model 'elsewhere'"),
+    ],
+)
+def test_wrong_use_is_refused(changes, message, workplace, capsys):
+    check_refused(command(**changes), "", message, capsys)
+
+
+def test_networks_of_unequal_embeddings_are_refused(workplace, capsys):
+    saved = random_network(10, 20)
+    state = saved["model_state_dict"]
+    state["emb_pos.weight"] = state["emb_pos.weight"][:, :30]
+    state["fc1.weight"] = state["fc1.weight"][:, :58]
+    torch.save(saved, "values.pth")
+    check_refused(command(), "values.pth", "needed {'position_dim': 32", capsys)
+
+
+def check_refused(argv, name, message, capsys):
+    capsys.readouterr()
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert name in captured.err and message in captured.err and not captured.out
+    assert len(captured.err.strip().splitlines()) == 1 and len(captured.err) < 400
+    assert not Path("out").exists()

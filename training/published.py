@@ -1,0 +1,218 @@
+"""The networks that the authors of KV-Align publish, made into an aligner folder.
+
+What they compute is said in the authors' code (github.com/eecs585projectorg/kv-align:
+kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
+
+- out = x + fc3(relu(fc2(relu(fc1([x, position, block, head]))))), concatenated in this order, which
+  is also that of `RealignNet`.
+- Position 0 is the first slot after the sinks. Of the 256 rows of emb_pos the first 251 were
+  trained (chunks of 256 tokens, 4 sinks, 1 evicted).
+- x is what the model's own cache held. A rotary model caches keys that are rotated to where they
+  were, so the network for its keys learned to rotate them by one position, too: the best linear
+  fit to the one for SmolLM2 is that rotation, to 1 %. Here a key is rotated before an aligner gets
+  it (`kvalign.realign.Recursive`); `with_rotation` puts the difference into the weights.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
+from kvalign.aligners.base import CONFIG
+from kvalign.aligners.network import TARGETS
+from kvalign.commands.import_published import ImportPublishedSettings
+from kvalign.data_gen.store import sha256
+from kvalign.models import ModelSpec, inv_freq, load_model
+from kvalign.rope import rerotate
+from kvalign.training.aligner_folder import SHARED_SIZES, save
+
+SOURCE = "github.com/eecs585projectorg/kv-align"
+
+# By the authors' name of a part: the name it has in `RealignNet`.
+_EMBEDDINGS = {"emb_pos": "position", "emb_blocks": "layer", "emb_heads": "head"}
+_LAYERS = ("fc1", "fc2", "fc3")
+_NAMES = [f"{name}.weight" for name in _EMBEDDINGS]
+_NAMES += [f"{name}.{part}" for name in _LAYERS for part in ("weight", "bias")]
+
+
+def import_published(settings: ImportPublishedSettings) -> AlignerConfig:
+    """Read both files, check them against the base model, save the aligner.
+
+    Returns:
+        the aligner's config.
+
+    Raises:
+        FileExistsError: `out` holds an aligner, and `overwrite` is not set.
+        FileNotFoundError: a file is missing.
+        ValueError: a file that is no such network, or one for another model.
+    """
+    if (settings.out / CONFIG).exists() and not settings.overwrite:
+        raise FileExistsError(
+            f"{settings.out} already holds an aligner: give --overwrite or another --out"
+        )
+    paths = dict(zip(TARGETS, (settings.keys, settings.values), strict=True))
+    states = {target: read_network(path) for target, path in paths.items()}
+    loaded = load_model(settings.model)
+    for target, path in paths.items():
+        _check_fit(states[target], path, loaded.spec, settings)
+    shared = [_shared_sizes(states[target]) for target in TARGETS]
+    if shared[0] != shared[1]:
+        raise ValueError(
+            f"{settings.values}: embedding sizes are {shared[1]}, needed {shared[0]} as in "
+            f"{settings.keys}"
+        )
+    nets = {target: _renamed(states[target]) for target in TARGETS}
+    if loaded.spec.family == "rotary":
+        nets["key"] = with_rotation(nets["key"], inv_freq(loaded.model))
+    sizes = dict(shared[0])
+    for target, net in nets.items():
+        for i in (1, 2):
+            sizes[f"{target}_hidden{i}"] = len(net[f"fc{i}.bias"])
+    config = new_config(
+        "network",
+        loaded.model,
+        loaded.spec,
+        chunk_len=settings.chunk_len,
+        num_sinks=settings.num_sinks,
+        shifts=(1,),
+        sizes=sizes,
+        training={target: _origin(path, settings) for target, path in paths.items()},
+    )
+    for net in nets.values():
+        net["position.weight"] = net["position.weight"][: config.num_positions]
+    aligner = NetworkAligner(config)
+    for target in TARGETS:
+        getattr(aligner, target).load_state_dict(nets[target])
+    save(aligner, settings.out)
+    return config
+
+
+def read_network(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, by the authors' names, in float32; nothing in it is executed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not what torch saves, holds more than tensors and plain values, or no
+            network of this layout with finite weights.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception:  # damaged bytes make torch raise any of a dozen kinds
+        raise ValueError(
+            f"{path} is damaged or holds more than tensors and plain values, which is not run"
+        ) from None
+    state = saved.get("model_state_dict") if isinstance(saved, dict) else None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} has no model_state_dict: it is not a file that the authors saved")
+    missing = [name for name in _NAMES if name not in state]
+    unknown = sorted(str(name) for name in state.keys() - set(_NAMES))
+    if missing or unknown:
+        raise ValueError(
+            f"{path} holds no KV-Align network: missing {missing or 'none'}, unknown "
+            f"{unknown or 'none'}"
+        )
+    for name in _NAMES:
+        num_dims = 2 if name.endswith("weight") else 1
+        x = state[name]
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
+            raise ValueError(f"{path}: {name} must be a dense tensor of real numbers")
+        if x.ndim != num_dims or not x.numel():
+            raise ValueError(
+                f"{path}: {name} must have {num_dims} dimensions that are not empty, found "
+                f"{tuple(x.shape)}"
+            )
+        if not torch.isfinite(x.float()).all():
+            raise ValueError(f"{path}: {name} has weights that are not finite")
+    return {name: state[name].float() for name in _NAMES}
+
+
+def with_rotation(net: dict[str, Tensor], inv_freq: Tensor) -> dict[str, Tensor]:
+    """The network F of a rotary model's keys as x -> F(R x), R the rotation away from the start by
+    one position that undoes the cache's own.
+
+    F(R x) = x + (R - 1) x + f(R x): R goes into the first layer; (R - 1) x takes 2 D units more in
+    each hidden layer, as x = relu(x) - relu(-x). This is the published map when entries are evicted
+    one by one, the only way that the authors have.
+
+    Args:
+        net: weights by the names of `RealignNet`.
+        inv_freq: [rotary_dim / 2] float32, the model's own.
+    """
+    head_dim = len(net["fc3.bias"])
+    one = torch.eye(head_dim)
+    turn = rerotate(one, -1, inv_freq).T  # [D, D], R
+    vector, places = net["fc1.weight"].split(
+        [head_dim, net["fc1.weight"].shape[1] - head_dim], dim=1
+    )
+    signs = torch.cat([one, -one])  # [2 D, D]
+    through = torch.cat([signs, signs.new_zeros(2 * head_dim, places.shape[1])], 1)
+    first = torch.cat([vector @ turn, places], 1)
+    none = net["fc1.bias"].new_zeros(2 * head_dim)
+    return {
+        **net,
+        "fc1.weight": torch.cat([first, through]),
+        "fc1.bias": torch.cat([net["fc1.bias"], none]),
+        "fc2.weight": torch.block_diag(net["fc2.weight"], torch.eye(2 * head_dim)),
+        "fc2.bias": torch.cat([net["fc2.bias"], none]),
+        "fc3.weight": torch.cat([net["fc3.weight"], (turn - one) @ signs.T], 1),
+    }
+
+
+def _check_fit(
+    state: dict[str, Tensor], path: Path, spec: ModelSpec, settings: ImportPublishedSettings
+) -> None:
+    """Raise ValueError for shapes that do not fit each other, the model or the caches."""
+    shapes = {name: tuple(x.shape) for name, x in state.items()}
+    hidden1, hidden2 = shapes["fc1.weight"][0], shapes["fc2.weight"][0]
+    embedded = [shapes[f"{name}.weight"] for name in _EMBEDDINGS]  # [rows, size] each
+    needed = {
+        "emb_blocks.weight": (spec.num_layers, embedded[1][1]),
+        "emb_heads.weight": (spec.num_kv_heads, embedded[2][1]),
+        "fc3.weight": (spec.head_dim, hidden2),
+        "fc3.bias": (spec.head_dim,),
+        "fc2.weight": (hidden2, hidden1),
+        "fc2.bias": (hidden2,),
+        "fc1.weight": (hidden1, spec.head_dim + sum(size for _, size in embedded)),
+        "fc1.bias": (hidden1,),
+    }
+    for name, shape in needed.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{path}: {name} is {shapes[name]}, needed {shape} for {spec.name} "
+                f"({spec.num_layers} layers, {spec.num_kv_heads} KV heads of size {spec.head_dim})"
+            )
+    num_positions, longest = settings.chunk_len - settings.num_sinks - 1, embedded[0][0]
+    if num_positions > longest:
+        raise ValueError(
+            f"{path}: emb_pos.weight has {longest} positions, needed {num_positions} for "
+            f"--chunk-len {settings.chunk_len}: at most {longest + settings.num_sinks + 1}"
+        )
+
+
+def _shared_sizes(state: dict[str, Tensor]) -> dict[str, int]:
+    sizes = (state[f"{name}.weight"].shape[1] for name in _EMBEDDINGS)
+    return dict(zip(SHARED_SIZES, sizes, strict=True))
+
+
+def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the names of `RealignNet`."""
+    parts = {name: name.split(".")[0] for name in state}
+    return {name.replace(p, _EMBEDDINGS.get(p, p)): state[name] for name, p in parts.items()}
+
+
+def _origin(path: Path, settings: ImportPublishedSettings) -> dict[str, object]:
+    """What the config and the card say of where a network is from."""
+    return {
+        "command": settings.command_line("import-published", leave_out=("overwrite", "json")),
+        "versions": {name: version(name) for name in ("kvalign", "torch")},
+        "data": {
+            "weights": f"trained and published by the authors of KV-Align ({SOURCE})",
+            "licence": "theirs",
+            "file": path.name,
+            "sha256": sha256(path),
+        },
+    }

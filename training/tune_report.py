@@ -1,0 +1,143 @@
+"""What is left of a sweep: tables of its trials and their reports, and two plots."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvalign.eval.plots import INK, Series, draw, save
+from kvalign.files import write_text
+
+_REPORT = ("report", "epochs", "val_loss", "seconds")
+_DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
+# Colour, marker and label: told apart without colour too.
+_STYLES = {
+    "stopped": (("#808080", "v"), "stopped early"),
+    "finished": (("#1F83C4", "o"), "finished"),
+    "failed": ((INK, "x"), "failed"),
+    "best": (("#D55E00", "*"), "best trial"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial as it ended.
+
+    Attributes:
+        point: hidden1, hidden2, batch_size, lr.
+        reports: of `tune_trial.Reports`, in order, each once.
+        error: of a failed trial, one line.
+    """
+
+    name: str
+    point: Mapping[str, Any]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def val_loss(self) -> float | None:
+        """The best one; None if there is no finite one."""
+        found = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
+        return min(found, default=None)
+
+    @property
+    def state(self) -> str:
+        """`finished` (early stopping included), `stopped` by the scheduler, or `failed`."""
+        if self.error or self.val_loss is None:
+            return "failed"
+        return "finished" if self.reports[-1]["is_last"] else "stopped"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        last = self.reports[-1] if self.reports else {}
+        return {
+            "trial": self.name,
+            **self.point,
+            "num_reports": len(self.reports),
+            "state": self.state,
+            "val_loss": self.val_loss,
+            "num_parameters": last.get("num_parameters"),
+            "seconds": last.get("seconds"),
+        }
+
+
+def ranked(trials: list[Trial]) -> list[Trial]:
+    """Lowest validation loss first, failed trials last."""
+
+    def key(trial: Trial) -> tuple[bool, float]:
+        return trial.state == "failed", math.inf if trial.val_loss is None else trial.val_loss
+
+    return sorted(trials, key=key)
+
+
+def write(out: Path, trials: list[Trial], target: str) -> None:
+    """Write trials.csv and .md, reports.csv, and the plots; the first of `trials` is the best."""
+    rows = [trial.row for trial in trials]
+    reports = [{"trial": t.name} | {k: r[k] for k in _REPORT} for t in trials for r in t.reports]
+    write_text(out / "trials.csv", pd.DataFrame(rows).to_csv(index=False))
+    write_text(out / "trials.md", as_markdown(rows))
+    write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
+    title = f"{target} network: {len(trials)} trials"
+    lines, points = _lines(trials), _points(trials)
+    figures = {
+        "loss-by-report": draw(
+            {title: lines},
+            x="epochs, a mark at each validation report",
+            y="validation loss (lower is better)",
+            log_y=_is_wide(lines),
+        ),
+        "loss-by-size": draw(
+            {title: points},
+            x="parameters",
+            y="best validation loss (lower is better)",
+            log_x=True,
+            log_y=_is_wide(points),
+        ),
+    }
+    for name, figure in figures.items():
+        for ending in (".png", ".svg"):
+            save(figure, out / (name + ending))
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """An aligned table, also as it stands in a terminal."""
+    head = list(rows[0])
+    cells = [head] + [[_text(name, row[name]) for name in head] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    lines = (" | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def _text(name: str, value: Any) -> str:
+    return "" if value is None else _DIGITS.get(name, "{}").format(value)
+
+
+def _lines(trials: list[Trial]) -> list[Series]:
+    return [
+        _series(trial, trial is trials[0], [(r["epochs"], r["val_loss"]) for r in trial.reports])
+        for trial in reversed(trials)  # the best on top
+    ]
+
+
+def _points(trials: list[Trial]) -> list[Series]:
+    return [
+        _series(trial, trial is trials[0], [(trial.row["num_parameters"], trial.val_loss)])
+        for trial in reversed(trials)
+        if trial.val_loss is not None
+    ]
+
+
+def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> Series:
+    style, label = _STYLES["best" if is_best else trial.state]
+    points = [point for point in points if math.isfinite(point[1])]
+    return Series(label, style, [x for x, _ in points], [y for _, y in points])
+
+
+def _is_wide(lines: list[Series]) -> bool:
+    """Whether a log axis has round values enough to read it by."""
+    values = [value for own in lines for value in own.y]
+    return max(values) > 2 * min(values)
