@@ -75,7 +75,7 @@ def card_text(config: "AlignerConfig") -> str:
         "evicted at once": f"multiples of {', '.join(map(str, config.shifts))}",
         "sizes": ", ".join(f"{name} {size}" for name, size in config.sizes.items()) or "none",
     }
-    imported = any("licence" in part for part in parts.values())
+    imported = any("licence" in dict(part.get("data") or {}) for part in parts.values())
     license_tag, licence, tested = _IMPORTED if imported else _OWN
     return _CARD.format(
         license=license_tag,

@@ -172,6 +172,7 @@ def test_example_runs_and_the_card_names_the_authors(workplace, capsys):
     card = (workplace / "published" / "README.md").read_text()
     assert card.count("published by the authors of KV-Align (github.com/eecs585projectorg") == 2
     assert "keys_network_distilgpt2.pth, sha256" in card and example.replace("\n", " ") in card
+    assert "license: other" in card and "Apache-2.0 for this aligner" not in card
 
 
 def test_nothing_is_overwritten_unasked(workplace, capsys):
