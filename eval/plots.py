@@ -33,7 +33,7 @@ _STYLES = {
     "window": ("#808080", "v"),
     "streaming-llm": ("#D55E00", "s"),
     "recompute": ("#1F83C4", "o"),
-    "discard-half": ("#3A9FD0", "D"),
+    "discard-half": ("#7B61C9", "D"),
     "table": ("#009E73", "^"),
     "table-kl": (INK, "*"),
     "network": ("#C46A9C", "P"),
