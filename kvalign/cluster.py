@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # Read by Ray when it is imported: what it would send home, and a coming change it would warn of.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 @contextmanager
@@ -21,6 +20,8 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
     Raises:
         ValueError: no cluster at that address.
     """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray
 
     try:
