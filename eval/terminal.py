@@ -43,6 +43,8 @@ def _table(table: Table) -> RichTable:
         found.add_column(
             Text(column.title + ARROWS[column.better]),
             justify="right" if column.is_number else "left",
+            no_wrap=not column.is_number,
+            overflow="fold",
         )
     for row in table.rows:
         found.add_row(
