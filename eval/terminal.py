@@ -13,6 +13,7 @@ from kvalign.eval.report_tables import Table, summary
 from kvalign.eval.results_folder import read
 from kvalign.eval.shown import shown
 
+WIDTH = 132  # columns
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
 
 
@@ -24,6 +25,8 @@ def show(folder: Path, console: Console | None = None) -> None:
     """
     results = read(folder)
     console = console or Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console.width = max(console.width, WIDTH)
     tables = [("Summary", summary(results))]
     tables += [(section.title, section.tables) for section in sections(results)]
     tables += [("Beside the paper", paper_tables(results))]
@@ -44,7 +47,6 @@ def _table(table: Table) -> RichTable:
             Text(column.title + ARROWS[column.better]),
             justify="right" if column.is_number else "left",
             no_wrap=not column.is_number,
-            overflow="fold",
         )
     for row in table.rows:
         found.add_row(

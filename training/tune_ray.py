@@ -43,7 +43,7 @@ def run_trials(out: Path, settings: TuneSettings, base: TrainSettings) -> list[T
             results = _tuner(out, settings, base).fit()
         finally:
             Watch.close()
-        if any(not (result.error or (result.metrics or {}).get("done")) for result in results):
+        if results.num_terminated + results.num_errors < len(results):
             raise KeyboardInterrupt  # Ray took it for itself
         return [_trial(result) for result in results]
 
