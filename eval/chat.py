@@ -8,12 +8,9 @@ writes word salad whatever it was asked.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
-from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from kvalign.commands.eval_chat import ChatSettings
 from kvalign.data_gen.prompts import conversations
@@ -21,10 +18,10 @@ from kvalign.eval.document import document
 from kvalign.eval.fluency import judge
 from kvalign.eval.grid import check_names, make_grid, sizes_of
 from kvalign.eval.words import load_words
-from kvalign.generation import stream_tokens
 from kvalign.methods import Method
 from kvalign.models import LoadedModel, load_model
-from kvalign.turns import turn_text
+from kvalign.text import Sampling, TextStream
+from kvalign.turns import turn_ids
 
 
 def evaluate(settings: ChatSettings) -> dict[str, Any]:
@@ -75,28 +72,17 @@ def _answers(
     loaded: LoadedModel, method: Method, talk: list[str], settings: ChatSettings
 ) -> Iterator[_Answer]:
     """The answers to all turns, in one stream."""
-    device = loaded.model.device
-    end = loaded.model.generation_config.eos_token_id
-    ends = [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    num_fed, unfed = 0, list[int]()
+    sampling = Sampling(
+        max_new_tokens=settings.max_new_tokens,
+        top_k=settings.top_k,
+        stop_at_end=True,
+        seed=settings.seed,
+    )
+    stream = TextStream(loaded.tokenizer, method, sampling)
     for number, turn in enumerate(talk):
-        text = turn_text(loaded.tokenizer, turn, is_first=number == 0)
-        prompt_ids = loaded.tokenizer(text, add_special_tokens=number == 0, verbose=False)[
-            "input_ids"
-        ]
-        tokens = stream_tokens(
-            method,
-            torch.tensor([unfed + prompt_ids], device=device),
-            processors=LogitsProcessorList([TopKLogitsWarper(settings.top_k)]),
-            do_sample=settings.top_k > 1,
-            eos_token_ids=ends,
-            generator=generator,
-            reset=number == 0,
-        )
-        token_ids = [int(token) for token in islice(tokens, settings.max_new_tokens)]
-        num_fed += len(unfed) + len(prompt_ids)
-        yield _Answer(prompt_ids, token_ids, num_fed)
-        # The turn after it closes the answer by itself; its last token has not been fed.
-        unfed = [token for token in token_ids[-1:] if token not in ends]
-        num_fed += len(token_ids) - 1
+        prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
+        stream.feed(prompt_ids)
+        num_fed = len(stream.ids)
+        for _ in stream:
+            pass
+        yield _Answer(prompt_ids, stream.token_ids, num_fed)

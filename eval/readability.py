@@ -15,7 +15,7 @@ from kvalign.eval.fluency import judge
 from kvalign.eval.grid import check_names, make_grid, sizes_of
 from kvalign.eval.words import load_words
 from kvalign.models import load_model
-from kvalign.text import TextStream
+from kvalign.text import Sampling, TextStream
 
 
 def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
@@ -45,21 +45,21 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
     with tqdm(total=len(runs) * settings.max_new_tokens, unit="token", smoothing=0.05) as bar:
         for method, ngram, number in runs:
             bar.set_description(f"{method.title} C={method.cache_size}")
-            stream = TextStream(
-                loaded,
-                method,
-                prompts[number],
+            sampling = Sampling(
                 max_new_tokens=settings.max_new_tokens,
                 top_k=settings.top_k,
                 no_repeat_ngram_size=ngram,
                 seed=settings.seed,
             )
+            stream = TextStream(loaded.tokenizer, method, sampling)
+            stream.feed(prompts[number])
+            num_prompt = len(stream.ids)
             before = bar.n
             for _ in stream:
                 bar.update(before + len(stream.token_ids) - bar.n)
             bar.update(before + settings.max_new_tokens - bar.n)
             cell = sizes_of(method) | {"no_repeat_ngram_size": ngram, "prompt": number}
-            prompt_ids = loaded.tokenizer(prompts[number], verbose=False)["input_ids"]
+            prompt_ids = stream.ids[:num_prompt]
             rows.append(cell | judge(loaded, prompt_ids, stream.token_ids, words.words))
     return document(
         "eval readability",

@@ -11,7 +11,10 @@ _PUBLIC = {
     "METHODS": "kvalign.methods",
     "StreamingCache": "kvalign.cache",
     "load_model": "kvalign.models",
+    "load_stream": "kvalign.stream_file",
+    "make_cache": "kvalign.methods",
     "make_method": "kvalign.methods",
+    "stream": "kvalign.text",
     "stream_generate": "kvalign.generation",
     "stream_tokens": "kvalign.generation",
 }

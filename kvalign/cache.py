@@ -11,10 +11,10 @@ each token its position inside the cache (0..C), never its position in the strea
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvalign.models import ModelSpec
+from kvalign.models import ModelSpec, spec_of
 from kvalign.realign import Move, Realigner
 
 
@@ -52,6 +52,38 @@ class StreamingCache(Cache):
         super().reset()
         self.slots.clear()
 
+    def state(self) -> dict[str, Tensor]:
+        """All that it holds, by name; `restore` of a cache made alike goes on with it."""
+        kept = {
+            f"{i}.kept.{j}": room.entries
+            for i, layer in enumerate(self.layers)
+            for j, room in enumerate(layer.kept)
+        }
+        return self.slots.state() | entries_of(self) | kept
+
+    def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        """Take up what `state` gave.
+
+        Raises:
+            ValueError: it does not fit this cache or this model.
+        """
+        self.reset()
+        if not state:
+            return
+        self.slots.restore(state)
+        num_kept = max(0, len(self.slots) - self.slots.num_sinks)
+        for i, (keys, values) in enumerate(read_entries(state, model, len(self.slots))):
+            layer = self.layers[i]
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if self.realigner is not None:
+                dtype = torch.float32 if self.realigner.recursive else keys.dtype
+                shape = (*keys.shape[:2], num_kept, keys.shape[3])
+                layer.kept = [
+                    Room(named(state, f"{i}.kept.{j}", shape, dtype).to(keys.device))
+                    for j in range(2)
+                ]
+
 
 class Slots:
     """Which entry lies in which slot; shared by all layers, advanced by the first.
@@ -74,6 +106,26 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self.born)
+
+    def state(self) -> dict[str, Tensor]:
+        counts = torch.tensor([self.num_seen, self.num_evictions])
+        return {"born": self.born, "index": self.index, "counts": counts} if len(self) else {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Raises ValueError if it is not of slots of this size."""
+        self.clear()
+        length = len(state["born"]) if "born" in state else 0
+        born, index = (named(state, name, (length,), torch.int64) for name in ("born", "index"))
+        num_seen, num_evictions = named(state, "counts", (2,), torch.int64).tolist()
+        if not (
+            0 < length <= self.cache_size
+            and (index.diff() > 0).all()
+            and 0 <= index[0] <= index[-1] == num_seen - 1
+            and ((born >= 0) & (born <= index)).all()
+        ):
+            raise ValueError(f"a stream's slots must be up to {self.cache_size} in their order")
+        self.born, self.index = born, index
+        self.num_seen, self.num_evictions = num_seen, num_evictions
 
     def append(self, num_new: int) -> None:
         """Place new entries after the last; drop what exceeds the cache, `num_evicted` at once."""
@@ -217,6 +269,45 @@ class StreamingLayer(DynamicLayer):
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
         self.kept = [Room(room.entries[rows]) for room in self.kept]
+
+
+def entries_of(cache: Cache) -> dict[str, Tensor]:
+    """Keys and values [B, H, S, D] of every layer, by name; nothing of an empty cache."""
+    return {
+        f"{i}.{name}": getattr(layer, name)
+        for i, layer in enumerate(cache.layers)
+        if layer.get_seq_length()
+        for name in ("keys", "values")
+    }
+
+
+def read_entries(
+    state: dict[str, Tensor], model: PreTrainedModel, num_entries: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What `entries_of` gave: keys and values of each layer, on the model's device.
+
+    Raises:
+        ValueError: they are not `num_entries` entries of such a model.
+    """
+    spec = spec_of(model.config)
+    batch_size = len(state["0.keys"]) if "0.keys" in state else 0
+    shape = (batch_size, spec.num_kv_heads, num_entries, spec.head_dim)
+    layers = []
+    for i in range(spec.num_layers):
+        keys, values = (named(state, f"{i}.{x}", shape, model.dtype) for x in ("keys", "values"))
+        layers.append((keys.to(model.device), values.to(model.device)))
+    return layers
+
+
+def named(
+    state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A tensor of a state; ValueError unless it is there with this shape and dtype."""
+    found = state.get(name)
+    if found is None or found.shape != shape or found.dtype != dtype:
+        what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+        raise ValueError(f"a stream's {name} must be {shape} {dtype}, found {what}")
+    return found
 
 
 def check_sizes(spec: ModelSpec, cache_size: int, num_sinks: int, num_evicted: int) -> None:

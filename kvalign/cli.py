@@ -17,6 +17,7 @@ from kvalign.settings import Settings, parse
 
 COMMANDS = {
     "generate": "stream text past the context length with any method",
+    "chat": "hold one endless conversation in the terminal",
     "gen-data": "record KV caches before and after eviction",
     "train": "train an aligner on text or on recorded caches",
     "tune": "sweep the networks' sizes and learning rate with Ray Tune",

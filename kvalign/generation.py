@@ -35,7 +35,7 @@ def stream_tokens(
     eos_token_ids: Collection[int] = (),
     pad_token_id: int | None = None,
     generator: torch.Generator | None = None,
-    reset: bool = True,
+    before: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
     row has ended.
@@ -49,19 +49,20 @@ def stream_tokens(
         eos_token_ids: tokens that end a row; empty: nothing does.
         pad_token_id: what an ended row yields; default the first end token.
         generator: source of the draws; default torch's global one.
-        reset: forget the method's stream first. Otherwise the prompt goes on with it, and begins
-            with the last token that was yielded: that one has not been fed.
+        before: [B, P] int64, what the method has been fed, when the prompt goes on with its stream;
+            processors and criteria see it too. The prompt then begins with the last token that was
+            yielded: that one has not been fed. None begins a new stream.
 
     Raises:
         ValueError: an empty prompt.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    history = _History(prompt)
+    history = _History(prompt if before is None else torch.cat([before, prompt], 1))
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
-    if reset:
+    if before is None:
         method.reset()
     logits = method.feed(prompt)
     while True:

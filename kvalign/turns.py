@@ -7,22 +7,49 @@ A model with a chat template gets its own; any other the plain form of Streaming
     ASSISTANT:
 """
 
+from itertools import takewhile
+
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
-def turn_text(tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool) -> str:
+def turn_ids(
+    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
+) -> list[int]:
+    """The tokens of `turn_text`. A template writes the beginning of a text itself."""
+    text = turn_text(tokenizer, turn, is_first, system)
+    special = is_first and not tokenizer.chat_template
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def opening_len(tokenizer: PreTrainedTokenizerBase, system: str | None) -> int:
+    """Tokens of a conversation before the user's first word: what sinks should keep."""
+    one, other = (turn_ids(tokenizer, turn, True, system) for turn in ("?", "0"))
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in alike)
+
+
+def turn_text(
+    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
+) -> str:
     """What is fed before the model answers a user's turn; the answer before it has been fed.
 
     Args:
         tokenizer: of the model; its chat template is used where it has one.
         turn: what the user says.
         is_first: the stream begins with it, so that the template's opening is part of it.
+        system: what the model is told before the first turn.
+
+    Raises:
+        ValueError: a template that takes no such conversation.
     """
     if not tokenizer.chat_template:
-        return f"{'' if is_first else chr(10) * 2}USER: {turn}\n\nASSISTANT:"
+        opening = "" if is_first and system is None else f"{system if is_first else ''}\n\n"
+        return f"{opening}USER: {turn}\n\nASSISTANT:"
     user = {"role": "user", "content": turn}
     if is_first:
-        return _render(tokenizer, [user], to_answer=True)
+        told = [] if system is None else [{"role": "system", "content": system}]
+        return _render(tokenizer, [*told, user], to_answer=True)
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     whole = _render(tokenizer, [*before, user], to_answer=True)
     known = _render(tokenizer, before, to_answer=False)
@@ -35,6 +62,11 @@ def turn_text(tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool) -> 
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=to_answer
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template of this model refuses: {error}") from None
     assert isinstance(text, str)
     return text

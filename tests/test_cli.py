@@ -19,7 +19,7 @@ from kvalign import checkpoints
 from kvalign.cli import COMMANDS, main, module_name, settings_class
 
 # In this order: a later example reads what an earlier one wrote.
-EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate"]
+EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report"]
 

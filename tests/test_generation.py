@@ -86,6 +86,18 @@ def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
         assert (row[stop + 1 :] == 95).all()
 
 
+@pytest.mark.parametrize("name", STREAMING)
+def test_two_parts_of_a_stream_are_one(name, models, ids):
+    """The second part begins with the token that was not fed; processors see both."""
+    method = make(name, models["gpt2"])
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])
+    whole = take(kvalign.stream_tokens(method, ids[:1, :9], processors=processors), 60)
+    first = take(kvalign.stream_tokens(method, ids[:1, :9], processors=processors), 25)
+    fed = torch.cat([ids[:1, :9], first[:, :-1]], 1)
+    rest = kvalign.stream_tokens(method, first[:, -1:], processors=processors, before=fed)
+    assert torch.equal(torch.cat([first, take(rest, 35)], 1), whole)
+
+
 def test_empty_prompt_is_refused(models):
     with pytest.raises(ValueError, match="the prompt is empty"):
         next(

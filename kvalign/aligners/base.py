@@ -8,6 +8,7 @@ is not its business (`kvalign.realign`), so an aligner that adds nothing is Stre
 import dataclasses
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,9 +181,7 @@ class Aligner(
         spec = spec_of(model.config)
         for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
             _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
-        if not torch.allclose(
-            torch.tensor(self.config.probe), torch.tensor(probe(model)), rtol=2e-2, atol=1e-4
-        ):
+        if not has_probe(model, self.config.probe):
             raise ValueError(
                 f"this aligner was made for {self.config.base_model}: probe (its embedding "
                 "weights) differs from this model's; train an aligner for it with gen-data and "
@@ -260,6 +259,14 @@ def probe(model: PreTrainedModel) -> tuple[float, ...]:
     rows = torch.linspace(0, weight.shape[0] - 1, _PROBE_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, _PROBE_LEN).long().to(weight.device)
     return tuple(round(x, 6) for x in weight.detach()[rows, columns].float().tolist())
+
+
+def has_probe(model: PreTrainedModel, expected: Sequence[float]) -> bool:
+    """Whether the model's embedding weights are those that `probe` gave, in any precision."""
+    found = torch.tensor(probe(model))
+    return len(expected) == len(found) and torch.allclose(
+        torch.tensor(expected, dtype=found.dtype), found, rtol=2e-2, atol=1e-4
+    )
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:

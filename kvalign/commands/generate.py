@@ -45,24 +45,21 @@ def run(settings: GenerateSettings) -> None:
     import sys
 
     prompt = read_prompt(settings.prompt, settings.prompt_file)  # before the heavy imports
-    from kvalign.methods import make_method, method_class
+    from kvalign.methods import method_class
     from kvalign.models import load_model
-    from kvalign.text import TextStream
+    from kvalign.text import stream
 
     method_class(settings.method)  # before the model is loaded
     loaded = load_model(settings.model, settings.device, settings.dtype)
-    method = make_method(
-        settings.method,
+    text_stream = stream(
         loaded.model,
+        loaded.tokenizer,
+        prompt,
+        method=settings.method,
         cache_size=settings.cache_size,
         num_sinks=settings.num_sinks,
         num_evicted=settings.num_evicted,
         aligner=settings.aligner,
-    )
-    stream = TextStream(
-        loaded,
-        method,
-        prompt,
         max_new_tokens=settings.max_new_tokens,
         top_k=settings.top_k,
         temperature=settings.temperature,
@@ -73,15 +70,15 @@ def run(settings: GenerateSettings) -> None:
     if not settings.json:
         print(prompt, end="", flush=True)
     try:
-        for piece in stream:
+        for piece in text_stream:
             if not settings.json:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         pass
-    timing = stream.timing()
+    timing = text_stream.timing()
     if settings.json:
-        document = {"settings": settings.as_dict(), "prompt": prompt, "text": stream.text}
-        print(json.dumps({**document, "token_ids": stream.token_ids, **timing}))
+        document = {"settings": settings.as_dict(), "prompt": prompt, "text": text_stream.text}
+        print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
         print()
     print(

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.methods.base import Method
+from kvalign.cache import StreamingCache
+from kvalign.methods.base import Cached, Method
 from kvalign.methods.dense import Dense
 from kvalign.methods.discard_half import DiscardHalf
 from kvalign.methods.kvalign import KVAlign
@@ -65,6 +66,31 @@ def make_method(
             aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
         )
     return cls(model, **sizes)
+
+
+def make_cache(
+    model: PreTrainedModel, *, cache_size: int, method: str = "kvalign", **options: Any
+) -> StreamingCache:
+    """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
+    nor position ids.
+
+    Args:
+        model: a causal LM of transformers.
+        cache_size: entries stored between steps. The first input may have one more; feed a longer
+            one in parts that fit, or let `kvalign.stream_tokens` do it.
+        method: one that keeps entries and moves them: kvalign, streaming-llm or window.
+        options: num_sinks, num_evicted, aligner: as in `make_method`.
+
+    Raises:
+        ValueError, FileNotFoundError: as in `make_method`, or a method without such a cache.
+    """
+    made = make_method(method, model, cache_size=cache_size, **options)
+    if not isinstance(made, Cached):
+        cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
+        raise ValueError(
+            f"{method} {made.about}: it has no streaming cache (these have: {', '.join(cached)})"
+        )
+    return made.cache
 
 
 def make_methods(

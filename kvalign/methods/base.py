@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign import relative
-from kvalign.cache import StreamingCache, check_sizes
+from kvalign.cache import StreamingCache, check_sizes, named
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
 
@@ -76,6 +76,18 @@ class Method(ABC):
     def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
+    def state(self) -> dict[str, Tensor]:
+        """The stream so far; `restore` of a method made alike goes on with it, to the bit."""
+        raise ValueError(f"streams of {self.name} cannot be saved")
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on with the stream of `state`, tensors on the model's device.
+
+        Raises:
+            ValueError: it is not the state of such a method on such a model.
+        """
+        raise ValueError(f"streams of {self.name} cannot be saved")
+
     def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
         """As `score_stepwise`, to rounding; by a faster way where the method has one."""
         return self.score_stepwise(ids, on_labels)
@@ -122,6 +134,12 @@ class Cached(Method):
     def reset(self) -> None:
         self.cache.reset()
 
+    def state(self) -> dict[str, Tensor]:
+        return self.cache.state()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.cache.restore(state, self.model)
+
     @torch.no_grad()
     def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
         """The same figures as stepping; in segments where the relative form is exact."""
@@ -165,6 +183,30 @@ class Reencoding(Method):
     The kept tokens change only when something is dropped, so all steps between two drops are one
     causal forward pass: scoring takes a batch of such periods at once.
     """
+
+    seen: Tensor | None
+    """[B, S] int64, what the last step saw."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.seen is None else {"seen": self.seen}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.reset()
+        if state:
+            shape = tuple(state["seen"].shape) if "seen" in state else ()
+            seen = named(state, "seen", shape, torch.int64)
+            vocab_size = self.model.config.vocab_size
+            if (
+                len(shape) != 2
+                or seen.numel() == 0
+                or shape[1] > self.cache_size + 1
+                or not (0 <= seen.min() <= seen.max() < vocab_size)
+            ):
+                raise ValueError(
+                    f"a stream's seen must be [B, S] ids below {vocab_size}, S at most "
+                    f"{self.cache_size + 1}"
+                )
+            self.seen = seen.to(self.model.device)
 
     def keep(self, ids: Tensor) -> Tensor:
         """The part of ids [B, T] that a step sees: all, or the sinks and what is left."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvalign.cache import entries_of, read_entries
 from kvalign.methods.base import Method
 
 
@@ -22,6 +23,17 @@ class Dense(Method):
 
     def reset(self) -> None:
         self.cache = DynamicCache()
+
+    def state(self) -> dict[str, Tensor]:
+        return entries_of(self.cache)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.reset()
+        if state:
+            length = state["0.keys"].shape[2] if "0.keys" in state else 0
+            if self.room is not None and length > self.room:
+                raise ValueError(f"a stream of {length} entries is more than {self.spec.name} has")
+            self.cache = DynamicCache(read_entries(state, self.model, length))
 
     @property
     def room(self) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvalign.cache import entries_of, read_entries
 from kvalign.methods.base import Reencoding
 
 
@@ -27,8 +28,16 @@ class DiscardHalf(Reencoding):
         return max(1, (self.cache_size - self.num_sinks) // 2)
 
     def reset(self) -> None:
-        self.seen: Tensor | None = None
+        self.seen = None
         self.cache = DynamicCache()
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | entries_of(self.cache)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore(state)
+        if self.seen is not None:
+            self.cache = DynamicCache(read_entries(state, self.model, self.seen.shape[1]))
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Recompute(Reencoding):
         self.reset()
 
     def reset(self) -> None:
-        self.seen: Tensor | None = None
+        self.seen = None
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:

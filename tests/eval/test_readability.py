@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvalign import load_model, make_method, stream_tokens
+from kvalign import load_model, make_method
 from kvalign.cli import main
 from kvalign.commands.eval_chat import ChatSettings
 from kvalign.eval.chat import evaluate as chat
@@ -86,16 +86,3 @@ def test_answers_come_from_one_stream():
             num_fed += 1
         answer.append(int(logits.argmax()))
         assert loaded.tokenizer.decode(answer) == row["text"]
-
-
-def test_a_stream_goes_on_without_reset(ids):
-    """Two calls, the second beginning with the token that was not fed, are one."""
-    loaded = load_model("gpt2-mini")
-    method = make_method("streaming-llm", loaded.model, cache_size=16)
-    prompt = loaded.tokenizer("The island was first settled", return_tensors="pt").input_ids
-    tokens = stream_tokens(method, prompt)
-    whole = [int(next(tokens)) for _ in range(60)]
-    tokens = stream_tokens(method, prompt)
-    first = [int(next(tokens)) for _ in range(25)]
-    tokens = stream_tokens(method, torch.tensor([first[-1:]]), reset=False)
-    assert first + [int(next(tokens)) for _ in range(35)] == whole

@@ -162,7 +162,7 @@ def test_teacher_forcing_is_greedy_decoding(loaded):
             feed_as_scored(method, before)
         for token in one.opening[:-1]:
             method.feed(token.view(1, 1))
-        greedy = stream_tokens(method, one.opening[-1:][None], reset=False)
+        greedy = stream_tokens(method, one.opening[-1:][None], before=one.opening[:-1][None])
         written = torch.cat(list(islice(greedy, len(one.answer))))
         change = len(expected)
         if change < 3:

@@ -120,9 +120,9 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(recorded, make_sett
         assert found["val_loss"] < 0.97 * found["input_label_mse"]
         assert found["ratio"] == found["val_loss"] / found["input_label_mse"]
         batches = InOrder(recorded.store.shards("val"), target, 8192)
-        assert losses(getattr(aligner, target), batches) == (
-            found["val_loss"],
-            found["input_label_mse"],
+        # Float32 sums in another order on another processor; the file itself is exact.
+        assert losses(getattr(aligner, target), batches) == pytest.approx(
+            (found["val_loss"], found["input_label_mse"]), rel=1e-6
         )
     assert aligner.config.training == results
     card = (settings.out / "README.md").read_text()
