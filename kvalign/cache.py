@@ -250,7 +250,9 @@ class StreamingLayer(DynamicLayer):
         raise ValueError("a streaming cache cannot be cropped: the entries it evicted are gone")
 
     def reset(self) -> None:
-        super().reset()
+        # Dropped: transformers before 5.23 fills the entries with zeros and keeps their number.
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized = False
         self.kept = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
