@@ -29,6 +29,7 @@ COMMANDS = {
     "eval chat": "many conversations through one stream, each answer judged",
     "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
     "report": "a page, plots and tables of the results in a folder",
+    "lanes": "a page that shows the cache step by step, for any method",
     "pretrain": "train a small reference language model from scratch",
 }
 

@@ -21,7 +21,7 @@ from kvalign.cli import COMMANDS, main, module_name, settings_class
 # In this order: a later example reads what an earlier one wrote.
 EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
-EXAMPLES += ["eval run", "report"]
+EXAMPLES += ["eval run", "report", "lanes"]
 
 
 def example(command):
@@ -147,6 +147,10 @@ WRONG = [
     (["report"], "the following arguments are required: FOLDER"),
     (["report", "nowhere"], "no folder 'nowhere'"),
     (["report", "."], "no results in ."),
+    (["lanes", "--out", "short.txt"], "short.txt already exists: give --overwrite"),
+    (["lanes", "--out", "d", "--method", "kv-align"], "did you mean kvalign?"),
+    (["lanes", "--out", "d", "--cache-size", "25"], "at most 24 for this page"),
+    (["lanes", "--out", "d", "--cache-size", "3"], "cache_size must be above num_sinks"),
     (["gen-data"], "the following arguments are required: --out"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),

@@ -1,0 +1,68 @@
+// What a method does to the cache, token by token (laneFrames), cut into moments that can be shown.
+"use strict";
+
+// Sizes that a method sets itself.
+const FIXED = {
+  dense: { num_sinks: () => 0, num_evicted: () => 1 },
+  window: { num_sinks: () => 0 },
+  "discard-half": { num_evicted: (cacheSize, numSinks) => Math.max(1, Math.floor((cacheSize - numSinks) / 2)) },
+};
+
+// The settings with sizes that fit together, as check_sizes of kvalign/cache.py asks for.
+function fitted({ method, family, cache_size, num_sinks, num_evicted }) {
+  const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+  const fixed = FIXED[method] || {};
+  const sinks = fixed.num_sinks ? fixed.num_sinks() : clamp(num_sinks, 0, cache_size - 1);
+  const evicted = fixed.num_evicted ? fixed.num_evicted(cache_size, sinks) : clamp(num_evicted, 1, cache_size - sinks);
+  return { method, family, cache_size, num_sinks: sinks, num_evicted: evicted };
+}
+
+/* One frame a token: `seen`, the entries it attends to, itself the last of them; `going`, those that are dropped before the
+   next token; `stored`, those that stay, at their new positions; `encoded`, tokens that the model ran on. An entry has the
+   place of its token in the stream (`index`), the positions it was `born` at and has `now`, and a `state`.
+   A pure function: kvalign/cache.py (Slots) and kvalign/methods/base.py (Reencoding.keep) in a few lines. */
+function laneFrames(settings, numTokens) {
+  const { method, family, cache_size, num_sinks, num_evicted } = fitted(settings);
+  const reencodes = method === "recompute" || method === "discard-half";
+  const moved = method === "kvalign" ? "realigned" : { learned: "stale", rotary: "rotated", alibi: "by-slot" }[family];
+  const frames = [];
+  let stored = [];
+  let refill = false;
+  for (let token = 0; token < numTokens; token++) {
+    const isFull = method === "dense" && stored.length > cache_size;
+    if (isFull) break; // the context length, here that of the lane
+    const seen = [...stored, { index: token, born: stored.length, now: stored.length, state: "in-place" }];
+    if (method === "recompute") for (const entry of seen) entry.state = "reencoded";
+    const excess = method === "dense" ? 0 : Math.max(0, seen.length - cache_size);
+    const numGoing = Math.ceil(excess / num_evicted) * num_evicted;
+    const rest = [...seen.slice(0, num_sinks), ...seen.slice(num_sinks + numGoing)];
+    stored = rest.map(({ index, born, state }, now) => {
+      if (reencodes && numGoing) return { index, born: now, now, state: "reencoded" };
+      return { index, born, now, state: reencodes || born === now ? state : moved };
+    });
+    frames.push({
+      token,
+      seen,
+      going: seen.slice(num_sinks, num_sinks + numGoing).map((entry) => entry.index),
+      stored,
+      encoded: method === "recompute" || (reencodes && refill) ? seen.length : 1,
+    });
+    refill = numGoing > 0;
+  }
+  return frames;
+}
+window.laneFrames = laneFrames;
+
+// Two moments a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too.
+function momentsOf(settings, numTokens) {
+  const frames = laneFrames(settings, numTokens);
+  let numGone = 0;
+  const moments = frames.flatMap((frame) => {
+    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone };
+    if (!frame.going.length) return [arrives];
+    numGone += frame.going.length;
+    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone }];
+  });
+  if (frames.length < numTokens) moments.push({ ...moments[moments.length - 1], kind: "stops" });
+  return moments;
+}

@@ -1,0 +1,258 @@
+// The lane: draws moments, animates what is between them, and listens to the controls.
+"use strict";
+
+const NUM_TOKENS = 100; // played before the demo ends
+const MOMENT_MS = 1500;
+const CELL_PX = { least: 36, most: 104, wordy: 66 };
+const PRESETS = {
+  "figure-4": [{ method: "streaming-llm", family: "rotary", cache_size: 7, num_sinks: 4, num_evicted: 1 }, 9],
+  "gpt-2": [{ method: "streaming-llm", family: "learned", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
+};
+
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const sizes = ["cache_size", "num_sinks", "num_evicted"];
+let chosen = data.settings; // as the reader set them; `settings` fit together
+let settings, moments, at, timer = null;
+const cells = new Map(); // by place in the stream
+
+function make(tag, className, text = "") {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+// The first moment that has everything to see: something has moved, something has to go.
+function tellingMoment() {
+  const telling = (moment) => moment.kind === "arrives" && moment.frame.going.length &&
+    moment.entries.some((entry) => entry.index !== entry.now);
+  const found = moments.findIndex(telling);
+  return found < 0 ? moments.length - 1 : found;
+}
+
+const arrivalOf = (token) => moments.findIndex((moment) => moment.kind === "arrives" && moment.frame.token === token);
+
+// Take other settings; show the arrival of `token`, or else the telling moment.
+function choose(change, token = null) {
+  pause();
+  chosen = { ...chosen, ...change };
+  settings = fitted(chosen);
+  moments = momentsOf(settings, NUM_TOKENS);
+  const arrival = arrivalOf(token);
+  showSettings();
+  for (const cell of cells.values()) cell.remove();
+  cells.clear();
+  show(arrival < 0 ? tellingMoment() : arrival, false);
+}
+
+function showSettings() {
+  const { method, family, cache_size, num_sinks, num_evicted } = settings;
+  $("method").value = method;
+  $("family").value = family;
+  const limits = { cache_size: [1, data.max_cache_size], num_sinks: [0, cache_size - 1], num_evicted: [1, cache_size - num_sinks] };
+  for (const name of sizes) {
+    const slider = $(name);
+    [slider.min, slider.max] = limits[name];
+    slider.value = settings[name];
+    slider.disabled = name in (FIXED[method] || {});
+    slider.parentElement.querySelector("output").textContent = settings[name];
+  }
+  const sinks = count(num_sinks, "sink");
+  $("about").textContent = `${method} ${data.methods[method]}.` + (data.controls ? "" :
+    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${num_evicted} evicted at once.`);
+  drawSlots();
+  const seen = moments.flatMap((moment) => moment.entries.map((entry) => tagOf(entry, moment, num_sinks)));
+  const found = new Set([...seen, ...moments.flatMap((moment) => moment.entries.map((entry) => entry.state))]);
+  $("legend").replaceChildren(...Object.keys(TAGS).filter((tag) => found.has(tag)).map((tag) => {
+    const [sign, word, about] = TAGS[tag];
+    const item = document.createElement("li");
+    const sample = make("span", `sample ${tag}`, sign);
+    sample.setAttribute("aria-hidden", "true");
+    item.append(sample, make("span", "", `${word ? `${word}: ` : ""}${about}`));
+    return item;
+  }));
+}
+
+// What lies behind the entries: a place for each position, and what the places are for.
+function drawSlots() {
+  const { method, cache_size, num_sinks } = settings;
+  $("lane").style.setProperty("--slots", cache_size + 1);
+  $("slots").replaceChildren(...Array.from({ length: cache_size + 1 }, (_, position) => {
+    const slot = make("span", "slot");
+    slot.style.setProperty("--slot", position);
+    slot.append(make("span", "word", "position "), make("b", "", position));
+    return slot;
+  }));
+  const zone = (name, first, length) => {
+    const element = make("span", `zone ${name}`, name);
+    element.style.setProperty("--slot", first);
+    element.style.setProperty("--length", length);
+    return element;
+  };
+  const zones = method === "dense" ? [zone("everything", 0, cache_size + 1)] : [
+    ...(num_sinks ? [zone("sinks", 0, num_sinks)] : []),
+    zone("window", num_sinks, cache_size - num_sinks),
+    zone("new", cache_size, 1),
+  ];
+  $("zones").replaceChildren(...zones);
+  fit();
+}
+
+// Cells as wide as the page has room for; below a width the lane scrolls, and words shrink to signs.
+function fit() {
+  const room = $("scroll").clientWidth / (settings.cache_size + 1);
+  const width = Math.min(Math.max(Math.floor(room), CELL_PX.least), CELL_PX.most);
+  $("lane").style.setProperty("--cell", `${width}px`);
+  $("lane").classList.toggle("narrow", width < CELL_PX.wordy);
+}
+
+// Keep the newest entry in sight where the lane is wider than the page.
+function scroll() {
+  const end = (moments[at].entries.length / (settings.cache_size + 1)) * $("lane").offsetWidth;
+  $("scroll").scrollLeft = end - $("scroll").clientWidth;
+}
+
+function show(moment, animate = true) {
+  at = Math.min(Math.max(moment, 0), moments.length - 1);
+  const { frame, entries, numGone } = moments[at];
+  const here = new Set(entries.map((entry) => entry.index));
+  for (const [index, cell] of cells) if (!here.has(index)) leave(index, cell, animate);
+  let next = null;
+  for (const entry of [...entries].reverse()) {
+    let cell = cells.get(entry.index);
+    if (!cell) {
+      cell = make("li", "cell");
+      cells.set(entry.index, cell);
+      cell.style.setProperty("--slot", entry.now);
+      $("entries").insertBefore(cell, next);
+      if (animate) cell.classList.add(entry.index === frame.token ? "coming" : "hidden");
+    }
+    write(cell, entry, moments[at]);
+    next = cell;
+  }
+  if (animate) $("lane").getBoundingClientRect(); // so that what is added now moves from where it is
+  for (const entry of entries) {
+    const cell = cells.get(entry.index);
+    cell.classList.remove("coming", "hidden");
+    cell.style.setProperty("--slot", entry.now);
+  }
+  showText(frame.token, entries, numGone);
+  $("says").textContent = told(moments[at], settings);
+  $("num-seen").textContent = frame.seen.length;
+  $("num-stale").textContent = frame.seen.filter((entry) => entry.state === "stale").length;
+  $("num-encoded").textContent = frame.encoded;
+  $("num-evicted-so-far").textContent = numGone;
+  $("back").disabled = $("restart").disabled = at === 0;
+  $("forward").disabled = at === moments.length - 1;
+  scroll();
+}
+
+// The text so far: what is in the cache, and what is gone between the sinks and the window.
+function showText(token, entries, numGone) {
+  const { num_sinks } = settings;
+  const parts = entries.map((entry) => {
+    const kind = entry.index === token ? " last" : entry.now < num_sinks ? " first" : "";
+    return make("b", `kept${kind}`, entry.index);
+  });
+  const gone = make("s", "", numGone > 1 ? `${num_sinks}–${num_sinks + numGone - 1}` : num_sinks);
+  gone.style.setProperty("--length", Math.min(numGone, 12));
+  if (numGone) parts.splice(num_sinks, 0, gone);
+  $("stream").classList.toggle("tiny", (entries.length + 4) * 22 > $("scroll").clientWidth);
+  $("stream").replaceChildren(...parts, make("span", "", "…"));
+}
+
+function write(cell, entry, moment) {
+  const tag = tagOf(entry, moment, settings.num_sinks);
+  const kept = ["coming", "hidden"].filter((name) => cell.classList.contains(name));
+  cell.className = ["cell", entry.state, ...kept, tag, entry.now < settings.num_sinks ? "sink" : ""].join(" ").trim();
+  const line = make("span", "tag");
+  const sign = make("i", "", TAGS[tag][0]);
+  sign.setAttribute("aria-hidden", "true");
+  line.append(sign, make("em", "", TAGS[tag][1]));
+  const token = make("span", "token");
+  token.append(make("span", "heard", "token "), String(entry.index));
+  const position = (name) => {
+    const part = make("span", name);
+    part.append(make("span", "word", `${name} `), make("b", "", entry[name]));
+    return part;
+  };
+  cell.replaceChildren(line, token, position("born"), position("now"));
+}
+
+function leave(index, cell, animate) {
+  cells.delete(index);
+  const gone = animate && index < moments[at].frame.token && !matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (!gone) return cell.remove(); // it steps back, or nothing moves
+  cell.classList.add("gone");
+  cell.setAttribute("aria-hidden", "true");
+  setTimeout(() => cell.remove(), MOMENT_MS);
+}
+
+const isPlaying = () => timer !== null;
+
+function pause() {
+  clearTimeout(timer);
+  timer = null;
+  showPlaying();
+}
+
+function play() {
+  if (at === moments.length - 1) show(0, false);
+  timer = setTimeout(tick, 200);
+  showPlaying();
+}
+
+function tick() {
+  show(at + 1);
+  if (at === moments.length - 1) return pause();
+  timer = setTimeout(tick, MOMENT_MS / $("speed").value);
+}
+
+function showPlaying() {
+  $("play").textContent = isPlaying() ? "Pause" : "Play";
+  $("says").setAttribute("aria-live", isPlaying() ? "off" : "polite"); // read out what is stepped to, not what runs by
+}
+
+function step(by) {
+  pause();
+  show(at + by);
+}
+
+function setUp() {
+  for (const [id, names] of [["method", Object.keys(data.methods)], ["family", data.families]]) {
+    $(id).replaceChildren(...names.map((name) => new Option(name)));
+    $(id).addEventListener("change", (event) => choose({ [id]: event.target.value }, moments[at].frame.token));
+  }
+  for (const name of sizes) $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));
+  for (const button of document.querySelectorAll("[data-preset]")) {
+    button.addEventListener("click", () => choose(...PRESETS[button.dataset.preset]));
+  }
+  for (const element of document.querySelectorAll("[data-control]")) element.hidden = !data.controls;
+  $("restart").addEventListener("click", () => { pause(); show(0, false); });
+  $("back").addEventListener("click", () => step(-1));
+  $("forward").addEventListener("click", () => step(1));
+  $("play").addEventListener("click", () => (isPlaying() ? pause() : play()));
+  const setSpeed = () => {
+    $("speed-shown").textContent = `${$("speed").value}×`;
+    $("lane").style.setProperty("--move", `${450 / Math.max(1, $("speed").value)}ms`);
+  };
+  $("speed").addEventListener("input", setSpeed);
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("select, input")) return;
+    const scrolls = event.target === $("scroll") && $("scroll").scrollWidth > $("scroll").clientWidth;
+    const act = {
+      " ": event.target.closest("button") ? null : () => (isPlaying() ? pause() : play()),
+      ArrowLeft: scrolls ? null : () => step(-1),
+      ArrowRight: scrolls ? null : () => step(1),
+    }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+  new ResizeObserver(() => { fit(); scroll(); }).observe($("scroll"));
+  setSpeed();
+  choose({});
+}
+
+setUp();
