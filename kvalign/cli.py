@@ -38,6 +38,7 @@ GROUPS = {
         "report": "a page, plots and tables of the results in a folder",
     },
     "look around": {
+        "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
         "models": "models at hand, and the architectures that are supported",
         "methods": "ways to stream",
         "aligners": "aligners at hand: for which model, of which kind, trained on what",

@@ -22,7 +22,7 @@ from kvalign.cli import COMMANDS, GROUPS, main, module_name, settings_class
 EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report", "lanes"]
-EXAMPLES += ["models", "methods", "aligners", "corpora"]
+EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora"]
 
 
 def example(command):
@@ -94,6 +94,8 @@ WRONG = [
     ([], "usage: kvalign"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
     (["eval", "speed"], "unknown command 'eval speed'"),
+    (["doctr"], "unknown command 'doctr'; did you mean 'doctor'?"),
+    (["doctor", "transformers"], "unrecognized arguments: transformers"),
     (["models", "--jsn"], "unrecognized arguments: --jsn"),
     (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
     (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
