@@ -43,6 +43,7 @@ GROUPS = {
         "methods": "ways to stream",
         "aligners": "aligners at hand: for which model, of which kind, trained on what",
         "corpora": "texts to train and evaluate on",
+        "completion": "a script for the shell that completes commands, flags and names",
     },
 }
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}

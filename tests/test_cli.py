@@ -22,7 +22,7 @@ from kvalign.cli import COMMANDS, GROUPS, main, module_name, settings_class
 EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report", "lanes"]
-EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora"]
+EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora", "completion"]
 
 
 def example(command):
@@ -97,6 +97,8 @@ WRONG = [
     (["doctr"], "unknown command 'doctr'; did you mean 'doctor'?"),
     (["doctor", "transformers"], "unrecognized arguments: transformers"),
     (["models", "--jsn"], "unrecognized arguments: --jsn"),
+    (["completion"], "the following arguments are required: SHELL"),
+    (["completion", "tcsh"], "SHELL must be one of bash, zsh, fish, got 'tcsh'"),
     (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
     (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
     (["generate"], "either --prompt or --prompt-file"),
