@@ -43,6 +43,7 @@ wheel-test: .venv/installed
 	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
 	$(PYTHON) -m venv --clear build/wheel/venv
 	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	cd build/wheel && venv/bin/kvalign doctor
 	cd build/wheel && venv/bin/kvalign generate --model gpt2-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	cd build/wheel && venv/bin/kvalign generate --model llama-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 

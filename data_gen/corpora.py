@@ -1,13 +1,6 @@
 """Text to record, train and evaluate on: one specification string per corpus.
 
-| spec | text |
-|---|---|
-| `python-docs` | CPython's language reference and docstrings; offline |
-| `wikitext` | WikiText-103-raw-v1 from the hub |
-| `everyday` | HuggingFaceTB/everyday-conversations-llama3.1-2k from the hub |
-| `hub:NAME[:CONFIG][:COLUMN]` | any hub data set, or a local folder in the hub's format |
-| `text:PATH` | a file, a folder of .txt files or a glob; one text for both splits |
-| `marked:SPEC` | any of these in WikiText's tokenised form (`it 's a two @-@ part word`) |
+`SPECS` says which there are; `kvalign corpora` lists them.
 
 Files and hub data sets are read through `datasets`, streaming. As in `datasets`, a local folder is
 taken before a hub data set of the same name: a copy in ./Salesforce/wikitext serves `wikitext`
@@ -47,6 +40,10 @@ class HubCorpus:
     train: str = "train"
     test: str = "test"
 
+    @property
+    def about(self) -> str:
+        return f"{self.name}{f' ({self.config})' if self.config else ''} from the hub"
+
 
 HUB = {
     "wikitext": HubCorpus("Salesforce/wikitext", "wikitext-103-raw-v1"),
@@ -57,14 +54,21 @@ HUB = {
         test="test_sft",
     ),
 }
-NAMES = ("python-docs", *HUB, "hub:NAME[:CONFIG][:COLUMN]", "text:PATH", "marked:SPEC")
+SPECS = {
+    "python-docs": "CPython's language reference and docstrings; offline",
+    **{name: corpus.about for name, corpus in HUB.items()},
+    "hub:NAME[:CONFIG][:COLUMN]": "any hub data set, or a local folder in the hub's format",
+    "text:PATH": "a file, a folder of .txt files or a glob; one text for both splits",
+    "marked:SPEC": "any of these in WikiText's tokenised form (`it 's a two @-@ part word`)",
+}
+NAMES = tuple(SPECS)
 
 
 def texts(spec: str, split: str = "train") -> Iterator[str]:
     """Yield the text of a corpus in pieces of about a megabyte; joined, they are the whole of it.
 
     Args:
-        spec: see the table above.
+        spec: one of `SPECS`.
         split: `train` or `test`. A `text:` corpus is the same in both: keep the two apart yourself.
 
     Raises:

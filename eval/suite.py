@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvalign.cli import COMMANDS, module_name, settings_class
 from kvalign.commands.eval_run import RunSettings
 from kvalign.eval.results_folder import SUITE_FILE
 from kvalign.files import locked, write_text
+from kvalign.listing import suites
 from kvalign.settings import Settings, parse
 
 
@@ -82,12 +82,9 @@ def read_suite(name: str) -> str:
     Raises:
         ValueError: no such suite.
     """
-    shipped = {
-        Path(entry.name).stem: entry
-        for entry in resources.files("kvalign.eval").joinpath("suites").iterdir()
-    }
+    shipped = suites()
     if name in shipped:
-        return shipped[name].read_text(encoding="utf-8")
+        return shipped[name]
     path = Path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path.read_text(encoding="utf-8")

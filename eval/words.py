@@ -3,6 +3,7 @@
 Both are Webster's Second International (1934), capitals and all: no plurals, few inflected forms.
 """
 
+import contextlib
 import io
 import logging
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 WORD_LISTS = ("auto", "nltk", "english-words")
+_PLACE = "corpora/words.zip/words/"  # below a folder of NLTK's path
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ def load_words(name: str = "auto", nltk_data: Path | None = None) -> WordList:
     return WordList("english-words web2", frozenset(get_english_words_set(["web2"])))
 
 
+def at_hand() -> dict[str, str | None]:
+    """Of each list the place it would be read from, None where it is not here; fetches nothing."""
+    import importlib.util
+
+    place = None
+    if importlib.util.find_spec("nltk"):
+        import nltk
+
+        with contextlib.suppress(LookupError):
+            place = str(nltk.data.find(_PLACE))
+    packaged = importlib.util.find_spec("english_words")
+    return {"nltk": place, "english-words": packaged.origin if packaged else None}
+
+
 def _nltk_words(nltk_data: Path | None) -> frozenset[str]:
     """The corpus, fetched if need be; empty where that fails. A folder that was named is the only
     one looked in.
@@ -72,5 +88,5 @@ def _read() -> frozenset[str]:
     import nltk
     from nltk.corpus.reader import WordListCorpusReader
 
-    root = nltk.data.find("corpora/words.zip/words/")
+    root = nltk.data.find(_PLACE)
     return frozenset(WordListCorpusReader(root, ["en"]).words())

@@ -1,5 +1,5 @@
 """The command line: `kvalign VERB [--flags]`. A command is one module of `kvalign.commands` and one
-line here.
+line here, in the group of what it is for.
 
 A command module declares a `Settings` class (its flags) and `run(settings)`; it imports what is
 heavy inside `run`, so that help answers at once. Results go to stdout, progress and timings to
@@ -15,31 +15,45 @@ from collections.abc import Sequence
 
 from kvalign.settings import Settings, parse
 
-COMMANDS = {
-    "generate": "stream text past the context length with any method",
-    "chat": "hold one endless conversation in the terminal",
-    "gen-data": "record KV caches before and after eviction",
-    "train": "train an aligner on text or on recorded caches",
-    "tune": "sweep the networks' sizes and learning rate with Ray Tune",
-    "import-published": "make an aligner of the networks that the paper's authors publish",
-    "eval perplexity": "compare methods on perplexity and time",
-    "eval latency": "time per token of all methods, taking turns",
-    "eval readability": "let methods write, and judge what they wrote",
-    "eval streameval": "ask for values registered some lines back in an endless stream",
-    "eval chat": "many conversations through one stream, each answer judged",
-    "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
-    "report": "a page, plots and tables of the results in a folder",
-    "lanes": "a page that shows the cache step by step, for any method",
-    "pretrain": "train a small reference language model from scratch",
+GROUPS = {
+    "stream": {
+        "generate": "stream text past the context length with any method",
+        "chat": "hold one endless conversation in the terminal",
+        "lanes": "a page that shows the cache step by step, for any method",
+    },
+    "train": {
+        "gen-data": "record KV caches before and after eviction",
+        "train": "train an aligner on text or on recorded caches",
+        "tune": "sweep the networks' sizes and learning rate with Ray Tune",
+        "import-published": "make an aligner of the networks that the paper's authors publish",
+        "pretrain": "train a small reference language model from scratch",
+    },
+    "evaluate": {
+        "eval perplexity": "compare methods on perplexity and time",
+        "eval latency": "time per token of all methods, taking turns",
+        "eval readability": "let methods write, and judge what they wrote",
+        "eval streameval": "ask for values registered some lines back in an endless stream",
+        "eval chat": "many conversations through one stream, each answer judged",
+        "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
+        "report": "a page, plots and tables of the results in a folder",
+    },
+    "look around": {
+        "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
+        "models": "models at hand, and the architectures that are supported",
+        "methods": "ways to stream",
+        "aligners": "aligners at hand: for which model, of which kind, trained on what",
+        "corpora": "texts to train and evaluate on",
+        "completion": "a script for the shell that completes commands, flags and names",
+    },
 }
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
+_HELP = ("-h", "--help")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
 
-commands:
 {commands}
-
 example:
   kvalign generate --model gpt2-mini --cache-size 64 --prompt "The history of the island"
 """
@@ -48,7 +62,7 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in _HELP or args in [["eval", word] for word in _HELP]:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args[0] == "--version":
@@ -91,10 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
+    """What `kvalign --help` prints: the commands by what they are for."""
     width = max(map(len, COMMANDS)) + 2
-    return _USAGE.format(
-        commands="\n".join(f"  {n:{width}}{about}" for n, about in COMMANDS.items())
-    )
+    lines = []
+    for title, group in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}{about}" for name, about in group.items()), ""]
+    return _USAGE.format(commands="\n".join(lines))
 
 
 def module_name(command: str) -> str:

@@ -43,26 +43,27 @@ class Settings:
     """Base of all commands' settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`."""
 
     def __post_init__(self) -> None:
-        for field in _fields(type(self)):
+        for field in fields_of(type(self)):
             value = getattr(self, field.name)
+            name = field.name.upper() if field.metadata["positional"] else flag(field.name)
             if value == ():
-                raise ValueError(f"{flag(field.name)} needs at least one value")
+                raise ValueError(f"{name} needs at least one value")
             for item in value if isinstance(value, tuple) else (value,):
-                _check_range(flag(field.name), item, field.metadata)
+                _check_range(name, item, field.metadata)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
+        values = {field.name: getattr(self, field.name) for field in fields_of(type(self))}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
     @classmethod
     def flags(cls) -> set[str]:
         """The command-line flags of the fields."""
-        return {flag(field.name) for field in _fields(cls) if not field.metadata["positional"]}
+        return {flag(field.name) for field in fields_of(cls) if not field.metadata["positional"]}
 
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, by field."""
-        fields = [(field.name, field.default) for field in _fields(type(self))]
+        fields = [(field.name, field.default) for field in fields_of(type(self))]
         return {
             name: getattr(self, name) for name, default in fields if getattr(self, name) != default
         }
@@ -70,7 +71,7 @@ class Settings:
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
         """The shell command that makes these settings, with what differs from the defaults."""
         words = ["kvalign", *command.split()]
-        for field in _fields(type(self)):
+        for field in fields_of(type(self)):
             value = getattr(self, field.name)
             if value == field.default or value is None or field.name in leave_out:
                 continue
@@ -98,14 +99,14 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
         allow_abbrev=False,
     )
     hints = typing.get_type_hints(cls)
-    for field in _fields(cls):
+    for field in fields_of(cls):
         name = field.name if field.metadata["positional"] else flag(field.name)
         parser.add_argument(name, **_argument(field, hints[field.name]))
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
     for name, value in given.items():
-        if typing.get_origin(_without_none(hints[name])) is tuple:
+        if typing.get_origin(without_none(hints[name])) is tuple:
             given[name] = tuple(item for part in value for item in part)
     return cls(**given)
 
@@ -122,7 +123,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _fields(cls: type) -> tuple[dataclasses.Field, ...]:
+def fields_of(cls: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a `Settings` class, in the order of its flags."""
     return dataclasses.fields(cls)
 
 
@@ -136,7 +138,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         shown = field.default
         shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
         help_text += f" (default: {shown})"
-    hint = _without_none(hint)
+    hint = without_none(hint)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     if field.metadata["positional"]:
@@ -150,7 +152,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     return {"type": hint, **words}
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """T of `T | None`, any other hint as it is."""
     if isinstance(hint, types.UnionType):
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))

@@ -16,12 +16,13 @@ from in_process import run_here
 from test_published import random_network
 
 from kvalign import checkpoints
-from kvalign.cli import COMMANDS, main, module_name, settings_class
+from kvalign.cli import COMMANDS, GROUPS, main, module_name, settings_class
 
 # In this order: a later example reads what an earlier one wrote.
 EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report", "lanes"]
+EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora", "completion"]
 
 
 def example(command):
@@ -69,6 +70,16 @@ def test_help_names_every_flag(command, capsys):
     assert "example:\n  kvalign" in out
 
 
+def test_usage_has_every_command_under_one_heading(capsys):
+    for words in (["--help"], ["-h"], ["eval", "--help"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        for name, about in COMMANDS.items():
+            assert out.count(f"\n  {name} ") == 1 and about in out
+    assert [f"{group}:" in out for group in GROUPS] == [True] * len(GROUPS)
+    assert sum(map(len, GROUPS.values())) == len(COMMANDS)
+
+
 def test_help_does_not_import_torch():
     for command in ("", *COMMANDS):
         code = (
@@ -83,6 +94,11 @@ WRONG = [
     ([], "usage: kvalign"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
     (["eval", "speed"], "unknown command 'eval speed'"),
+    (["doctr"], "unknown command 'doctr'; did you mean 'doctor'?"),
+    (["doctor", "transformers"], "unrecognized arguments: transformers"),
+    (["models", "--jsn"], "unrecognized arguments: --jsn"),
+    (["completion"], "the following arguments are required: SHELL"),
+    (["completion", "tcsh"], "SHELL must be one of bash, zsh, fish, got 'tcsh'"),
     (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
     (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
     (["generate"], "either --prompt or --prompt-file"),

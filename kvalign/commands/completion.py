@@ -1,0 +1,31 @@
+"""`kvalign completion`: a script for the shell that completes commands, flags and names."""
+
+from dataclasses import dataclass
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionSettings(Settings):
+    """Print a script that completes commands, flags and names in a shell. Source it:
+
+      source <(kvalign completion bash)              # zsh: the same with its name
+      kvalign completion fish | source
+
+    or write it once to where the shell finds it, and again after an update:
+
+      ~/.local/share/bash-completion/completions/kvalign
+      ~/.config/fish/completions/kvalign.fish
+      _kvalign in a folder of zsh's $fpath
+
+    Example:
+        kvalign completion bash
+    """
+
+    shell: str = option(help="bash, zsh or fish", choices=("bash", "zsh", "fish"), positional=True)
+
+
+def run(settings: CompletionSettings) -> None:
+    from kvalign.completion import script
+
+    print(script(settings.shell), end="")

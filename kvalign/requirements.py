@@ -1,0 +1,35 @@
+"""The packages that KV-Align needs, as its own metadata (pyproject.toml) names them."""
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+_UNLISTED = ("dev",)  # an extra for work on KV-Align itself
+
+
+def requirements() -> Iterator[tuple[str, Requirement]]:
+    """Each package with the first extra that brings it; no extra: it is always needed."""
+    extras = metadata.metadata("kvalign").get_all("Provides-Extra") or []
+    for text in metadata.requires("kvalign") or ():
+        needed = Requirement(text)
+        if needed.name == "kvalign":  # an extra that includes another
+            continue
+        for extra in ("", *(extra for extra in extras if extra not in _UNLISTED)):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                yield extra, needed
+                break
+
+
+def installed(name: str) -> str | None:
+    """The version of a package that is installed here, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def how_to_install(name: str) -> str:
+    """The command that installs a package of `requirements`, in a version that is supported."""
+    extra, needed = next(found for found in requirements() if found[1].name == name)
+    return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
