@@ -15,7 +15,6 @@ Pictures are taken from eval/results, which keeps them once.
 
 import re
 import shutil
-import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -50,8 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for name in PICTURES:
         picture = ROOT / "eval" / "results" / name
         files.append(File.generated(config, f"images/{name}", abs_src_path=str(picture)))
-    if (page := _lanes()) is not None:
-        files.append(File.generated(config, LANES, content=page))
+    from kvalign.demo_ui.lanes import page
+
+    files.append(File.generated(config, LANES, content=page()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -99,21 +99,7 @@ def public() -> str:
 
 def lanes() -> str:
     """A frame with the page of a cache at work."""
-    if _lanes() is None:
-        return ""
-    return f'<iframe src="{LANES}" title="A cache at work" loading="lazy"></iframe>\n'
-
-
-@lru_cache(maxsize=1)
-def _lanes() -> str | None:
-    try:
-        from kvalign.demo_ui.lanes import page
-    except ImportError:
-        print(
-            "kvalign.demo_ui.lanes is not there: the page of a cache stays empty", file=sys.stderr
-        )
-        return None
-    return page()
+    return f'<iframe src="{LANES}" title="A cache at work"></iframe>\n'
 
 
 @lru_cache(maxsize=1)
