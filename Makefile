@@ -8,7 +8,7 @@ PROMPT := = History of the island = The island was first settled
 PARTS := data_gen training eval checkpoints
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format wheel-test clean
+.PHONY: demo test docs lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -26,6 +26,11 @@ demo: .venv/installed
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+# The documentation, build/site/index.html; any warning is an error.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

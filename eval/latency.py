@@ -38,18 +38,19 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
     """Measure every method at every cache size and batch size.
 
     Returns:
-        A document whose rows have
+        A document whose rows have method, aligner (kind; None for methods without one), cache_size,
+        num_sinks, num_evicted (entries), batch_size (streams), num_steps (calls timed, without the
+        first tokens), and
 
-        - method, aligner (kind; None for methods without one), cache_size, num_sinks, num_evicted
-          (entries), batch_size (streams), num_steps (calls timed, without the first tokens);
-        - ttft_ms: milliseconds from an empty cache to the logits after a prompt, for all streams
-          together, median over the trials;
-        - median_ms, mean_ms, p90_ms, p99_ms: milliseconds per token with the cache full: those of
-          a step divided by the batch size;
-        - ratio: median_ms by that of the reference at the same cache size and batch size;
-        - peak_mb: 10^6 bytes held at once, at most, from an empty cache through a first input of
-          cache_size + 1 tokens and 3 steps, beyond the weights; None where the device does not
-          tell.
+            ttft_ms    milliseconds from an empty cache to the logits after a prompt, for all
+                       streams together, median over the trials
+            median_ms, mean_ms, p90_ms, p99_ms
+                       milliseconds per token with the cache full: those of a step divided by the
+                       batch size
+            ratio      median_ms by that of the reference at the same cache and batch size
+            peak_mb    10^6 bytes held at once, at most, from an empty cache through a first input
+                       of cache_size + 1 tokens and 3 steps, beyond the weights; None where the
+                       device does not tell
 
     Raises:
         ValueError, FileNotFoundError: wrong settings, said before any work.

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 METHODS: dict[str, type[Method]] = {
     cls.name: cls for cls in (Dense, Window, StreamingLLM, Recompute, DiscardHalf, KVAlign)
 }
+"""Methods by the name that the command line knows them by."""
 
 
 def make_method(
@@ -48,7 +49,7 @@ def make_method(
 
     Raises:
         ValueError: unknown method, sizes that do not fit, no aligner, or one made for another
-        model.
+            model.
         FileNotFoundError: no aligner of that name.
     """
     cls = method_class(name)

@@ -1,0 +1,68 @@
+"""The reference of the command line: every command's text, example and flags, from its settings."""
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from kvalign.cli import COMMANDS, module_name, settings_class
+from kvalign.settings import Settings, flag
+
+_TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
+
+
+def reference() -> str:
+    """A section a command, in the order of `kvalign --help`."""
+    return "\n".join(_section(command) for command in COMMANDS)
+
+
+def _section(command: str) -> str:
+    settings = settings_class(importlib.import_module(module_name(command)))
+    about, _, example = inspect.cleandoc(settings.__doc__ or "").partition("Example:")
+    hints = typing.get_type_hints(settings)
+    lines = [
+        f"## `kvalign {command}`",
+        "",
+        about.strip(),
+        "",
+        "```bash",
+        example.strip(),
+        "```",
+        "",
+        "| flag | takes | default | |",
+        "|---|---|---|---|",
+    ]
+    lines += [_row(field, hints[field.name], settings) for field in dataclasses.fields(settings)]
+    return "\n".join([*lines, ""])
+
+
+def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
+    name = field.name.upper() if field.metadata["positional"] else flag(field.name)
+    cells = [f"`{name}`", _takes(hint, field.metadata), _default(field), field.metadata["help"]]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _takes(hint: Any, metadata: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+    if hint is bool:
+        return "nothing; `--no-` turns it off"
+    if metadata["choices"]:
+        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
+    if typing.get_origin(hint) is tuple:
+        return f"{_TAKES[typing.get_args(hint)[0]]}s, by commas"
+    return _TAKES[hint]
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    if field.default is None or field.default == "":
+        return ""
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    items = field.default if isinstance(field.default, tuple) else (field.default,)
+    return f"`{','.join(map(str, items))}`"

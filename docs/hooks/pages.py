@@ -1,0 +1,111 @@
+"""What the pages take from the sources when they are built, so that it cannot go stale.
+
+A line `{{ WORD ARGUMENT }}` of a page becomes:
+
+| line | becomes |
+|---|---|
+| `{{ source DOTTED.NAME }}` | the source of a function or method |
+| `{{ file PATH }}` | a Markdown file of the repository |
+| `{{ public }}` | a table of what `import kvalign` offers |
+| `{{ commands }}` | every command with its flags |
+| `{{ lanes }}` | the page of a cache at work, in a frame |
+
+Pictures are taken from eval/results, which keeps them once.
+"""
+
+import re
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import command_line
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "build" / "package"  # as in mkdocs.yml
+PARTS = ("data_gen", "training", "eval", "checkpoints")  # as in pyproject.toml
+PICTURES = ("gpt2-mini.png", "report.png")
+LANES = "lanes.html"
+
+_LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Lay the top folders out as the package that they are installed as."""
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    for folder, place in [("kvalign", "kvalign"), *((part, f"kvalign/{part}") for part in PARTS)]:
+        for path in (ROOT / folder).rglob("*.py"):
+            copy = PACKAGE / place / path.relative_to(ROOT / folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)  # griffe follows no links
+    _package.cache_clear()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pictures and the page of a cache at work."""
+    for name in PICTURES:
+        picture = ROOT / "eval" / "results" / name
+        files.append(File.generated(config, f"images/{name}", abs_src_path=str(picture)))
+    from kvalign.demo_ui.lanes import page
+
+    files.append(File.generated(config, LANES, content=page()))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    words = {
+        "source": source,
+        "file": lambda path: (ROOT / path).read_text(encoding="utf-8"),
+        "public": public,
+        "commands": command_line.reference,
+        "lanes": lanes,
+    }
+
+    def replace(match: re.Match) -> str:
+        word, argument = match.groups()
+        return words[word](*([argument] if argument else []))
+
+    return _LINE.sub(replace, markdown)
+
+
+def source(name: str) -> str:
+    """The source of `kvalign.module.name`, less its docstring, and its file and line above it."""
+    found = _package()[name.removeprefix("kvalign.")]
+    lines = found.source.splitlines()
+    if found.docstring:
+        first, end = found.docstring.lineno - found.lineno, found.docstring.endlineno - found.lineno
+        del lines[first : end + 1]
+    file = Path(found.filepath).relative_to(PACKAGE / "kvalign")
+    folder = "" if file.parts[0] in PARTS else "kvalign/"
+    title = f"{folder}{file.as_posix()}, line {found.lineno}"
+    return "\n".join([f'```python title="{title}"', *lines, "```"]) + "\n"
+
+
+def public() -> str:
+    """A row a public name: a link to its reference, and the first line of its docstring."""
+    import kvalign
+
+    rows = ["| `kvalign.` | |", "|---|---|"]
+    for name, module in kvalign._PUBLIC.items():
+        found = _package()[f"{module}.{name}".removeprefix("kvalign.")]
+        found = found.final_target if found.is_alias else found
+        about = found.docstring.value.split("\n\n")[0] if found.docstring else ""
+        about = " ".join(about.split()).replace("|", "\\|")
+        rows.append(f"| [`{name}`][{found.path}] | {about} |")
+    return "\n".join(rows) + "\n"
+
+
+def lanes() -> str:
+    """A frame with the page of a cache at work."""
+    return f'<iframe src="{LANES}" title="A cache at work"></iframe>\n'
+
+
+@lru_cache(maxsize=1)
+def _package() -> griffe.Module:
+    package = griffe.load(
+        "kvalign", search_paths=[PACKAGE], try_relative_path=False, resolve_aliases=True
+    )
+    assert isinstance(package, griffe.Module)
+    return package

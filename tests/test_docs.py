@@ -1,0 +1,310 @@
+"""The documentation is true: its commands and its Python run, its links lead somewhere, and a page
+of it asks the network for nothing.
+
+Pages run as they stand, each in a folder of its own, but smaller, with small stand-ins for what the
+hub has, and without what cannot run in a test. The tables below say all of that.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import tiny_model
+from doc_pages import PAGES, ROOT, blocks, command_of, lines_of, smaller
+from test_published import random_network
+from test_report_in_browser import CHROMIUM
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.cli import main
+from kvalign.methods import METHODS
+
+# Settings of a command that are no larger in the test, given or not.
+SMALLER = {
+    ("generate", "max_new_tokens"): 80,
+    ("chat", "max_new_tokens"): 20,
+    ("gen-data", "num_tokens"): 2560,
+    ("train", "num_tokens"): 2600,
+    ("train", "max_steps"): 2,
+    ("eval perplexity", "num_tokens"): 12,
+    ("eval perplexity", "cache_sizes"): (32, 64),
+    ("eval latency", "cache_sizes"): (32,),
+    ("eval latency", "num_trials"): 1,
+    ("eval latency", "trial_len"): 2,
+    ("eval readability", "cache_sizes"): (32,),
+    ("eval readability", "num_prompts"): 1,
+    ("eval readability", "max_new_tokens"): 12,
+    ("eval streameval", "cache_sizes"): (32,),
+    ("eval streameval", "distances"): (0,),
+    ("eval streameval", "num_lines"): 2,
+    ("eval streameval", "query_every"): 2,
+    ("eval chat", "cache_sizes"): (32,),
+    ("eval chat", "num_turns"): 2,
+    ("eval chat", "max_new_tokens"): 8,
+}
+# Likewise in Python.
+SMALLER_PYTHON = {
+    "max_new_tokens=20_000": "max_new_tokens=300",
+    "max_new_tokens=2000": "max_new_tokens=80",
+    "max_new_tokens=500": "max_new_tokens=80",
+    "range(1000)": "range(300)",
+}
+# Likewise inside: how much text an objective sees at once, and Python's documentation.
+INSIDE = {
+    "kvalign.training.end_to_end.STEP_TOKENS": 128,
+    "kvalign.training.end_to_end.TEACHER_TOKENS": 128,
+    "kvalign.data_gen.corpora.python_docs": lambda split: [{"text": TEXT}],
+}
+# Names on the hub, and the architecture of the random model of that name.
+HUB = {
+    "HuggingFaceTB/SmolLM2-135M": "llama",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
+    "bigscience/bloom-560m": "bloom",
+    "distilbert/distilgpt2": "gpt2",
+    "facebook/opt-125m": "opt",
+}
+# Corpora and files that pages name.
+WIKITEXT = "Salesforce/wikitext"
+TEXTS = ("wikitext-2/test.txt", "wikitext-2/valid.txt")
+PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
+# Lines of a shell that are not run, and why.
+NOT_RUN = {
+    r"make (demo|test|lint|format|docs)": "sets up an environment; the Makefile has the target",
+    r"pip install .+": "sets up an environment; .ci/run installs the wheel",
+    r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
+}
+# Pages whose sections begin in folders of their own: README's results come from elsewhere.
+BY_SECTION = ("README.md",)
+LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
+SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
+TEXT = "".join(
+    f"In the year {1400 + 7 * i} the harbour of the island was built anew by {i % 11 + 2} families.\n"
+    + "\n" * (i % 3 == 0)
+    for i in range(600)
+)
+
+
+def shells():
+    """Every line of the shell blocks: its page and words."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                yield from ((page, words) for words in lines_of(block.text))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder in which the pages' hub names and files are found."""
+    folder = tmp_path_factory.mktemp("hub")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    for name, kind in HUB.items():
+        length = {"gpt2": "n_positions", "bloom": "seq_length"}.get(kind, "max_position_embeddings")
+        tiny_model(kind, vocab_size=len(tokenizer), **{length: 1024}).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    config = folder / WIKITEXT / "wikitext-103-raw-v1"
+    config.mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = pyarrow.Table.from_pylist([{"text": line} for line in TEXT.splitlines()])
+        pyarrow.parquet.write_table(rows, config / f"{split}-00000.parquet")
+    (folder / WIKITEXT / "README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
+        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
+        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
+    )
+    for name in TEXTS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(TEXT)
+    for name, hidden in zip(PUBLISHED, ((256, 64), (64, 128)), strict=True):
+        torch.save(random_network(*hidden, num_positions=256), folder / name)
+    return folder
+
+
+@pytest.fixture
+def enter(hub, tmp_path, monkeypatch):
+    """Begin in an empty folder, where all of `hub` is at hand."""
+
+    def begin(name: str) -> None:
+        folder = tmp_path / re.sub(r"\W+", "-", name)
+        shutil.copytree(hub, folder, copy_function=os.link)
+        monkeypatch.chdir(folder)
+
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.eval.suite.run_cell", cell)
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    known = dict(METHODS)
+    yield begin
+    METHODS.clear()
+    METHODS.update(known)
+
+
+def cell(command, out, kept={}):  # noqa: B006
+    """As `kvalign.eval.suite.run_cell`, smaller, in this process, and once for all pages."""
+    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
+    words = [*smaller(words, SMALLER)[0], "--json"]
+    key = shlex.join(word for word in words if not word.startswith(str(out)))
+    if key not in kept or "--out" in words:
+        kept[key] = output_of(words)
+    return kept[key]
+
+
+def output_of(words):
+    """What a command prints; it must end well and print something."""
+    printed, complaints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        code = main(words)
+    assert code == 0, f"kvalign {shlex.join(words)}: {complaints.getvalue()[-2000:]}"
+    assert printed.getvalue().strip(), f"kvalign {shlex.join(words)} prints nothing"
+    return printed.getvalue()
+
+
+def run_shell(words):
+    if words[0] != "kvalign":
+        (pattern,) = [p for p in NOT_RUN if re.fullmatch(p, shlex.join(words))]
+        if pattern.startswith("hf upload"):
+            shutil.copytree(words[3], words[2])
+        return
+    target = None
+    if ">" in words:
+        words, target = words[: words.index(">")], words[words.index(">") + 1]
+    printed = output_of(smaller(words[1:], SMALLER)[0])
+    if target:
+        Path(target).write_text(printed)
+        json.loads(printed)
+
+
+def run_python(block, page, names):
+    code = block.text
+    for large, small in SMALLER_PYTHON.items():
+        code = code.replace(large, small)
+    code = "\n" * block.line + code  # a traceback tells the page's own line
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, ROOT / page, "exec"), names)
+
+
+def is_run(block):
+    return block.language in ("bash", "python")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_run, blocks(page)))])
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
+def test_page_runs(page, enter, monkeypatch):
+    section, names = None, {"__name__": "page"}
+    for block in blocks(page):
+        of_session = block.section if page in BY_SECTION else ""
+        if of_session != section:
+            section = of_session
+            enter(section or page)
+        if block.language == "python":
+            run_python(block, page, names)
+        elif block.language == "bash":
+            for words in lines_of(block.text):
+                monkeypatch.setattr("sys.stdin", io.StringIO(SAID))
+                run_shell(words)
+        elif block.language == "yaml" and block.title:
+            Path(block.title).write_text(block.text)
+
+
+def test_nothing_that_looks_like_a_command_is_left_out():
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in LANGUAGES, f"{page}:{block.line}"
+            if not is_run(block):
+                assert not re.search(r"^(kvalign|make|pip|\$|>>>) ", block.text, re.MULTILINE)
+
+
+def test_tables_hold_nothing_that_is_not_needed():
+    used, lines, texts = set(), [], []
+    for _, words in shells():
+        if words[0] == "kvalign":
+            words = words[: words.index(">")] if ">" in words else words
+            used |= smaller(words[1:], SMALLER)[1]
+        else:
+            lines.append(shlex.join(words))
+    assert used == SMALLER.keys()
+    for pattern in NOT_RUN:
+        assert any(re.fullmatch(pattern, line) for line in lines), pattern
+    for page in PAGES:
+        texts += [block.text for block in blocks(page) if is_run(block)]
+    for name in (*SMALLER_PYTHON, *HUB, *TEXTS, *PUBLISHED):
+        assert any(re.search(re.escape(name) + r"(?![\w-])", text) for text in texts), name
+
+
+def test_commands_of_included_files_are_known():
+    """The figures' own commands take hours: here they are only read."""
+    for page in PAGES:
+        for name in re.findall(r"^\{\{ file (\S+) \}\}$", (ROOT / page).read_text(), re.MULTILINE):
+            found = [b for b in blocks(name) if b.language == "bash"]
+            for words in (words for block in found for words in lines_of(block.text)):
+                if words[0] == "kvalign":
+                    smaller(words[1:], {})
+
+
+def test_make_targets_are_there():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in [*PAGES, "CONTRIBUTING.md"]:
+        for name in re.findall(r"(?:^|`)make ([\w-]+)", (ROOT / page).read_text(), re.MULTILINE):
+            assert name in targets, f"{page}: make {name}"
+
+
+def test_links_of_the_readme_are_there():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site. A warning is an error: links, anchors, cross references, pages left out."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_site_builds_without_a_warning(site):
+    reference = (site / "reference" / "command-line.html").read_text()
+    assert command_of(["eval", "run"]) in reference and "--cache-sizes" in reference
+    assert not re.search(r"\{\{ \w+", "".join(p.read_text() for p in site.rglob("*.html")))
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (CHROMIUM names one)")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_page_asks_the_network_for_nothing(site):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    requests, complaints = [], []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto((site / "index.html").as_uri())
+        page.locator(".md-search__input").fill("discard-half")
+        page.locator(".md-search-result__link").first.wait_for()
+        browser.close()
+    assert complaints == []
+    assert requests and all(url.startswith(site.as_uri()) for url in requests), requests
