@@ -10,6 +10,7 @@ import errno
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -61,6 +62,10 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
+        from kvalign.completion import complete
+
+        complete()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in _HELP or args in [["eval", word] for word in _HELP]:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)

@@ -98,10 +98,8 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_arguments(parser, cls)
     hints = typing.get_type_hints(cls)
-    for field in fields_of(cls):
-        name = field.name if field.metadata["positional"] else flag(field.name)
-        parser.add_argument(name, **_argument(field, hints[field.name]))
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
@@ -109,6 +107,18 @@ def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
         if typing.get_origin(without_none(hints[name])) is tuple:
             given[name] = tuple(item for part in value for item in part)
     return cls(**given)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, cls: type[Settings]
+) -> dict[str, argparse.Action]:
+    """Make a parser take the fields of `cls`; returns its actions by field."""
+    hints = typing.get_type_hints(cls)
+    actions = {}
+    for field in fields_of(cls):
+        name = field.name if field.metadata["positional"] else flag(field.name)
+        actions[field.name] = parser.add_argument(name, **_argument(field, hints[field.name]))
+    return actions
 
 
 def flag(name: str) -> str:
@@ -139,8 +149,10 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
         help_text += f" (default: {shown})"
     hint = without_none(hint)
-    if hint is bool:
+    if hint is bool and field.default:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
+    if hint is bool:
+        return {"action": "store_const", "const": True, "help": help_text}
     if field.metadata["positional"]:
         return {"type": hint, "help": help_text, "metavar": field.name.upper()}
     words: dict[str, Any] = {"help": help_text, "required": required}

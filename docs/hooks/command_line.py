@@ -3,13 +3,12 @@
 import dataclasses
 import importlib
 import inspect
-import types
 import typing
 from pathlib import Path
 from typing import Any
 
 from kvalign.cli import COMMANDS, module_name, settings_class
-from kvalign.settings import Settings, flag
+from kvalign.settings import Settings, flag, without_none
 
 _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 
@@ -41,15 +40,14 @@ def _section(command: str) -> str:
 
 def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
     name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-    cells = [f"`{name}`", _takes(hint, field.metadata), _default(field), field.metadata["help"]]
+    cells = [f"`{name}`", _takes(hint, field.metadata, field.default is True), _default(field), field.metadata["help"]]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _takes(hint: Any, metadata: Any) -> str:
-    if isinstance(hint, types.UnionType):
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+def _takes(hint: Any, metadata: Any, is_on: bool) -> str:
+    hint = without_none(hint)
     if hint is bool:
-        return "nothing; `--no-` turns it off"
+        return "nothing; `--no-` turns it off" if is_on else "nothing"
     if metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in metadata["choices"])
     if typing.get_origin(hint) is tuple:

@@ -12,7 +12,7 @@ class CompletionSettings(Settings):
       source <(kvalign completion bash)              # zsh: the same with its name
       kvalign completion fish | source
 
-    or write it once to where the shell finds it, and again after an update:
+    or write it once to where the shell finds it:
 
       ~/.local/share/bash-completion/completions/kvalign
       ~/.config/fish/completions/kvalign.fish
@@ -26,6 +26,6 @@ class CompletionSettings(Settings):
 
 
 def run(settings: CompletionSettings) -> None:
-    from kvalign.completion import script
+    from argcomplete import shellcode
 
-    print(script(settings.shell), end="")
+    print(shellcode(["kvalign"], shell=settings.shell), end="")
