@@ -1,4 +1,4 @@
-"""Perplexity of every method on the same labels of one text: what `kvalign eval perplexity` does."""
+"""Perplexity of every method on the same labels of one text, as `kvalign eval perplexity`."""
 
 import torch
 

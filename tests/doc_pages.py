@@ -1,16 +1,10 @@
-"""The pages of the documentation as blocks of code, and how a command of theirs is made smaller."""
+"""The pages of the documentation as blocks of code."""
 
-import dataclasses
-import importlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from kvalign.cli import COMMANDS, module_name, settings_class
-from kvalign.settings import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -55,28 +49,3 @@ def lines_of(text: str) -> Iterator[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
-
-
-def command_of(words: list[str]) -> str:
-    """`eval perplexity` of the words after `kvalign`."""
-    return " ".join(words[:2]) if words[0] == "eval" else words[0]
-
-
-def smaller(
-    words: list[str], limits: Mapping[tuple[str, str], Any]
-) -> tuple[list[str], set[tuple[str, str]]]:
-    """The words after `kvalign`, with no setting above its limit, and the limits that were used.
-
-    Settings that are not given count with their defaults; None is above any limit.
-    """
-    command = command_of(words)
-    assert command in COMMANDS, f"no command {command!r}"
-    settings_type = settings_class(importlib.import_module(module_name(command)))
-    settings = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
-    changes = {}
-    for (of, name), limit in limits.items():
-        value = getattr(settings, name) if of == command else limit
-        if value is None or value > limit:
-            changes[name] = limit
-    made = dataclasses.replace(settings, **changes).command_line(command)
-    return shlex.split(made)[1:], {(command, name) for name in changes}

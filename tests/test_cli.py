@@ -3,16 +3,14 @@ import.
 """
 
 import importlib
-import inspect
 import json
-import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from in_process import run_here
+from smaller import INSIDE, example, output_of, run_cell, smaller
 from test_published import random_network
 
 from kvalign import checkpoints
@@ -23,15 +21,6 @@ EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "genera
 EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
 EXAMPLES += ["eval run", "report", "lanes"]
 EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora", "completion"]
-
-
-def example(command):
-    module = importlib.import_module(module_name(command))
-    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2].strip()
-    assert "\n" not in text, "an example is one line, to be copied as it stands"
-    words = shlex.split(text)
-    assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
-    return words[1:]
 
 
 def write_published(folder):
@@ -46,17 +35,15 @@ def test_every_command_has_a_tested_example():
     assert sorted(EXAMPLES) == sorted(COMMANDS)
 
 
-def test_examples_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("kvalign.training.token_mix._TOKENIZER_CHARS", 100_000)
-    monkeypatch.setattr("kvalign.eval.suite.run_cell", run_here)
+def test_examples_run(tmp_path, monkeypatch):
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    monkeypatch.setattr("kvalign.eval.suite.run_cell", run_cell)
     monkeypatch.chdir(tmp_path)
     write_published(tmp_path)
     for command in EXAMPLES:
-        assert main(example(command)) == 0, capfd.readouterr().err
-        assert capfd.readouterr().out.strip(), command
-    assert (
-        main(["generate", "--aligner", "my-aligner", "--prompt", "It", "--cache-size", "20"]) == 0
-    )
+        output_of(smaller(example(command))[0])
+    output_of(["generate", "--aligner", "my-aligner", "--prompt", "It", "--cache-size", "20"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

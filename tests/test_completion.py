@@ -66,7 +66,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-class Answered(Exception):
+class AnsweredError(Exception):
     pass
 
 
@@ -75,7 +75,7 @@ def offers(line, monkeypatch):
     answer = io.StringIO()
 
     def stop(code):
-        raise Answered
+        raise AnsweredError
 
     def no_debug_stream(*args):  # argcomplete would take descriptor 9, which may be pytest's
         raise OSError
@@ -84,12 +84,12 @@ def offers(line, monkeypatch):
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Answered):
+    with pytest.raises(AnsweredError):
         complete(output_stream=answer, exit_method=stop)
     return {word.strip() for word in answer.getvalue().split("\v") if word}
 
 
-@pytest.mark.parametrize("line, offered", LINES)
+@pytest.mark.parametrize(("line", "offered"), LINES)
 def test_names_are_offered(line, offered, folder, monkeypatch):
     found = offers(line, monkeypatch)
     if "--method=" in line:  # the word with its flag

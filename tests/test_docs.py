@@ -21,50 +21,22 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import tiny_model
-from doc_pages import PAGES, ROOT, blocks, command_of, lines_of, smaller
+from doc_pages import PAGES, ROOT, blocks, lines_of
+from smaller import INSIDE, SMALLER, TEXT, command_of, example, output_of, run_cell, smaller
 from test_published import random_network
 from test_report_in_browser import CHROMIUM
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.cli import main
+from kvalign.cli import COMMANDS
 from kvalign.methods import METHODS
 
-# Settings of a command that are no larger in the test, given or not.
-SMALLER = {
-    ("generate", "max_new_tokens"): 80,
-    ("chat", "max_new_tokens"): 20,
-    ("gen-data", "num_tokens"): 2560,
-    ("train", "num_tokens"): 2600,
-    ("train", "max_steps"): 2,
-    ("eval perplexity", "num_tokens"): 12,
-    ("eval perplexity", "cache_sizes"): (32, 64),
-    ("eval latency", "cache_sizes"): (32,),
-    ("eval latency", "num_trials"): 1,
-    ("eval latency", "trial_len"): 2,
-    ("eval readability", "cache_sizes"): (32,),
-    ("eval readability", "num_prompts"): 1,
-    ("eval readability", "max_new_tokens"): 12,
-    ("eval streameval", "cache_sizes"): (32,),
-    ("eval streameval", "distances"): (0,),
-    ("eval streameval", "num_lines"): 2,
-    ("eval streameval", "query_every"): 2,
-    ("eval chat", "cache_sizes"): (32,),
-    ("eval chat", "num_turns"): 2,
-    ("eval chat", "max_new_tokens"): 8,
-}
-# Likewise in Python.
+# What is made smaller in Python, as `SMALLER` does in commands.
 SMALLER_PYTHON = {
     "max_new_tokens=20_000": "max_new_tokens=300",
     "max_new_tokens=2000": "max_new_tokens=80",
     "max_new_tokens=500": "max_new_tokens=80",
     "range(1000)": "range(300)",
-}
-# Likewise inside: how much text an objective sees at once, and Python's documentation.
-INSIDE = {
-    "kvalign.training.end_to_end.STEP_TOKENS": 128,
-    "kvalign.training.end_to_end.TEACHER_TOKENS": 128,
-    "kvalign.data_gen.corpora.python_docs": lambda split: [{"text": TEXT}],
 }
 # Names on the hub, and the architecture of the random model of that name.
 HUB = {
@@ -88,11 +60,6 @@ NOT_RUN = {
 BY_SECTION = ("README.md",)
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
-TEXT = "".join(
-    f"In the year {1400 + 7 * i} the harbour of the island was built anew by {i % 11 + 2} families.\n"
-    + "\n" * (i % 3 == 0)
-    for i in range(600)
-)
 
 
 def shells():
@@ -140,33 +107,13 @@ def enter(hub, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
 
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
-    monkeypatch.setattr("kvalign.eval.suite.run_cell", cell)
+    monkeypatch.setattr("kvalign.eval.suite.run_cell", run_cell)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     known = dict(METHODS)
     yield begin
     METHODS.clear()
     METHODS.update(known)
-
-
-def cell(command, out, kept={}):  # noqa: B006
-    """As `kvalign.eval.suite.run_cell`, smaller, in this process, and once for all pages."""
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    words = [*smaller(words, SMALLER)[0], "--json"]
-    key = shlex.join(word for word in words if not word.startswith(str(out)))
-    if key not in kept or "--out" in words:
-        kept[key] = output_of(words)
-    return kept[key]
-
-
-def output_of(words):
-    """What a command prints; it must end well and print something."""
-    printed, complaints = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
-        code = main(words)
-    assert code == 0, f"kvalign {shlex.join(words)}: {complaints.getvalue()[-2000:]}"
-    assert printed.getvalue().strip(), f"kvalign {shlex.join(words)} prints nothing"
-    return printed.getvalue()
 
 
 def run_shell(words):
@@ -178,7 +125,7 @@ def run_shell(words):
     target = None
     if ">" in words:
         words, target = words[: words.index(">")], words[words.index(">") + 1]
-    printed = output_of(smaller(words[1:], SMALLER)[0])
+    printed = output_of(smaller(words[1:])[0])
     if target:
         Path(target).write_text(printed)
         json.loads(printed)
@@ -226,10 +173,12 @@ def test_nothing_that_looks_like_a_command_is_left_out():
 
 def test_tables_hold_nothing_that_is_not_needed():
     used, lines, texts = set(), [], []
+    for command in COMMANDS:
+        used |= smaller(example(command))[1]
     for _, words in shells():
         if words[0] == "kvalign":
             words = words[: words.index(">")] if ">" in words else words
-            used |= smaller(words[1:], SMALLER)[1]
+            used |= smaller(words[1:])[1]
         else:
             lines.append(shlex.join(words))
     assert used == SMALLER.keys()

@@ -40,7 +40,12 @@ def _section(command: str) -> str:
 
 def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
     name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-    cells = [f"`{name}`", _takes(hint, field.metadata, field.default is True), _default(field), field.metadata["help"]]
+    cells = [
+        f"`{name}`",
+        _takes(hint, field.metadata, field.default is True),
+        _default(field),
+        field.metadata["help"],
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
