@@ -39,6 +39,7 @@ def step(method, ids, first):
     return torch.stack(logits)
 
 
+FIXED = [name for name, cls in METHODS.items() if "num_evicted" in cls.fixed]
 STREAMING = [name for name in METHODS if name != "dense"]
 
 
@@ -55,6 +56,27 @@ def test_endless_and_in_range(name, model, ids):
     logits = step(make(name, model), ids, CACHE_SIZE + 1)
     assert ids.shape[1] > 3 * CONTEXT_LEN
     assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("num_evicted", [1, 5])
+@pytest.mark.parametrize("name", METHODS)
+def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monkeypatch):
+    method = make(name, models["llama"], num_evicted=None if name in FIXED else num_evicted)
+    seen, encode = [], type(method.model).forward
+
+    def record(model, *args, past_key_values=None, **kwargs):
+        before = past_key_values.get_seq_length() if past_key_values is not None else 0
+        seen.append(before + kwargs["input_ids"].shape[1])
+        return encode(model, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(type(method.model), "forward", record)
+    assert method.fill == 0
+    for i in range(3 * CACHE_SIZE):
+        expected = method.fill + 1
+        method.feed(ids[:, i : i + 1])
+        assert seen[-1] == expected
+    limit = 3 * CACHE_SIZE if name == "dense" else CACHE_SIZE
+    assert CACHE_SIZE - method.num_evicted < method.fill <= limit
 
 
 def test_recompute_reencodes_the_last_tokens(model, ids):

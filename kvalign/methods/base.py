@@ -68,6 +68,11 @@ class Method(ABC):
         """Tokens that can still be fed; None: endless."""
         return None
 
+    @property
+    @abstractmethod
+    def fill(self) -> int:
+        """Entries that the next token finds: at most cache_size, of `dense` all."""
+
     @abstractmethod
     def reset(self) -> None:
         """Forget the stream."""
@@ -130,6 +135,10 @@ class Cached(Method):
     @abstractmethod
     def realigner(self) -> Realigner | None:
         """What moves kept entries."""
+
+    @property
+    def fill(self) -> int:
+        return self.cache.get_seq_length()
 
     def reset(self) -> None:
         self.cache.reset()
@@ -210,11 +219,20 @@ class Reencoding(Method):
 
     def keep(self, ids: Tensor) -> Tensor:
         """The part of ids [B, T] that a step sees: all, or the sinks and what is left."""
-        excess = ids.shape[1] - (self.cache_size + 1)
-        if excess <= 0:
+        dropped = self._num_dropped(ids.shape[1])
+        if not dropped:
             return ids
-        dropped = -(-excess // self.num_evicted) * self.num_evicted
         return torch.cat([ids[:, : self.num_sinks], ids[:, self.num_sinks + dropped :]], 1)
+
+    @property
+    def fill(self) -> int:
+        length = 0 if self.seen is None else self.seen.shape[1]
+        return length - self._num_dropped(length + 1)
+
+    def _num_dropped(self, length: int) -> int:
+        """Of `length` tokens, the new ones included."""
+        excess = max(0, length - (self.cache_size + 1))
+        return -(-excess // self.num_evicted) * self.num_evicted
 
     @torch.no_grad()
     def score(self, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:

@@ -21,6 +21,10 @@ class Dense(Method):
         super().__init__(model, **sizes)
         self.reset()
 
+    @property
+    def fill(self) -> int:
+        return self.cache.get_seq_length()
+
     def reset(self) -> None:
         self.cache = DynamicCache()
 
