@@ -20,6 +20,9 @@ class PageSettings(Settings):
         7860, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
     )
     model: str = option("gpt2-mini", help="shipped name, hub id or folder; shipped ones come along")
+    aligner: str | None = option(
+        None, help="folder, shipped name or hub id of an aligner of the model; offered beside ours"
+    )
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     open: bool = option(False, help="open the page in a browser")
 
@@ -27,12 +30,21 @@ class PageSettings(Settings):
 def run(settings: PageSettings) -> None:
     import os
 
-    port = free_port(settings.host, settings.port)
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign import checkpoints
-    from kvalign.demo_ui.page import build, serve
+    from kvalign.requirements import how_to_install
 
-    page = build(list(dict.fromkeys((settings.model, *checkpoints.MODELS))), settings.device)
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    try:
+        import gradio  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"it needs {error.name}: {how_to_install('gradio')}") from None
+    port = free_port(settings.host, settings.port)
+
+    from kvalign import checkpoints
+    from kvalign.demo_ui.page import build
+    from kvalign.demo_ui.serve import serve
+
+    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS)))
+    page = build(models, settings.device, settings.aligner)
     serve(page, settings.host, port, settings.open)
 
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from html import escape
 
 from kvalign.demo_ui.side_by_side import View
+from kvalign.eval.shown import shown
 
 LEGEND = (
-    '<p class="legend"><span><span class="readable">readable</span> at least '
-    'half of a chunk\'s 10 words are in a dictionary</span><span><span class="unreadable">unreadable'
-    "</span> fewer are</span><span>plain: not judged yet</span></p>"
+    '<p class="legend"><span><span class="readable">readable</span> at least half of a chunk of '
+    '10 words are in a dictionary</span><span><span class="unreadable">unreadable</span> fewer are'
+    "</span><span>plain: not judged yet</span></p>"
 )
 
 
@@ -19,21 +20,21 @@ def cards(prompt: str, views: Sequence[View]) -> str:
 
 def message(line: str) -> str:
     """One line in place of the cards; escaped."""
-    return f'<p class="message" role="alert">{escape(line)}</p>'
+    return f'<p class="message" role="alert">{_text(line)}</p>'
 
 
 def _card(prompt: str, view: View) -> str:
-    title = escape(view.title)
+    title = _text(view.title)
     return (
-        f'<section class="card" aria-label="{title}">'
-        f"<h2>{title}</h2>{_figures(view)}{_fill(view)}"
+        f'<section class="card{" done" if view.is_done else ""}" aria-label="{title}">'
+        f'<h2>{title}</h2><p class="note">{_text(view.about)}</p>{_figures(view)}{_fill(view)}'
         f'<div class="passage" tabindex="0" role="region" aria-label="Text by {title}">'
-        f'<p><span class="prompt">{escape(prompt)}</span>{_pieces(view)}</p></div></section>'
+        f'<p><bdi class="prompt">{_text(prompt)}</bdi>{_pieces(view)}</p></div></section>'
     )
 
 
 def _figures(view: View) -> str:
-    dash = "–"
+    dash = "\N{EN DASH}"
     evictions = f"{view.num_evictions}"
     if view.num_evicted > 1:
         evictions += f" <small>of {view.num_evicted}</small>"
@@ -62,7 +63,12 @@ def _pieces(view: View) -> str:
     text, end, parts = view.text, 0, []
     for chunk in view.chunks:
         kind = "readable" if chunk.is_readable else "unreadable"
-        parts.append(escape(text[end : chunk.start]))
-        parts.append(f'<span class="{kind}">{escape(text[chunk.start : chunk.end])}</span>')
+        parts.append(_text(text[end : chunk.start]))
+        parts.append(f'<bdi class="{kind}">{_text(text[chunk.start : chunk.end])}</bdi>')
         end = chunk.end
-    return f'{"".join(parts)}<span class="tail">{escape(text[end:])}</span>'
+    return f'{"".join(parts)}<bdi class="tail">{_text(text[end:])}</bdi>'
+
+
+def _text(text: str) -> str:
+    """Every character is seen and none acts."""
+    return escape(shown(text))

@@ -8,12 +8,13 @@ import base64
 import hashlib
 import json
 import typing
+from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
 from kvalign.cache import check_sizes
-from kvalign.methods import METHODS, method_class
+from kvalign.methods import METHODS, Method, method_class
 from kvalign.models import Family, ModelSpec
 
 MAX_CACHE_SIZE = 24
@@ -68,6 +69,19 @@ def page(
             "families": FAMILIES,
         }
     )
+
+
+def frame(method: Method) -> str:
+    """The page in an iframe, with a method's own sizes as far as they go into the lane."""
+    cache_size = min(method.cache_size, MAX_CACHE_SIZE)
+    num_sinks = min(method.num_sinks, cache_size - 1)
+    num_evicted = min(method.num_evicted, cache_size - num_sinks)
+    source = page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family)
+    note = ""
+    if cache_size < method.cache_size:
+        note = f"The lane has room for {cache_size} entries: it shows them in place of "
+        note = f'<p class="note">{note}{method.cache_size}.</p>'
+    return f'{note}<iframe title="The cache" srcdoc="{escape(source)}"></iframe>'
 
 
 def _render(data: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ class View:
 
     Attributes:
         title: its method.
+        about: what that does.
         text: what it has written.
         chunks: those that are finished; while it writes, the last one of the text is not.
         num_tokens: tokens written.
@@ -35,6 +36,7 @@ class View:
     """
 
     title: str
+    about: str
     text: str
     chunks: list[Chunk]
     num_tokens: int
@@ -116,19 +118,19 @@ def side_by_side(
         words: what the rule of readability takes for a word.
         shown_every_s: seconds between two views of them, at least; more where showing takes long.
     """
-    writing = {stream: iter(stream) for stream in streams}
-    yield [_view(stream, words, is_done=False) for stream in streams]
+    writing = {one: iter(one) for one in streams}
+    yield [_view(one, words, is_done=False) for one in streams]
     shown_at, pause_s = time.perf_counter(), shown_every_s
     while writing:
-        for stream, pieces in list(writing.items()):
+        for one, pieces in list(writing.items()):
             if next(pieces, None) is None:
-                del writing[stream]
+                del writing[one]
         start = time.perf_counter()
         if writing and start - shown_at >= pause_s:
-            yield [_view(stream, words, stream not in writing) for stream in streams]
+            yield [_view(one, words, one not in writing) for one in streams]
             shown_at = time.perf_counter()
             pause_s = max(shown_every_s, WORK_PER_SHOWING * (shown_at - start))
-    yield [_view(stream, words, is_done=True) for stream in streams]
+    yield [_view(one, words, is_done=True) for one in streams]
 
 
 def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
@@ -136,6 +138,7 @@ def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
     found = chunks(text, words)
     return View(
         title=method.title,
+        about=method.about,
         text=text,
         chunks=found if is_done else found[:-1],
         num_tokens=len(stream.token_ids),
