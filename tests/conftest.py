@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from browser import DRIVER_WARNINGS, launched
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB, CONTEXT_LEN = 96, 64
@@ -72,3 +73,16 @@ def model(request, models) -> PreTrainedModel:
 def ids() -> torch.Tensor:
     """[2, 200] random ids, always the same."""
     return torch.randint(2, VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium."""
+    yield from launched()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            for warning in DRIVER_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))

@@ -20,11 +20,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from browser import watched
 from conftest import tiny_model
 from doc_pages import PAGES, ROOT, blocks, lines_of
 from smaller import INSIDE, SMALLER, TEXT, command_of, example, output_of, run_cell, smaller
 from test_published import random_network
-from test_report_in_browser import CHROMIUM
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
@@ -239,21 +239,11 @@ def test_site_builds_without_a_warning(site):
     assert not re.search(r"\{\{ \w+", "".join(p.read_text() for p in site.rglob("*.html")))
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (CHROMIUM names one)")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_page_asks_the_network_for_nothing(site):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    requests, complaints = [], []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto((site / "index.html").as_uri())
-        page.locator(".md-search__input").fill("discard-half")
-        page.locator(".md-search-result__link").first.wait_for()
-        browser.close()
+def test_page_asks_the_network_for_nothing(site, browser):
+    page, requests, complaints = watched(browser.new_context())
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").fill("discard-half")
+    page.locator(".md-search-result__link").first.wait_for()
+    page.context.close()
     assert complaints == []
     assert requests and all(url.startswith(site.as_uri()) for url in requests), requests

@@ -1,11 +1,10 @@
 """The lane view: its script does what the cache and the methods do; it plays, steps and listens."""
 
 import json
-import os
-import shutil
 from itertools import product
 
 import pytest
+from browser import faults, watched
 from conftest import KINDS
 from real_frames import NUM_TOKENS, real_frames
 
@@ -25,12 +24,6 @@ SIZES = [
 # Figure 4 of StreamingLLM (Xiao et al. 2024): the cached tokens and token 9, with positions.
 FIGURE_4 = [[0, 0], [1, 1], [2, 2], [3, 3], [6, 4], [7, 5], [8, 6], [9, 7]]
 HOSTILE = "</script><script>alert(1)</script>"
-# Raised by Playwright's driver when its event loop is collected.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.mark.parametrize(
@@ -77,21 +70,10 @@ def test_page_holds_what_it_was_asked_for():
     assert source.count("<script") == 2 and "://" not in source
 
 
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("no Chromium here (CHROMIUM names one)")
-    with api.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 @pytest.fixture
 def opened(browser, tmp_path):
     """Opens pages; afterwards: they asked for nothing and complained of nothing."""
-    requests, addresses, complaints, contexts = [], [], [], []
+    addresses, visits = [], []
 
     def open_page(*, width=1280, scheme="light", motion="no-preference", **settings):
         path = tmp_path / f"{len(addresses)}.html"
@@ -99,21 +81,17 @@ def opened(browser, tmp_path):
         context = browser.new_context(
             color_scheme=scheme, reduced_motion=motion, viewport={"width": width, "height": 800}
         )
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("dialog", lambda dialog: complaints.append(dialog.message))
+        visits.append(watched(context))
         addresses.append(path.as_uri())
-        tab.goto(path.as_uri())
-        return tab
+        visits[-1][0].goto(path.as_uri())
+        return visits[-1][0]
 
     yield open_page
-    for context in contexts:
-        context.close()
-    asked = [address for address in requests if address != "about:srcdoc"]
-    assert asked == addresses and complaints == []
+    for tab, _, _ in visits:
+        tab.context.close()
+    for address, (_, requests, complaints) in zip(addresses, visits, strict=True):
+        asked = [request for request in requests if request != "about:srcdoc"]
+        assert asked == [address] and complaints == []
 
 
 def shown(tab):
@@ -321,7 +299,6 @@ def test_nothing_is_wider_than_a_phone(cache_size, opened):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_serious_accessibility_fault(scheme, opened):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     tab = opened(scheme=scheme, motion="reduce")
     for name, family in [
         ("streaming-llm", "alibi"),
@@ -330,5 +307,4 @@ def test_no_serious_accessibility_fault(scheme, opened):
     ]:
         tab.locator("#method").select_option(name)
         tab.locator("#family").select_option(family)
-        faults = axe.run(tab).response["violations"]
-        assert [(fault["id"], fault["nodes"][0]["html"][:200]) for fault in faults] == []
+        assert faults(tab, impacts=("minor", "moderate", "serious", "critical")) == []

@@ -107,19 +107,22 @@ def test_wrong_settings_are_one_line(gpt2, changes, expected):
     assert "\n" not in str(error.value)
 
 
-HOSTILE = '<script>alert(1)</script> & "quotes" </span>'
-ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &quot;quotes&quot; &lt;/span&gt;"
+HOSTILE = '<script>alert(1)</script> & "quotes" </bdi> \x1b[1m \u202eleft'
+ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &quot;quotes&quot; &lt;/bdi&gt; "
+ESCAPED += "\u241b[1m [U+202E]left"
 
 
 def test_text_is_escaped_and_coloured():
     text = f"good {HOSTILE} bad rest"
     found = [Chunk(0, 4, 10, 5), Chunk(len(text) - 8, len(text) - 5, 10, 4)]
-    view = View("a <b>", text, found, 9, 41.6, 12, 48, 2, 30, False)
+    view = View("a <b>", "c <i>", text, found, 9, 41.6, 12, 48, 2, 30, False)
     html = cards(HOSTILE, [view])
-    assert f'<span class="prompt">{ESCAPED}</span>' in html
-    expected = f'<span class="readable">good</span> {ESCAPED} <span class="unreadable">bad</span>'
-    assert f'{expected}<span class="tail"> rest</span>' in html
-    assert "a &lt;b&gt;" in html and "<b>" not in html and "<script" not in html
+    assert f'<bdi class="prompt">{ESCAPED}</bdi>' in html
+    expected = f'<bdi class="readable">good</bdi> {ESCAPED} <bdi class="unreadable">bad</bdi>'
+    assert f'{expected}<bdi class="tail"> rest</bdi>' in html
+    assert (
+        "a &lt;b&gt;" in html and "<b>" not in html and "<i>" not in html and "<script" not in html
+    )
     for shown in ("<dd>9</dd>", "<dd>42</dd>", "<dd>50%</dd>", "2 <small>of 30</small>", "12 / 48"):
         assert shown in html
     assert 'style="width: 25.0%"' in html

@@ -138,7 +138,9 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 methods = gr.CheckboxGroup(
                     METHODS, value=list(CHOSEN), label="Methods", elem_id="methods"
                 )
-                cache_size = gr.Slider(8, 512, 64, step=1, label="Cache size (entries)")
+                cache_size = gr.Slider(
+                    8, 512, 64, step=1, label="Cache size (entries)", elem_id="cache_size"
+                )
                 num_evicted = gr.Slider(1, 128, 1, step=1, label="Evicted at once")
                 num_tokens = gr.Slider(10, 2000, 400, step=10, label="New tokens")
                 with gr.Accordion("Model and sampling", open=False):

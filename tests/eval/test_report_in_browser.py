@@ -2,23 +2,12 @@
 accessibility fault.
 """
 
-import os
-import shutil
-
 import pytest
+from browser import DESKTOP, PHONE, faults, watched
 from results_example import HOSTILE, write_folder
 
 from kvalign.eval.report import write
 from kvalign.eval.shown import shown
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (CHROMIUM names one)"),
-    # Raised by Playwright's driver when its event loop is collected.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -26,38 +15,19 @@ def address(tmp_path_factory):
     return write(write_folder(tmp_path_factory.mktemp("browser") / "results")).as_uri()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 @pytest.fixture(params=["light", "dark"])
 def page(request, browser, address):
-    context = browser.new_context(
-        color_scheme=request.param, viewport={"width": 1280, "height": 900}
-    )
-    yield from _open(context, address)
+    yield from _open(browser.new_context(color_scheme=request.param, **DESKTOP), address)
 
 
 @pytest.fixture
 def phone(browser, address):
-    context = browser.new_context(
-        viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True
-    )
-    yield from _open(context, address)
+    yield from _open(browser.new_context(**PHONE), address)
 
 
 def _open(context, address):
     """The page; afterwards: it asked for nothing and complained of nothing."""
-    page = context.new_page()
-    requests, complaints = [], []
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    page, requests, complaints = watched(context)
     page.goto(address)
     yield page
     assert requests == [address] and complaints == []
@@ -147,12 +117,5 @@ def test_rows_can_be_downloaded(page):
 
 
 def test_no_serious_accessibility_fault(page):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-    found = axe.Axe().run(page).response["violations"]
-    serious = [
-        (fault["id"], fault["nodes"][0]["html"][:200])
-        for fault in found
-        if fault["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
+    assert faults(page) == []
