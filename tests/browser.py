@@ -1,5 +1,5 @@
-"""Pages in a real browser: Chromium, driven by Playwright. The fixture `browser` of conftest.py skips
-where one of them is absent.
+"""Pages in a real browser: Chromium, driven by Playwright. The fixture `browser` of conftest.py
+skips where one of them is absent.
 """
 
 import os

@@ -81,6 +81,11 @@ def page(opened):
     return opened(color_scheme="light", **DESKTOP)
 
 
+@pytest.fixture(scope="module")
+def dark(opened):
+    return opened(color_scheme="dark", **DESKTOP)
+
+
 def choose(page, methods=("streaming-llm", "kvalign"), prompt="The island of the king", **sliders):
     sliders = {"Cache size": 16, "Evicted at once": 1, "New tokens": 40} | sliders
     for box in page.locator("#methods input").all():
@@ -132,9 +137,9 @@ def watch_counts(page):
     )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_methods_stream_side_by_side(scheme, page, opened):
-    page = page if scheme == "light" else opened(color_scheme="dark", **DESKTOP)
+@pytest.mark.parametrize("name", ["page", "dark"])
+def test_methods_stream_side_by_side(name, request):
+    page = request.getfixturevalue(name)
     watch_counts(page)
     run(page, **{"New tokens": 60})
     assert page.locator(".card h2").all_inner_texts() == ["streaming-llm", "kvalign (table-kl)"]
@@ -195,20 +200,17 @@ def test_stop_stops_at_once_and_leaves_the_text(page):
     assert counts(page) == [10]
 
 
-def test_pages_do_not_mix(page, opened):
-    other = opened(**DESKTOP)
-    choose(page, ["window"], "The sea of the north")
-    choose(other, ["window", "discard-half"], "The king of the land")
+def test_pages_do_not_mix(page, dark):
+    asked = (["window"], "The sea of the north"), (["window", "discard-half"], "The king")
+    for one, (methods, prompt) in zip((page, dark), asked, strict=True):
+        choose(one, methods, prompt)
     start(page)
-    start(other)
+    start(dark)
     finish(page)
-    finish(other)
-    together = texts(page), texts(other)
-    alone = (
-        run(page, ["window"], "The sea of the north"),
-        run(page, ["window", "discard-half"], "The king of the land"),
-    )
-    assert together == alone and together[0][0].startswith("The sea of the north")
+    finish(dark)
+    together = texts(page), texts(dark)
+    assert together == tuple(run(page, methods, prompt) for methods, prompt in asked)
+    assert together[0][0].startswith("The sea of the north")
 
 
 def test_a_page_has_one_run(page):

@@ -1,6 +1,7 @@
 """The lane view: its script does what the cache and the methods do; it plays, steps and listens."""
 
 import json
+from html import unescape
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import KINDS
 from real_frames import NUM_TOKENS, real_frames
 
 from kvalign.commands.lanes import LanesSettings
-from kvalign.demo_ui.lanes import FAMILIES, MAX_CACHE_SIZE, page
+from kvalign.demo_ui.lanes import FAMILIES, MAX_CACHE_SIZE, frame, page
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Cached
 from kvalign.models import FAMILIES as FAMILY_OF
@@ -68,6 +69,20 @@ def test_page_holds_what_it_was_asked_for():
     choices = LanesSettings.__dataclass_fields__["family"].metadata["choices"]
     assert tuple(data["families"]) == FAMILIES == choices
     assert source.count("<script") == 2 and "://" not in source
+
+
+def test_frame_has_the_sizes_of_a_method(models):
+    for sizes, expected in [
+        (dict(cache_size=9, num_evicted=2), dict(cache_size=9, num_sinks=4, num_evicted=2)),
+        (dict(cache_size=40, num_evicted=30), dict(cache_size=24, num_sinks=4, num_evicted=20)),
+        (dict(cache_size=40, num_sinks=30), dict(cache_size=24, num_sinks=23, num_evicted=1)),
+    ]:
+        found = frame(make_method("streaming-llm", models["llama"], **sizes))
+        data = unescape(found).split('id="data">')[1].split("</script>")[0]
+        assert json.loads(data)["settings"] == dict(
+            method="streaming-llm", family="rotary", **expected
+        )
+        assert ("24 entries: it shows them in place of 40" in found) == (sizes["cache_size"] > 24)
 
 
 @pytest.fixture

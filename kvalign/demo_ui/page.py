@@ -74,8 +74,8 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     def settle(prompt: str, methods: list[str], model: str, aligner: str, **settings: Any) -> list:
         """Streams of what is chosen; ValueError where it does not fit together."""
         chosen = [name for name in METHODS if name in methods]
-        aligner = None if aligner == DEFAULT else aligner
-        return begin(load(model), prompt, chosen, aligner=aligner, **settings)
+        named = None if aligner == DEFAULT else aligner
+        return begin(load(model), prompt, chosen, aligner=named, **settings)
 
     def run(
         prompt: str,

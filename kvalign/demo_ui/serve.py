@@ -8,8 +8,7 @@ from importlib import resources
 import gradio as gr
 
 # The report's greys, from paper to ink.
-_GREYS = ("#f6f8fa", "#eaeef2", "#d0d7de", "#c4ccd4", "#9aa4af", "#6e7781")
-_GREYS += ("#57606a", "#30363d", "#161b22", "#12171e", "#0d1117")
+_GREYS = "#f6f8fa #eaeef2 #d0d7de #c4ccd4 #9aa4af #6e7781 #57606a #30363d #161b22 #12171e #0d1117"
 _GREEN, _DEEP_GREEN = "#00684a", "#005239"
 
 
@@ -26,7 +25,7 @@ def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
         ssr_mode=False,
         footer_links=[],
         theme=_theme(),
-        css=resources.files("kvalign.demo_ui").joinpath("templates", "live.css").read_text("utf-8"),
+        css=_style(),
     )
     try:
         print(f"running on {page.local_url} (Ctrl-C ends it)", flush=True)
@@ -40,9 +39,14 @@ def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
         page.close(verbose=False)
 
 
+def _style() -> str:
+    folder = resources.files("kvalign.demo_ui").joinpath("templates")
+    return folder.joinpath("live.css").read_text(encoding="utf-8")
+
+
 def _theme() -> gr.themes.Default:
     theme = gr.themes.Default(
-        neutral_hue=gr.themes.Color(*_GREYS, name="report"),
+        neutral_hue=gr.themes.Color(*_GREYS.split(), name="report"),
         font=["system-ui", "sans-serif"],
         font_mono=["ui-monospace", "monospace"],
     )
