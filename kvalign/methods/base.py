@@ -69,9 +69,9 @@ class Method(ABC):
         return None
 
     @property
-    @abstractmethod
     def fill(self) -> int:
         """Entries that the next token finds: at most cache_size, of `dense` all."""
+        raise NotImplementedError(f"{self.name} does not say how full it is")
 
     @abstractmethod
     def reset(self) -> None:
