@@ -33,7 +33,7 @@ LANES = "lanes.html"
 _LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
 
 
-def on_config(config: MkDocsConfig) -> None:
+def on_startup(command: str, dirty: bool) -> None:
     """Lay the top folders out as the package that they are installed as."""
     shutil.rmtree(PACKAGE, ignore_errors=True)
     for folder, place in [("kvalign", "kvalign"), *((part, f"kvalign/{part}") for part in PARTS)]:
