@@ -7,6 +7,7 @@ Each version goes into a virtual environment of its own, on top of the packages 
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def run(requirement: str, folder: Path) -> tuple[str, str, bool]:
     ask = "import transformers; print(transformers.__version__)"
     version = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
     test = [python, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(test, capture_output=True, text=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # two would thrash
+    done = subprocess.run(test, capture_output=True, text=True, env=one_thread)
     lines = done.stdout.splitlines()
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):
