@@ -1,9 +1,12 @@
 """Aligner folders: exact round trip, refusals that name what is wrong."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
+from hub_cache import COMMIT, put_into_cache
+from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
 from safetensors.torch import save_file
 from test_methods import network
 
@@ -83,3 +86,36 @@ def test_config_survives_json(models):
     config = network(models["gpt2"]).config
     values = json.loads(json.dumps(vars(config)))
     assert AlignerConfig.from_dict(values) == config
+
+
+def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
+    """With a card that the hub can read; the hub is its cache here."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+
+    def create_repo(api, repo_id, **_):
+        return RepoUrl(f"{constants.ENDPOINT}/{repo_id}")
+
+    def upload_folder(api, repo_id, folder_path, **_):
+        put_into_cache(tmp_path, repo_id, folder_path)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
+    data = {"corpus": ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]}
+    part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
+    aligner.config = dataclasses.replace(
+        aligner.config, base_model="distilbert/distilgpt2", training={"key": part}
+    )
+    aligner.push_to_hub(name)
+    found = Aligner.from_pretrained(name)
+    assert found.config == aligner.config
+    for key, weight in aligner.state_dict().items():
+        assert torch.equal(found.state_dict()[key], weight)
+    card = ModelCard.load(
+        tmp_path / "models--me--kvalign-distilgpt2-network/snapshots" / COMMIT / "README.md"
+    )
+    assert card.data.license == "apache-2.0" and card.data.library_name == "kvalign"
+    assert card.data.base_model == "distilbert/distilgpt2"
+    assert card.data.datasets == ["Salesforce/wikitext", "me/stories"]
+    assert "| key | 0.5 | 2 | 0.25 | yes |" in card.text

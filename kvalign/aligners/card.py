@@ -11,18 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import ModelCardData
+
 from kvalign import checkpoints
 
 if TYPE_CHECKING:
     from kvalign.aligners.base import AlignerConfig
 
 _CARD = """---
-license: {license}
-library_name: kvalign
-tags:
-- kv-cache
-- kvalign
-{base_model_line}---
+{metadata}
+---
 
 # KV-Align aligner for {base_model}
 
@@ -77,13 +75,17 @@ def card_text(config: "AlignerConfig") -> str:
     }
     imported = any("licence" in dict(part.get("data") or {}) for part in parts.values())
     license_tag, licence, tested = _IMPORTED if imported else _OWN
-    return _CARD.format(
+    metadata = ModelCardData(
         license=license_tag,
+        library_name="kvalign",
+        tags=["kv-cache", "kvalign"],
+        base_model=config.base_model if _is_hub_id(config.base_model) else None,
+        datasets=_datasets(parts) or None,
+    )
+    return _CARD.format(
+        metadata=metadata.to_yaml(),
         licence=licence,
         tested=tested,
-        base_model_line=f"base_model: {config.base_model}\n"
-        if _is_hub_id(config.base_model)
-        else "",
         base_model=config.base_model,
         kind=config.kind,
         made_for="\n".join(f"| {name} | {value} |" for name, value in made_for.items()),
@@ -122,6 +124,20 @@ def _made(name: str, part: dict[str, Any]) -> Iterator[str]:
     for field in ("data", "versions"):
         if isinstance(part.get(field), dict):
             yield f"- {field}: " + ", ".join(f"{key} {value}" for key, value in part[field].items())
+
+
+def _datasets(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """The data sets of the hub among the corpora that the parts were trained on."""
+    from kvalign.data_gen.corpora import HUB
+
+    found = set()
+    for part in parts.values():
+        for spec in dict(part.get("data") or {}).get("corpus") or ():
+            kind, _, name = str(spec).removeprefix("marked:").partition(":")
+            name = HUB[kind].name if kind in HUB else name.partition(":")[0] * (kind == "hub")
+            if _is_hub_id(name):
+                found.add(name)
+    return sorted(found)
 
 
 def _is_hub_id(name: str) -> bool:
