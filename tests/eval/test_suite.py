@@ -1,9 +1,12 @@
 """Suites: commands checked first, finished cells kept, overrides, the shipped files, Ray."""
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -32,17 +35,20 @@ SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2")
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A suite file in a folder of its own, and the commands that ran."""
+    """A suite file in a folder of its own, and the commands that ran, in this process: one of
+    their own takes seconds to begin, and what is killed or runs on Ray has them anyway.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(SUITE)
     ran = []
 
     def run(words, **kwargs):
         ran.append(words[3:])
-        return subprocess_run(words, **kwargs)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code = main(words[3:])
+        return subprocess.CompletedProcess(words, code, printed.getvalue())
 
-    subprocess_run = subprocess.run
-    monkeypatch.setattr("kvalign.eval.suite.subprocess.run", run)
+    monkeypatch.setattr("kvalign.eval.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
     return ran
 
 

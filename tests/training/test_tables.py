@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import CONTEXT_LEN, VOCAB, tiny_model
+from smaller import INSIDE
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
@@ -29,6 +30,13 @@ def random_text(num_tokens=4000) -> Text:
     rng = torch.Generator().manual_seed(5)
     ids = torch.randint(2, VOCAB, (num_tokens,), generator=rng)
     return Text([ids[:-600]], [ids[-600:]])
+
+
+@pytest.fixture
+def little_work(monkeypatch):
+    """Little text in place of Python's documentation, and small steps."""
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
 
 
 def test_moments_are_plain_moments(models):
@@ -124,7 +132,7 @@ SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
 @pytest.mark.parametrize("kind", ["table", "anchored"])
-def test_train_writes_what_generate_takes(tmp_path, capfd, kind):
+def test_train_writes_what_generate_takes(tmp_path, capfd, kind, little_work):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
@@ -140,7 +148,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, kind):
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
 
 
-def test_objectives_are_named_in_results(tmp_path, capfd):
+def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
     out = str(tmp_path / "aligner")
     argv = ["train", "--aligner-kind", "table", "--objective", "kl", "--max-steps", "2", *SMALL]
     assert main([*argv, "--out", out]) == 0
@@ -159,7 +167,7 @@ def test_objectives_are_named_in_results(tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["rows"][0]["aligner"] == "table-kl"
 
 
-def test_tables_that_do_not_help_are_not_used(tmp_path, capfd):
+def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
     """Rotary keys need none: what is saved then changes nothing, exactly streaming-llm."""
     out = str(tmp_path / "aligner")
     argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
@@ -169,7 +177,7 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd):
     assert not aligner.key.any() and (aligner.key_scale == 1).all()
 
 
-def test_training_starts_from_another_table(tmp_path, capfd):
+def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     argv = ["train", "--aligner-kind", "table", *SMALL, "--out"]
     assert main([*argv, first]) == 0
@@ -181,7 +189,7 @@ def test_training_starts_from_another_table(tmp_path, capfd):
     assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
 
 
-def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd):
+def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
     """BLOOM's attention is its own: tables from moments, judged by their error; no nll."""
     folder = tmp_path / "bloom"
     tiny_model("bloom", vocab_size=8192).save_pretrained(folder)
