@@ -126,6 +126,8 @@ class TextStream:
 
     def __iter__(self) -> Iterator[str]:
         self.check_whole()
+        if not self.ids:
+            raise ValueError("this stream has no input: begin it with a prompt, or feed it first")
         limit = self.sampling.max_new_tokens
         while not self.has_ended and (limit is None or len(self.token_ids) < limit):
             start = time.perf_counter()
@@ -202,8 +204,6 @@ class TextStream:
             self._decoder.step(self.tokenizer.backend_tokenizer, token)
 
     def _new_tokens(self) -> Iterator[Tensor]:
-        if not self.ids:
-            return
         ids = torch.tensor([self.ids], device=self.method.model.device)
         yield from stream_tokens(
             self.method,

@@ -223,6 +223,8 @@ def test_wrong_settings_are_refused(gpt2):
             begin(gpt2, **wrong)
     with pytest.raises(ValueError, match="the input is empty"):
         begin(gpt2).feed("")
+    with pytest.raises(ValueError, match="has no input"):
+        next(iter(begin(gpt2, prompt="")))
     with pytest.raises(ValueError, match="needs a fast tokenizer"):
         kvalign.stream(gpt2.model, object(), PROMPT)
     with pytest.raises(TypeError, match="beams"):

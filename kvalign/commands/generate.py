@@ -83,7 +83,7 @@ def run(settings: GenerateSettings) -> None:
         print()
     print(
         "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
-        "ms/token".format(method=settings.method, **timing),
+        "ms/token".format(method=text_stream.method.title, **timing),
         file=sys.stderr,
     )
 

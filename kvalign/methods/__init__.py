@@ -20,6 +20,7 @@ from kvalign.methods.kvalign import KVAlign
 from kvalign.methods.recompute import Recompute
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.methods.window import Window
+from kvalign.models import spec_of
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def make_method(
         sizes["aligner"] = (
             aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
         )
+    elif aligner is not None:
+        log.warning("%s takes no aligner: the one given has no effect", name)
     return cls(model, **sizes)
 
 
@@ -121,8 +124,11 @@ def method_class(name: str) -> type[Method]:
 def _load_aligner(aligner: str | Path | None, model: PreTrainedModel) -> Aligner:
     aligner = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if aligner is None:
+        spec = spec_of(model.config)
+        without = "discard-half" if spec.family == "learned" else "streaming-llm"
         raise ValueError(
-            f"no aligner ships for {model.config.name_or_path or 'this model'}: train one "
-            "(kvalign gen-data, kvalign train) and name its folder (--aligner)"
+            f"no aligner ships for {spec.name or 'this model'} ({spec.family} positions): take "
+            f"method {without}, which needs none, or train one (kvalign train --aligner-kind "
+            "table) and name its folder as aligner"
         )
     return Aligner.from_pretrained(aligner)
