@@ -18,7 +18,6 @@ output = model.generate(
     max_new_tokens=600,
     do_sample=True,
     top_k=20,
-    no_repeat_ngram_size=4,
     stream_to=TextStreamer(tokenizer),  # `streamer=` would not reach us
 )
 print(

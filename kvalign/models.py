@@ -172,7 +172,8 @@ def _not_found(name: str, error: Exception) -> str:
         return f"cannot load a model from folder {name!r}: {str(error).splitlines()[0]}"
     near = difflib.get_close_matches(name, checkpoints.MODELS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    unasked = "" if hub.is_reachable() else ", which does not answer"
     return (
-        f"no model {name!r} here or on the hub{hint} (works offline: "
+        f"no model {name!r} here or on the hub{unasked}{hint} (works offline: "
         f"{', '.join(checkpoints.MODELS)}, or the path of a folder)"
     )

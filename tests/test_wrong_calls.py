@@ -47,6 +47,8 @@ CALLS = [
     (lambda m: make_method("window", m.model, cache_size=8, num_evicted=9), "num_evicted must be"),
     (lambda m: make_method("kvalign", m.model, cache_size=8, aligner="none"), "no aligner 'none'"),
     (lambda m: make_method("kvalign", m.model, cache_size=256), "at most 255 with this aligner"),
+    (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
+    (lambda m: kvalign.stream(m.tokenizer, m.model, "It"), "causal LM of transformers, got Tok"),
     (lambda m: Aligner.from_pretrained("kvalign-gpt2-mini"), "no aligner 'kvalign-gpt2-mini'"),
     (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
     (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
@@ -69,7 +71,7 @@ def window(loaded):
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])
 def test_wrong_calls_are_one_sentence(call, message, loaded, monkeypatch):
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
-    wrong = (ValueError, FileNotFoundError, AttributeError)
+    wrong = (ValueError, TypeError, FileNotFoundError, AttributeError)
     with pytest.raises(wrong, match=message) as caught:
         call(loaded)
     assert "\n" not in str(caught.value)

@@ -52,7 +52,13 @@ def make_method(
         ValueError: unknown method, sizes that do not fit, no aligner, or one made for another
             model.
         FileNotFoundError: no aligner of that name.
+        TypeError: the model is none.
     """
+    if not hasattr(model, "config"):
+        raise TypeError(
+            f"the model must be a causal LM of transformers, got {type(model).__name__}: "
+            "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
+        )
     cls = method_class(name)
     sizes: dict[str, Any] = {
         "cache_size": cache_size,
