@@ -46,4 +46,5 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = grouped.mean()
     found.insert(0, "num_passages", grouped.size())
     found = found.reset_index().astype(object)
-    return found.where(found.notna(), None).to_dict("records")
+    records = found.where(found.notna(), None).to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in records]
