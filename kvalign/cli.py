@@ -101,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "kvalign").startswith("kvalign"):
             raise
-        return _wrong_use(f"it needs {error.name}: pip install 'kvalign[all]'", name)
+        from kvalign.requirements import how_to_install
+
+        needed = (error.name or "").partition(".")[0]
+        return _wrong_use(f"it needs {needed}: {how_to_install(needed)}", name)
     except SystemExit as end:  # argparse's --help and errors
         return int(end.code or 0)
     except KeyboardInterrupt:

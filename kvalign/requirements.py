@@ -30,6 +30,8 @@ def installed(name: str) -> str | None:
 
 
 def how_to_install(name: str) -> str:
-    """The command that installs a package of `requirements`, in a version that is supported."""
-    extra, needed = next(found for found in requirements() if found[1].name == name)
-    return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
+    """The command that installs a package, or the module of one, in a version that is supported."""
+    for extra, needed in requirements():
+        if needed.name.replace("-", "_") == name.replace("-", "_"):
+            return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
+    return "pip install 'kvalign[all]'"  # what another package needs, or a module of another name

@@ -203,7 +203,7 @@ def test_missing_extra_is_named(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.delitem(sys.modules, "kvalign.eval.table", raising=False)
     assert main(["eval", "perplexity", "--num-tokens", "1"]) == 2
-    assert capfd.readouterr().err.endswith("it needs pandas: pip install 'kvalign[all]'\n")
+    assert capfd.readouterr().err.endswith("it needs pandas: pip install 'kvalign[eval]'\n")
 
 
 def test_truncated_shard_is_one_line_and_code_2(tmp_path, monkeypatch, capfd):

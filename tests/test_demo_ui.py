@@ -318,5 +318,6 @@ def test_wrong_flags_are_one_line(wrong, expected, address, capfd):
 
 def test_missing_gradio_is_named(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "kvalign.demo_ui.page", raising=False)
     assert main(example("demo-ui")) == 2
     assert capfd.readouterr().err.endswith("it needs gradio: pip install 'kvalign[ui]'\n")

@@ -30,15 +30,8 @@ class PageSettings(Settings):
 def run(settings: PageSettings) -> None:
     import os
 
-    from kvalign.requirements import how_to_install
-
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    try:
-        import gradio  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(f"it needs {error.name}: {how_to_install('gradio')}") from None
-
     from kvalign import checkpoints
     from kvalign.demo_ui.page import build
     from kvalign.demo_ui.serve import serve

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
-from in_process import run_here
+from smaller import output_of
 
 from kvalign import checkpoints
 from kvalign.cli import main
@@ -50,6 +51,12 @@ def own(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kvalign.eval.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
     return ran
+
+
+def run_here(command, out):
+    """As `kvalign.eval.suite.run_cell`, in this process."""
+    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
+    return output_of([*words, "--json"])
 
 
 def test_finished_cells_are_kept(own, tmp_path, capfd):
