@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvalign.aligners import probe
-from kvalign.commands.gen_data import GenDataSettings
+from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS, read_json
 from kvalign.models import LoadedModel
 

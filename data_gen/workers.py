@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.cluster import ray_session
-from kvalign.commands.gen_data import GenDataSettings
 from kvalign.data_gen.chunks import Group
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.store import PAIRS, TARGETS, Shard, write_shard

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import kvalign
 from kvalign.settings import Settings
 
 
@@ -74,8 +75,8 @@ def _processor() -> str:
 
 def _commit() -> str:
     """The checkout's commit, or "" for an installed package."""
-    folder = Path(__file__).parent
-    if not (folder.parent / ".git").exists():
+    folder = Path(kvalign.__file__).parents[1]
+    if not (folder / ".git").exists():
         return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     try:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.commands.stream_settings import ComparisonSettings
+from kvalign.app.commands.stream_settings import ComparisonSettings
 from kvalign.methods import KVAlign, Method, make_methods, method_class
 
 

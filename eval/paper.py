@@ -15,7 +15,7 @@ from typing import Any
 from kvalign.eval.metrics import METRICS
 from kvalign.eval.report_tables import Column, Entry, Table
 from kvalign.eval.results_folder import Results
-from kvalign.eval.table import method_name
+from kvalign.eval.rows import method_name
 
 
 def paper_tables(results: Results) -> list[Table]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvalign.eval.table import label_of, method_name
+from kvalign.eval.rows import label_of, method_name
 
 
 @dataclass(frozen=True)

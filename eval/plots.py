@@ -16,8 +16,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvalign.eval.shown import shown
-from kvalign.eval.table import label_of
+from kvalign.escape import escape_controls
+from kvalign.eval.rows import label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
@@ -108,7 +108,7 @@ def draw(
             elif log_x:
                 axes.set_xscale("log")
                 _round_ticks(axes.xaxis, x_values)
-            axes.set_title(shown(title), fontsize=10, parse_math=False)
+            axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
             axes.set_xlabel(x)
             axes.grid(alpha=0.25)
         if log_y:
@@ -165,7 +165,7 @@ def plot_perplexity(result: dict[str, Any], path: Path) -> None:
     """Draw perplexity (log scale, lower is better) against cache size, a line a method.
 
     Args:
-        result: of `kvalign.eval.perplexity.evaluate`.
+        result: of `kvalign.eval.evaluations.perplexity.evaluate`.
         path: where to write, ending in .png or .svg.
     """
     rows, settings = result["rows"], result["settings"]

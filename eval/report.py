@@ -11,14 +11,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvalign.escape import escape_controls
 from kvalign.eval.paper import paper_tables
 from kvalign.eval.passages import panels
 from kvalign.eval.plots import inline_svg, save
 from kvalign.eval.report_sections import Plot, Section, sections
 from kvalign.eval.report_tables import summary
 from kvalign.eval.results_folder import Results, read
-from kvalign.eval.shown import shown
-from kvalign.eval.table import flat
+from kvalign.eval.rows import flat
 from kvalign.files import write_text
 from kvalign.methods import METHODS
 
@@ -55,7 +55,7 @@ def render(results: Results, found: list[Section] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"shown": shown, "svg": _svg}
+    templates.filters |= {"escape_controls": escape_controls, "svg": _svg}
     script = _template("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in results.documents.values() for row in d["rows"]}

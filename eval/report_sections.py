@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from kvalign.eval import plots
 from kvalign.eval.report_tables import Table, table, tables_by_cache, without_repeats
 from kvalign.eval.results_folder import Results
-from kvalign.eval.table import means
+from kvalign.eval.rows import means
 
 Document = dict[str, Any]
 Row = dict[str, Any]

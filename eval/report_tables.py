@@ -6,7 +6,7 @@ from typing import Any
 
 from kvalign.eval.metrics import METRICS, Better, best
 from kvalign.eval.results_folder import Results
-from kvalign.eval.table import label_of, means
+from kvalign.eval.rows import label_of, means
 
 Row = dict[str, Any]
 

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from kvalign.escape import escape_controls
 from kvalign.eval.paper import paper_tables
 from kvalign.eval.passages import Panel, panels
 from kvalign.eval.report_sections import sections
 from kvalign.eval.report_tables import Table, summary
 from kvalign.eval.results_folder import read
-from kvalign.eval.shown import shown
 
 WIDTH = 132  # columns
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
@@ -41,7 +41,7 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 
 def _table(table: Table) -> RichTable:
-    found = RichTable(title=Text(shown(table.title)), title_justify="left")
+    found = RichTable(title=Text(escape_controls(table.title)), title_justify="left")
     for column in table.columns:
         found.add_column(
             Text(column.title + ARROWS[column.better]),
@@ -51,7 +51,10 @@ def _table(table: Table) -> RichTable:
     for row in table.rows:
         found.add_row(
             *(
-                Text(shown(e.text) + (" ★" if e.is_best else ""), "bold green" if e.is_best else "")
+                Text(
+                    escape_controls(e.text) + (" ★" if e.is_best else ""),
+                    "bold green" if e.is_best else "",
+                )
                 for e in row
             )
         )
@@ -60,10 +63,10 @@ def _table(table: Table) -> RichTable:
 
 def _strips(panel: Panel, console: Console) -> None:
     """Readable chunks are full blocks, unreadable ones low: not by colour alone."""
-    console.rule(Text(shown(panel.title)))
+    console.rule(Text(escape_controls(panel.title)))
     width = max(len(passage.method) for passage in panel.passages)
     for passage in panel.passages:
-        line = Text(f"{shown(passage.method):{width}} {100 * passage.readable:4.0f} % ")
+        line = Text(f"{escape_controls(passage.method):{width}} {100 * passage.readable:4.0f} % ")
         for piece in passage.pieces:
             line.append(*(("█", "green") if piece.is_readable else ("▂", "red")))
         console.print(line)

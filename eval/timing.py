@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.commands.eval_latency import LatencySettings
+from kvalign.app.commands.eval_latency import LatencySettings
 from kvalign.methods import Method
 
 

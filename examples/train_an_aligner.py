@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 import kvalign
-from kvalign.commands.train import TrainSettings
+from kvalign.app.commands.train import TrainSettings
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.training.tables import train
+from kvalign.training.table_run import train
 
 CACHE_SIZE, NUM_LABELS = 64, 2000
 

@@ -14,7 +14,7 @@ _PUBLIC = {
     "load_stream": "kvalign.stream_file",
     "make_cache": "kvalign.methods",
     "make_method": "kvalign.methods",
-    "stream": "kvalign.text",
+    "stream": "kvalign.text_stream",
     "stream_generate": "kvalign.generation",
     "stream_tokens": "kvalign.generation",
 }

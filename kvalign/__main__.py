@@ -2,6 +2,6 @@
 
 import sys
 
-from kvalign.cli import main
+from kvalign.app.cli import main
 
 sys.exit(main())

@@ -21,7 +21,7 @@ from kvalign.aligners.base import has_probe, probe
 from kvalign.cache import named
 from kvalign.files import write_whole
 from kvalign.methods import Method, make_method, method_class
-from kvalign.text import Sampling, TextStream
+from kvalign.text_stream import Sampling, TextStream
 
 _FORMAT = "kvalign stream 1"
 _FIELDS = {

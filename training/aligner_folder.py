@@ -8,7 +8,7 @@ from typing import Any
 
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG, WEIGHTS
-from kvalign.commands.train import TrainSettings
+from kvalign.app.commands.train import TrainSettings
 from kvalign.data_gen.store import MANIFEST, TARGETS, Store, sha256
 
 SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")

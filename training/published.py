@@ -22,7 +22,7 @@ from torch import Tensor
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network import TARGETS
-from kvalign.commands.import_published import ImportPublishedSettings
+from kvalign.app.commands.import_published import ImportPublishedSettings
 from kvalign.data_gen.store import sha256
 from kvalign.models import ModelSpec, inv_freq, load_model
 from kvalign.rope import rerotate

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners.network import TARGETS
-from kvalign.commands.train import TrainSettings
+from kvalign.app.commands.train import TrainSettings
 from kvalign.data_gen.store import Store, read_json, write_json
 from kvalign.training.aligner_folder import describe_data
 

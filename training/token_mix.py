@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvalign.commands.pretrain import PretrainSettings
+from kvalign.app.commands.pretrain import PretrainSettings
 from kvalign.data_gen.corpora import texts, token_pieces
 from kvalign.files import write_whole
 

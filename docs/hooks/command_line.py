@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from kvalign.cli import COMMANDS, module_name, settings_class
+from kvalign.app.cli import COMMANDS, module_name, settings_class
 from kvalign.settings import Settings, flag, without_none
 
 _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}

@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for name in PICTURES:
         picture = ROOT / "eval" / "results" / name
         files.append(File.generated(config, f"images/{name}", abs_src_path=str(picture)))
-    from kvalign.demo_ui.lanes import page
+    from kvalign.app.pages.lanes import page
 
     files.append(File.generated(config, LANES, content=page()))
 

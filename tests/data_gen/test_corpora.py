@@ -5,7 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tiny_corpus import TEXT, byte_tokenizer
+from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
 from kvalign.data_gen import corpora

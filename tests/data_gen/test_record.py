@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONTEXT_LEN, KINDS, VOCAB, tiny_model
-from tiny_corpus import TEXT, byte_tokenizer
+from helpers.tiny_corpus import TEXT, byte_tokenizer
+from helpers.tiny_models import CONTEXT_LEN, KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.commands.gen_data import GenDataSettings, run
+from kvalign.app.commands.gen_data import GenDataSettings, run
 from kvalign.data_gen import workers
 from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, split_of
 from kvalign.data_gen.pairs import record_pairs
-from kvalign.data_gen.record import record
+from kvalign.data_gen.recording import record
 from kvalign.data_gen.store import SPLITS, open_store
 from kvalign.models import LoadedModel, inv_freq, spec_of
 from kvalign.rope import rerotate

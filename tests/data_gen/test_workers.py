@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvalign.cli import main
-from kvalign.commands.gen_data import GenDataSettings
+from kvalign.app.cli import main
+from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.data_gen.store import open_store
 from kvalign.data_gen.workers import _Worker
 from kvalign.files import locked, write_whole

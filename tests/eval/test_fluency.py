@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONTEXT_LEN, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 from kvalign.eval.fluency import (
     Chunk,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvalign.cli import main
-from kvalign.eval import latency, shapes
+from kvalign.app.cli import main
+from kvalign.eval import shapes
+from kvalign.eval.evaluations import latency
 from kvalign.methods.base import Cached
 from kvalign.models import LoadedModel, load_model
 

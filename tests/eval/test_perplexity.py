@@ -8,11 +8,11 @@ import math
 import pandas as pd
 import pytest
 import torch
-from conftest import tiny_model
+from helpers.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvalign import checkpoints
-from kvalign.cli import main
+from kvalign.app.cli import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method

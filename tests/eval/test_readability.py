@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvalign import load_model, make_method
-from kvalign.cli import main
-from kvalign.commands.eval_chat import ChatSettings
-from kvalign.eval.chat import evaluate as chat
+from kvalign.app.cli import main
+from kvalign.app.commands.eval_chat import ChatSettings
+from kvalign.eval.evaluations.chat import evaluate as chat
 from kvalign.eval.fluency import measures
-from kvalign.eval.table import means
+from kvalign.eval.rows import means
 from kvalign.eval.words import load_words
 
 SHORT = [

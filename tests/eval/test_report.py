@@ -8,18 +8,18 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from results_example import HEBREW, HOSTILE, documents, write_folder
+from helpers.results_example import HEBREW, HOSTILE, documents, write_folder
 from rich.console import Console
 
-from kvalign.cli import main
+from kvalign.app.cli import main
+from kvalign.escape import escape_controls
 from kvalign.eval import terminal
 from kvalign.eval.metrics import METRICS, best
 from kvalign.eval.report import render
 from kvalign.eval.report_tables import summary
 from kvalign.eval.results_folder import Results, read
-from kvalign.eval.shown import shown
 
-SEEN = shown(HOSTILE)
+SEEN = escape_controls(HOSTILE)
 
 
 class Page(HTMLParser):
@@ -85,7 +85,7 @@ def test_every_document_has_its_command_and_rows(source, results):
     links = [link for link in page.links if link.startswith("data:")]
     assert len(links) == len(results.documents)
     for link, document in zip(links, results.documents.values(), strict=True):
-        assert shown(document["command"]) in page.text
+        assert escape_controls(document["command"]) in page.text
         table = base64.b64decode(link.partition(",")[2]).decode()
         rows = list(csv.DictReader(io.StringIO(table)))
         assert len(rows) == len(document["rows"])
@@ -134,7 +134,7 @@ def test_passages_are_whole(source, results):
     """Chunks put together are the passage, to the last character."""
     for row in results.documents["readability"]["rows"]:
         page_text = Page(source).text
-        assert shown(row["text"]) in page_text
+        assert escape_controls(row["text"]) in page_text
 
 
 def test_terminal_shows_strips_and_no_escapes(tmp_path):

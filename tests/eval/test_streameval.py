@@ -10,13 +10,21 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import tiny_model
+from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.cli import settings_class
-from kvalign.commands import eval_streameval
-from kvalign.commands.eval_streameval import StreamEvalSettings, run
-from kvalign.eval.streameval import ask, check_room, encode, evaluate, pieces, score, sees
+from kvalign.app.cli import settings_class
+from kvalign.app.commands import eval_streameval
+from kvalign.app.commands.eval_streameval import StreamEvalSettings, run
+from kvalign.eval.evaluations.streameval import (
+    ask,
+    check_room,
+    encode,
+    evaluate,
+    pieces,
+    score,
+    sees,
+)
 from kvalign.generation import stream_tokens
 from kvalign.methods import METHODS, Method, make_method
 from kvalign.settings import parse

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from kvalign.aligners import Aligner
-from kvalign.cli import main
+from kvalign.app.cli import main
 
 DATA = "gen-data --num-tokens 2000 --chunk-len 64 --out data"
 TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64"

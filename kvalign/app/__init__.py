@@ -1,0 +1,1 @@
+"""The application: the command line and the pages. It may use everything; nothing uses it."""

@@ -1,0 +1,181 @@
+"""What `kvalign doctor` looks for: packages, devices, the hub and its cache, models, aligners,
+corpora and word lists. Nothing is fetched and nothing changed.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from kvalign import checkpoints, hub
+from kvalign.app import listing
+from kvalign.app.requirements import how_to_install, installed, requirements
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked for.
+
+    Attributes:
+        group: the heading it stands under.
+        state: `missing` where it could be had, `wrong` where it is here and cannot be used.
+        found: what was found, or what is the matter.
+        todo: what to do about it; empty where it is ok.
+        required: whether KV-Align cannot work without it.
+    """
+
+    group: str
+    name: str
+    state: Literal["ok", "missing", "wrong"]
+    found: str
+    todo: str = ""
+    required: bool = False
+
+
+def packages() -> Iterator[Check]:
+    """Python, then every package that this one names, by the extra that brings it."""
+    own = metadata.metadata("kvalign")
+    yield Check("packages", "kvalign", "ok", own["Version"], required=True)
+    python, supported = sys.version.split()[0], SpecifierSet(own["Requires-Python"])
+    todo = "install a supported Python"
+    yield _in_range("packages", "python", python, supported, todo, required=True)
+    for extra, needed in requirements():
+        group = f"packages of kvalign[{extra}]" if extra else "packages"
+        version, todo = installed(needed.name), how_to_install(needed.name)
+        if version is None:
+            yield Check(group, needed.name, "missing", "not installed", todo, not extra)
+        else:
+            yield _in_range(group, needed.name, version, needed.specifier, todo, not extra)
+
+
+def devices() -> Iterator[Check]:
+    import torch
+
+    count, threads = os.cpu_count(), torch.get_num_threads()
+    yield Check("devices", "cpu", "ok", f"{count} cores, {threads} threads", required=True)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            of = torch.cuda.get_device_properties(index)
+            found = f"{of.name}, {_size(of.total_memory)}"
+            yield Check("devices", f"cuda:{index}", "ok", found)
+    elif torch.version.cuda:
+        todo = "see whether nvidia-smi lists one; cpu works without"
+        yield Check("devices", "cuda", "missing", "torch sees no such device", todo)
+    else:
+        todo = "with an NVIDIA GPU, install torch's CUDA build (pytorch.org); cpu works without"
+        yield Check("devices", "cuda", "missing", f"torch {torch.__version__} has no CUDA", todo)
+    if torch.backends.mps.is_available():
+        yield Check("devices", "mps", "ok", "Apple GPU")
+    elif sys.platform == "darwin":
+        todo = "it takes macOS 12.3 on Apple silicon; cpu works without"
+        yield Check("devices", "mps", "missing", "torch sees no such device", todo)
+
+
+def machine() -> Iterator[Check]:
+    disk = shutil.disk_usage(Path.cwd())
+    yield Check("machine", "disk", "ok", f"{_size(disk.free)} free here of {_size(disk.total)}")
+    meminfo = Path("/proc/meminfo")  # Linux; no other system tells without a package
+    if meminfo.exists():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free, total = (1024 * int(lines[k].split()[0]) for k in ("MemAvailable", "MemTotal"))
+        yield Check("machine", "memory", "ok", f"{_size(free)} free of {_size(total)}")
+
+
+def hub_and_cache() -> Iterator[Check]:
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    if hub.is_reachable():
+        yield Check("hub", "hub", "ok", constants.ENDPOINT)
+    else:
+        off = "is off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
+        todo = "connect, or use folders and what is ok below"
+        yield Check("hub", "hub", "missing", f"{constants.ENDPOINT} {off}", todo)
+    try:
+        found = _size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
+    except CacheNotFound:
+        found = "empty"
+    yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {found} (HF_HOME moves it)")
+
+
+def models() -> Iterator[Check]:
+    rows = listing.models()
+    yield from _shipped("models", checkpoints.MODELS, rows)
+    for row in rows:
+        about = f"{row['where']}, {row['architecture']}, {row['positions']} positions"
+        yield Check("models", row["name"], "ok", about)
+    if all(row["where"] == "shipped" for row in rows):
+        todo = "--model HUB_ID fetches one; kvalign models lists the architectures"
+        yield Check("models", "from the hub", "missing", "none in the cache", todo)
+
+
+def aligners() -> Iterator[Check]:
+    rows = listing.aligners()
+    yield from _shipped("aligners", checkpoints.ALIGNERS, rows)
+    for row in rows:
+        about = f"{row['where']}, {row['label']} for {row['base_model']}"
+        yield Check("aligners", row["name"], "ok", about)
+
+
+def corpora() -> Iterator[Check]:
+    from kvalign.data_gen.corpora import HUB, SPECS
+    from kvalign.data_gen.python_docs import python_docs
+
+    next(python_docs("train"))
+    yield Check("corpora", "python-docs", "ok", SPECS["python-docs"])
+    in_cache = dict(listing.cached("dataset"))
+    for name, corpus in HUB.items():
+        if not installed("datasets"):
+            todo = how_to_install("datasets")
+            yield Check("corpora", name, "missing", "datasets is not installed", todo)
+        elif Path(corpus.name).is_dir():
+            yield Check("corpora", name, "ok", f"in the folder {corpus.name}")
+        elif hub.is_reachable():
+            yield Check("corpora", name, "ok", corpus.about)
+        else:
+            at = in_cache.get(corpus.name)
+            found = f"only in the cache ({at})" if at else "the hub cannot be reached"
+            todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
+            yield Check("corpora", name, "missing", found, todo)
+
+
+def word_lists() -> Iterator[Check]:
+    from kvalign.eval.words import at_hand
+
+    fetch = "python -m nltk.downloader words, or --nltk-data DIR"
+    for name, place in at_hand().items():
+        if place:
+            yield Check("word lists", name, "ok", place)
+        elif installed(name):
+            yield Check("word lists", name, "missing", "not here", fetch)
+        else:
+            yield Check("word lists", name, "missing", "not installed", how_to_install(name))
+
+
+def _in_range(
+    group: str, name: str, version: str, supported: SpecifierSet, todo: str, required: bool
+) -> Check:
+    """A version that is here: ok, or outside what is supported."""
+    if supported.contains(version, prereleases=True):
+        return Check(group, name, "ok", version, required=required)
+    return Check(group, name, "wrong", f"{version}, supported is {supported}", todo, required)
+
+
+def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Iterator[Check]:
+    for name in sorted(set(names) - {row["name"] for row in rows}):
+        todo = "reinstall kvalign"
+        yield Check(group, name, "wrong", "shipped, and its files cannot be read", todo, True)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

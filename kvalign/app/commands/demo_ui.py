@@ -1,0 +1,57 @@
+"""`kvalign demo-ui`: the live page on this machine."""
+
+from dataclasses import dataclass
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSettings(Settings):
+    """Watch methods write side by side, on a page that is served here until Ctrl-C.
+
+    Nothing is loaded from elsewhere and nothing leaves the machine.
+
+    Example:
+        kvalign demo-ui --port 0
+    """
+
+    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets others in")
+    port: int = option(
+        7860, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
+    )
+    model: str = option("gpt2-mini", help="shipped name, hub id or folder; shipped ones come along")
+    aligner: str | None = option(
+        None, help="folder, shipped name or hub id of an aligner of the model; offered beside ours"
+    )
+    device: str = option("cpu", help="cpu, cuda, mps, ...")
+    open: bool = option(False, help="open the page in a browser")
+
+
+def run(settings: PageSettings) -> None:
+    import os
+
+    port = free_port(settings.host, settings.port)
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    from kvalign import checkpoints
+    from kvalign.app.pages.page import build
+    from kvalign.app.pages.serve import serve
+
+    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS)))
+    page = build(models, settings.device, settings.aligner)
+    serve(page, settings.host, port, settings.open)
+
+
+def free_port(host: str, port: int) -> int:
+    """The port if it can be listened at, for 0 any that can; ValueError otherwise."""
+    import errno
+    import socket
+
+    try:
+        with socket.create_server((host, port)) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} is taken: name another with --port, or 0 for any free one"
+            ) from None
+        raise ValueError(f"cannot listen at --host {host}: {error.strerror}") from None

@@ -1,0 +1,35 @@
+"""`kvalign doctor`: what is installed, reachable and at hand here."""
+
+from dataclasses import dataclass
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(Settings):
+    """Show what is installed, reachable and at hand here, and what to do about the rest.
+
+    A thing is ok, missing (KV-Align works without it) or wrong (it is here and cannot be used).
+    Nothing is fetched. Exit code 1: something that is required is missing or wrong.
+
+    Example:
+        kvalign doctor
+    """
+
+    json: bool = option(False, help="print one JSON document")
+
+
+def run(settings: DoctorSettings) -> None:
+    import dataclasses
+    import json
+
+    from kvalign.app.doctor import as_text, examine, is_fit
+
+    checks = examine()
+    if settings.json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        print(json.dumps({"fit": is_fit(checks), "checks": rows}))
+    else:
+        print(as_text(checks))
+    if not is_fit(checks):
+        raise SystemExit(1)

@@ -1,0 +1,50 @@
+"""`kvalign eval run`: a suite of evaluations, kept cell by cell."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """Run every cell of a suite that the folder does not have yet, then write the report.
+
+    Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
+    paper-smollm2 (the paper's tables and figures), or a .yaml file of your own.
+
+    Example:
+        kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
+    """
+
+    suite: str = option(help="name of a suite, or a .yaml file", positional=True)
+    out: Path = option(help="folder for results and report; finished cells in it are kept")
+    override: str = option(
+        "", help='flags that replace those of the cells which have them, as "--device cuda"'
+    )
+    ray: bool = option(False, help="run the cells side by side on Ray")
+    ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
+    cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1)
+    gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0)
+    json: bool = option(False, help="print one JSON document")
+
+
+def run(settings: RunSettings) -> None:
+    import json
+    import sys
+
+    from kvalign.app.suite import run_suite
+    from kvalign.eval.report import write
+
+    try:
+        found = run_suite(settings)
+    except RuntimeError as error:
+        print(f"kvalign eval run: stopped: {error}; finished cells are kept", file=sys.stderr)
+        raise SystemExit(1) from error
+    page = write(settings.out)
+    if settings.json:
+        print(json.dumps({"out": str(settings.out), "cells": found, "report": str(page)}))
+        return
+    kept = sum(state == "kept" for state in found.values())
+    print(f"{len(found)} cells in {settings.out}, {kept} of them from before", file=sys.stderr)
+    print(f"report: {page}")

@@ -1,0 +1,52 @@
+"""`kvalign lanes`: the cache, seen: a page on which entries come, move and are evicted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanesSettings(Settings):
+    """Write one self-contained page that shows, step by step, what a method does to the cache. Open
+    it in a browser; other methods and sizes can be chosen there.
+
+    Example:
+        kvalign lanes --out cache.html --method streaming-llm --cache-size 7 --num-sinks 3
+    """
+
+    out: Path = option(help="file of the page")
+    method: str = option(
+        "streaming-llm", help="streaming method; an unknown name lists the known ones"
+    )
+    family: str = option(
+        "learned", help="how positions are encoded", choices=("learned", "rotary", "alibi")
+    )
+    cache_size: int = option(7, help="entries the cache keeps, sinks included", at_least=1)
+    num_sinks: int = option(3, help="first entries that stay", at_least=0)
+    num_evicted: int = option(1, help="entries evicted at once", at_least=1)
+    controls: bool = option(True, help="let the reader choose method and sizes")
+    overwrite: bool = option(False, help="replace the file")
+    json: bool = option(False, help="print one JSON document with the path written")
+
+
+def run(settings: LanesSettings) -> None:
+    import json
+
+    if settings.out.exists() and not settings.overwrite:
+        raise FileExistsError(f"{settings.out} already exists: give --overwrite or another --out")
+
+    from kvalign.app.pages.lanes import page
+    from kvalign.files import write_text
+
+    source = page(
+        settings.method,
+        settings.cache_size,
+        settings.num_sinks,
+        settings.num_evicted,
+        settings.controls,
+        settings.family,
+    )
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(settings.out, source)
+    print(json.dumps({"page": str(settings.out)}) if settings.json else f"page: {settings.out}")

@@ -1,0 +1,111 @@
+"""Completion of the command line, by argcomplete: at TAB the shell runs `kvalign` with the line in
+the environment, and gets what may come next.
+
+Commands and flags are read from their `Settings`, names from the registries. Nothing heavy is
+imported.
+"""
+
+import argparse
+import importlib
+import re
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import argcomplete
+from argcomplete.completers import ChoicesCompleter, FilesCompleter
+
+from kvalign import checkpoints
+from kvalign.app import listing
+from kvalign.app.cli import COMMANDS, module_name, settings_class
+from kvalign.settings import add_arguments, fields_of, without_none
+
+Completer = Callable[..., Iterable[str]]
+
+
+def complete(**options: typing.Any) -> None:
+    """Answer the shell that asks and end the process.
+
+    Args:
+        options: as `argcomplete.autocomplete` takes them.
+    """
+    argcomplete.autocomplete(parser(), always_complete_options=False, **options)
+
+
+def parser() -> argparse.ArgumentParser:
+    """One parser of all commands, whose arguments know what they may be given."""
+    root = argparse.ArgumentParser("kvalign")
+    groups = {"": root.add_subparsers()}
+    for command, about in COMMANDS.items():
+        group, _, name = command.rpartition(" ")
+        if group not in groups:
+            groups[group] = groups[""].add_parser(group, help="evaluate").add_subparsers()
+        cls = settings_class(importlib.import_module(module_name(command)))
+        hints = typing.get_type_hints(cls)
+        actions = add_arguments(groups[group].add_parser(name, help=about), cls)
+        for field in fields_of(cls):
+            hint = without_none(hints[field.name])
+            if hint is not bool:
+                completer = _completer(field.name, field.metadata["choices"], hint)
+                actions[field.name].completer = completer  # type: ignore[attr-defined]
+    return root
+
+
+def _completer(name: str, choices: tuple[str, ...] | None, hint: typing.Any) -> Completer:
+    """What may be given for a field. One idea has one name in all commands, so the name tells."""
+    names = choices or _names().get(name)
+    if names and typing.get_origin(hint) is tuple:
+        return _listed(names)
+    if names:
+        return _named(names)
+    return FilesCompleter() if hint is Path else ChoicesCompleter({})
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """Of fields, the names that they may be given."""
+    from kvalign.app.commands.train import TrainSettings
+    from kvalign.data_gen import corpora, prompts
+
+    kinds = {field.name: field.metadata["choices"] for field in fields_of(TrainSettings)}
+    methods = listing.method_names()
+    return {
+        "model": checkpoints.MODELS,
+        "aligner": checkpoints.ALIGNERS,
+        "aligner_kinds": kinds["aligner_kind"],
+        "method": methods,
+        "methods": methods,
+        "reference": methods,
+        "corpus": _typed(corpora.NAMES),
+        "eval_corpus": _typed(corpora.NAMES),
+        "prompts": _typed(prompts.NAMES),
+        "suite": tuple(sorted(listing.suites())),
+    }
+
+
+def _typed(specs: Iterable[str]) -> tuple[str, ...]:
+    """What of specifications is typed as it stands: `hub:` of `hub:NAME[:CONFIG]`."""
+    starts = (re.match("[^A-Z]*", spec) for spec in specs)
+    return tuple(start[0] for start in starts if start and start[0])
+
+
+def _named(names: Iterable[str]) -> Completer:
+    """Names, and files where no name begins so: a model, an aligner, a corpus may be either."""
+
+    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
+        start = re.match("(marked:)?(text:)?", prefix)[0]  # type: ignore[index]
+        if prefix == start != "" or not any(name.startswith(prefix) for name in names):
+            return [start + path for path in FilesCompleter()(prefix.removeprefix(start))]
+        return [name for name in names if name.startswith(prefix)]
+
+    return offer
+
+
+def _listed(names: Iterable[str]) -> Completer:
+    """Names and files, comma-separated."""
+    one = _named(names)
+
+    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
+        before, comma, last = prefix.rpartition(",")
+        return [before + comma + name for name in one(prefix=last)]
+
+    return offer

@@ -1,0 +1,151 @@
+"""Several methods continue one prompt side by side: they take turns, a token or a few each.
+
+The time of a token is taken around the step that made it, so the turns of others do not count.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvalign.eval.fluency import Chunk, chunks
+from kvalign.methods import method_class
+from kvalign.models import LoadedModel
+from kvalign.text_stream import TextStream, stream
+
+SHOWN_EVERY_S = 0.12
+WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
+
+
+@dataclass(frozen=True)
+class View:
+    """One stream as it stands.
+
+    Attributes:
+        title: its method.
+        about: what that does.
+        text: what it has written.
+        chunks: those that are finished; while it writes, the last one of the text is not.
+        num_tokens: tokens written.
+        tokens_per_s: of its own steps after the first; 0: unknown yet.
+        fill: entries that the next token finds.
+        cache_size: entries that fit.
+        num_evictions: times that `num_evicted` entries were dropped.
+        num_evicted: entries dropped at once.
+        is_done: it writes no more.
+    """
+
+    title: str
+    about: str
+    text: str
+    chunks: list[Chunk]
+    num_tokens: int
+    tokens_per_s: float
+    fill: int
+    cache_size: int
+    num_evictions: int
+    num_evicted: int
+    is_done: bool
+
+    @property
+    def readable(self) -> float | None:
+        """Share of readable chunks; None before the first is finished."""
+        if not self.chunks:
+            return None
+        return sum(chunk.is_readable for chunk in self.chunks) / len(self.chunks)
+
+
+def begin(
+    loaded: LoadedModel,
+    prompt: str,
+    methods: Sequence[str],
+    *,
+    cache_size: int,
+    num_evicted: int,
+    aligner: str | None = None,
+    seed: int = 0,
+    **sampling: Any,
+) -> list[TextStream]:
+    """A stream of each method, fed with the prompt; nothing is computed yet.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt: what they continue.
+        methods: keys of `METHODS`, which take their own default number of sinks.
+        cache_size, aligner: as in `kvalign.make_method`.
+        num_evicted: entries dropped at once, by methods that do not set it themselves.
+        seed: of the draws of each.
+        sampling: as in `kvalign.stream`.
+
+    Raises:
+        ValueError: wrong settings, with the method that refuses them.
+    """
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give at least one word")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"the seed must be at least 0 and below 2^63, got {seed}")
+    if not methods:
+        raise ValueError("no method is chosen: tick at least one")
+    streams = []
+    for name in methods:
+        is_fixed = "num_evicted" in method_class(name).fixed
+        try:
+            begun = stream(
+                loaded.model,
+                loaded.tokenizer,
+                prompt,
+                method=name,
+                cache_size=cache_size,
+                num_evicted=None if is_fixed else num_evicted,
+                aligner=aligner if method_class(name).takes_aligner else None,
+                seed=seed,
+                **sampling,
+            )
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        streams.append(begun)
+    return streams
+
+
+def side_by_side(
+    streams: Sequence[TextStream], words: frozenset[str], shown_every_s: float = SHOWN_EVERY_S
+) -> Iterator[list[View]]:
+    """Run streams in turns and say now and then how they stand, at the beginning and at the end
+    too. Closing the iterator ends the work.
+
+    Args:
+        streams: fed with the prompt, not yet iterated.
+        words: what the rule of readability takes for a word.
+        shown_every_s: seconds between two views of them, at least; more where showing takes long.
+    """
+    writing = {one: iter(one) for one in streams}
+    yield [_view(one, words, is_done=False) for one in streams]
+    shown_at, pause_s = time.perf_counter(), shown_every_s
+    while writing:
+        for one, pieces in list(writing.items()):
+            if next(pieces, None) is None:
+                del writing[one]
+        start = time.perf_counter()
+        if writing and start - shown_at >= pause_s:
+            yield [_view(one, words, one not in writing) for one in streams]
+            shown_at = time.perf_counter()
+            pause_s = max(shown_every_s, WORK_PER_SHOWING * (shown_at - start))
+    yield [_view(one, words, is_done=True) for one in streams]
+
+
+def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
+    method, text, timing = stream.method, stream.text, stream.timing()
+    found = chunks(text, words)
+    return View(
+        title=method.title,
+        about=method.about,
+        text=text,
+        chunks=found if is_done else found[:-1],
+        num_tokens=len(stream.token_ids),
+        tokens_per_s=1e3 / timing["ms_per_token"] if timing["ms_per_token"] else 0.0,
+        fill=method.fill,
+        cache_size=method.cache_size,
+        num_evictions=(stream.num_fed - method.fill) // method.num_evicted,
+        num_evicted=method.num_evicted,
+        is_done=is_done,
+    )

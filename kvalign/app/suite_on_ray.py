@@ -1,0 +1,44 @@
+"""Cells of a suite side by side on Ray: on this machine or on a cluster that shares the folder."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from kvalign.app.commands.eval_run import RunSettings
+from kvalign.app.suite import Cell, run_cell
+from kvalign.cluster import ray_session
+
+
+def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
+    """Yield each cell with what its command printed, in the order in which they end.
+
+    Raises:
+        RuntimeError: a cell failed; the others are stopped.
+        ValueError: no cluster at the address.
+    """
+    with ray_session(settings.ray_address) as ray:
+        task = ray.remote(
+            num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
+        )(_run)
+        place = (str(Path.cwd()), settings.cpus_per_cell)
+        waiting = {task.remote(cell.command, settings.out, *place): cell for cell in cells}
+        with tqdm(total=len(cells), unit="cell") as bar:
+            while waiting:
+                (done,), _ = ray.wait(list(waiting), num_returns=1)
+                output, error = ray.get(done)
+                if error:
+                    raise RuntimeError(error)
+                bar.update()
+                yield waiting.pop(done), output
+
+
+def _run(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
+    """Output and error of a cell; relative paths are those of the folder it was asked for in."""
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    try:
+        return run_cell(command, out), ""
+    except RuntimeError as error:
+        return "", str(error)

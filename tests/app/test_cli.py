@@ -1,0 +1,255 @@
+"""The command line: every example runs, wrong use is one line and exit code 2, help is quick to
+import.
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.published_files import random_network
+from helpers.smaller import INSIDE, example, output_of, run_cell, smaller
+
+from kvalign import checkpoints
+from kvalign.app.cli import COMMANDS, GROUPS, main, module_name, settings_class
+
+# In this order: a later example reads what an earlier one wrote.
+EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
+EXAMPLES += ["eval perplexity", "eval latency", "eval readability", "eval streameval", "eval chat"]
+EXAMPLES += ["eval run", "report", "lanes"]
+EXAMPLES += ["doctor", "models", "methods", "aligners", "corpora", "completion"]
+SERVED = ["demo-ui"]  # it runs until Ctrl-C: test_demo_ui.py serves its example
+
+
+def write_published(folder):
+    """What the example of import-published names: two networks, and the model they are for."""
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), folder / "distilbert" / "distilgpt2")
+    for name, hidden in (("keys", (256, 64)), ("values", (64, 128))):
+        network = random_network(*hidden, num_layers=6, num_heads=4, head_dim=64, num_positions=256)
+        torch.save(network, folder / f"{name}_network_distilgpt2.pth")
+
+
+def test_every_command_has_a_tested_example():
+    assert sorted(EXAMPLES + SERVED) == sorted(COMMANDS)
+
+
+def test_examples_run(tmp_path, monkeypatch):
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    monkeypatch.setattr("kvalign.app.suite.run_cell", run_cell)
+    monkeypatch.chdir(tmp_path)
+    write_published(tmp_path)
+    for command in EXAMPLES:
+        output_of(smaller(example(command))[0])
+    output_of(["generate", "--aligner", "my-aligner", "--prompt", "It", "--cache-size", "20"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_flag(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    module = importlib.import_module(module_name(command))
+    for name, field in settings_class(module).__dataclass_fields__.items():
+        shown = name.upper() if field.metadata["positional"] else "--" + name.replace("_", "-")
+        assert shown in out
+    assert "example:\n  kvalign" in out
+
+
+def test_usage_has_every_command_under_one_heading(capsys):
+    for words in (["--help"], ["-h"], ["eval", "--help"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        for name, about in COMMANDS.items():
+            assert out.count(f"\n  {name} ") == 1 and about in out
+    assert [f"{group}:" in out for group in GROUPS] == [True] * len(GROUPS)
+    assert sum(map(len, GROUPS.values())) == len(COMMANDS)
+
+
+def test_help_does_not_import_torch():
+    for command in ("", *COMMANDS):
+        code = (
+            "import sys; from kvalign.app.cli import main; "
+            f"main({[*command.split(), '--help']!r}); sys.exit('torch' in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+PROMPT = ["--prompt", "The island"]
+WRONG = [
+    ([], "usage: kvalign"),
+    (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
+    (["eval", "speed"], "unknown command 'eval speed'"),
+    (["doctr"], "unknown command 'doctr'; did you mean 'doctor'?"),
+    (["doctor", "transformers"], "unrecognized arguments: transformers"),
+    (["models", "--jsn"], "unrecognized arguments: --jsn"),
+    (["completion"], "the following arguments are required: SHELL"),
+    (["completion", "tcsh"], "SHELL must be one of bash, zsh, fish, got 'tcsh'"),
+    (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
+    (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
+    (["generate"], "either --prompt or --prompt-file"),
+    (["generate", *PROMPT, "--prompt-file", "x"], "either --prompt or --prompt-file"),
+    (["generate", "--prompt", "  \n"], "the prompt is empty"),
+    (["generate", "--prompt-file", "missing.txt"], "missing.txt"),
+    (["generate", "--prompt-file", "binary.txt"], "is not UTF-8 text"),
+    (["generate", *PROMPT, "--model", "gpt3-mini"], "no model 'gpt3-mini'"),
+    (["generate", *PROMPT, "--model", "."], "cannot load a model from folder"),
+    (["generate", *PROMPT, "--method", "kv-align"], "did you mean kvalign?"),
+    (["generate", *PROMPT, "--device", "warp"], "device 'warp' is not available"),
+    (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
+    (["generate", *PROMPT, "--top-k", "0"], "--top-k must be at least 1, got 0"),
+    (["generate", *PROMPT, "--temperature", "0"], "--temperature must be above 0"),
+    (
+        ["generate", *PROMPT, "--cache-size", "512", "--method", "window"],
+        "at most 511 for gpt2-mini (its",
+    ),
+    (["generate", *PROMPT, "--cache-size", "300"], "at most 255 with this aligner"),
+    (
+        ["generate", *PROMPT, "--cache-size", "4", "--num-sinks", "4"],
+        "cache_size must be above num_sinks",
+    ),
+    (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),
+    (["generate", *PROMPT, "--num-evicted", "65"], "num_evicted must be between 1 and"),
+    (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
+    (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
+    (
+        ["generate", *PROMPT, "--aligner", "kvalign-llama-mini-network"],
+        "this aligner was made for llama-mini: family is rotary there, learned in this model",
+    ),
+    (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
+    (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
+    (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
+    (["eval", "perplexity", "--corpus", "text:short.txt"], "lower --num-tokens"),
+    (["eval", "perplexity", "--methods", "window,sink"], "unknown method 'sink'"),
+    (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
+    (["eval", "perplexity", "--cache-sizes", "32,600"], "cache_size must be at most"),
+    (["eval", "perplexity", "--cache-sizes", "32,x"], "argument --cache-sizes"),
+    (["eval", "perplexity", "--num-evicted", "1,third"], "takes numbers or half, got 'third'"),
+    (["eval", "perplexity", "--num-evicted", "33", "--cache-sizes", "32"], "num_evicted must be"),
+    (["eval", "perplexity", "--reference", "dense"], "--reference dense is not among --methods"),
+    (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
+    (["eval", "latency", "--aligner-kinds", "tables"], "unknown aligner kind 'tables'"),
+    (["eval", "latency", "--methods", "window"], "--reference streaming-llm is not among"),
+    (["eval", "readability", "--prompts", "mt-bank"], "did you mean mt-bench?"),
+    (["eval", "readability", "--prompts", "missing.jsonl"], "missing.jsonl"),
+    (["eval", "readability", "--words", "oxford"], "--words must be one of auto, nltk"),
+    (["eval", "readability", "--nltk-data", "."], "needs DIR/corpora/words.zip"),
+    (["eval", "readability", "--methods", "window,sink"], "unknown method 'sink'"),
+    (["eval", "streameval", "--num-lines", "10"], "raise --num-lines"),
+    (["eval", "streameval", "--methods", "dense"], "dense has room for 512 tokens, the stream"),
+    (["eval", "chat", "--num-turns", "0"], "--num-turns must be at least 1"),
+    (["eval", "latency", "--num-evicted", "1,third"], "takes numbers or half, got 'third'"),
+    (["eval", "run", "quick"], "the following arguments are required: --out"),
+    (["eval", "run", "quack", "--out", "d"], "no suite 'quack' (known: paper-distilgpt2"),
+    (["eval", "run", "missing.yaml", "--out", "d"], "no suite 'missing.yaml'"),
+    (
+        ["eval", "run", "quick", "--out", "d", "--override", "--num-turns 0"],
+        "cell chat: --num-turns",
+    ),
+    (["report"], "the following arguments are required: FOLDER"),
+    (["report", "nowhere"], "no folder 'nowhere'"),
+    (["report", "."], "no results in ."),
+    (["lanes", "--out", "short.txt"], "short.txt already exists: give --overwrite"),
+    (["lanes", "--out", "d", "--method", "kv-align"], "did you mean kvalign?"),
+    (["lanes", "--out", "d", "--cache-size", "25"], "at most 24 for this page"),
+    (["lanes", "--out", "d", "--cache-size", "3"], "cache_size must be above num_sinks"),
+    (["gen-data"], "the following arguments are required: --out"),
+    (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
+    (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
+    (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
+    (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
+    (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
+    (["train", "--out", "a"], "--data is needed: record caches with kvalign gen-data"),
+    (["train", "--out", "a", "--data", "d", "--objective", "kl"], "is for --aligner-kind table"),
+    (["train", "--out", "a", "--aligner-kind", "tables"], "--aligner-kind must be one of"),
+    (
+        ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
+        "raise --num-tokens or lower --chunk-len",
+    ),
+    (
+        ["train", "--out", "a", "--aligner-kind", "table", "--chunk-len", "600"],
+        "--chunk-len must be at most 512 for gpt2-mini",
+    ),
+    (["train", "--data", ".", "--out", "a", "--target", "keys"], "--target must be one of"),
+    (["tune", "--data", "nowhere", "--out", "a", "--target", "key"], "nowhere"),
+    (["tune", "--data", "d2", "--out", "a"], "the following arguments are required: --target"),
+    (["import-published", "--keys", "k.pth", "--values", "v.pth", "--out", "a"], "--model"),
+    (["pretrain", "--out", "m", "--arch", "rnn"], "--arch must be one of gpt2, llama"),
+    (
+        ["pretrain", "--out", "m", "--corpus", "text:short.txt", "--vocab-size", "300"],
+        "--context-len",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv)[:70] for argv, _ in WRONG])
+def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("a few words only\n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert main(argv) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    if argv:
+        assert len(captured.err.strip().splitlines()) == 1
+    assert not (tmp_path / "d").exists() and not (tmp_path / "a").exists()
+
+
+def test_missing_extra_is_named(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "kvalign.eval.rows", raising=False)
+    assert main(["eval", "perplexity", "--num-tokens", "1"]) == 2
+    assert capfd.readouterr().err.endswith("it needs pandas: pip install 'kvalign[eval]'\n")
+
+
+def test_truncated_shard_is_one_line_and_code_2(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(example("gen-data")) == 0
+    data = example("gen-data")[example("gen-data").index("--out") + 1]
+    shard = sorted((tmp_path / data).glob("train-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    capfd.readouterr()
+    assert main(["train", "--data", data, "--out", "a"]) == 2
+    error = capfd.readouterr().err
+    assert shard.name in error and len(error.strip().splitlines()) == 1
+
+
+def test_json_is_one_document(capfd):
+    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
+    assert main([*argv, "--max-new-tokens", "30", "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["num_tokens"] == len(document["token_ids"]) == 30
+    assert document["settings"]["cache_size"] == 16 and document["ms_per_token"] > 0
+
+
+def test_text_comes_on_stdout_timing_on_stderr(capfd):
+    argv = ["generate", *PROMPT, "--method", "window", "--cache-size", "16", "--seed", "5"]
+    texts = []
+    for _ in range(2):
+        assert main([*argv, "--max-new-tokens", "20"]) == 0
+        captured = capfd.readouterr()
+        assert captured.out.startswith("The island") and "20 tokens by window" in captured.err
+        texts.append(captured.out)
+    assert texts[0] == texts[1]
+
+
+def test_interrupt_ends_cleanly(capfd, monkeypatch):
+    from kvalign.methods import StreamingLLM
+
+    fed, feed = [], StreamingLLM.feed
+
+    def interrupted(self, ids):
+        fed.append(ids)
+        if len(fed) > 10:
+            raise KeyboardInterrupt
+        return feed(self, ids)
+
+    monkeypatch.setattr(StreamingLLM, "feed", interrupted)
+    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
+    assert main(argv) == 0
+    captured = capfd.readouterr()
+    assert captured.out.startswith("The island") and "10 tokens by streaming-llm" in captured.err

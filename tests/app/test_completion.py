@@ -1,0 +1,140 @@
+"""TAB offers every command, flag and name, and imports nothing heavy."""
+
+import importlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.app.cli import COMMANDS, main, module_name, settings_class
+from kvalign.app.commands.completion import CompletionSettings
+from kvalign.app.completion import _names, complete
+from kvalign.app.listing import suites
+from kvalign.data_gen import corpora
+from kvalign.methods import METHODS
+from kvalign.settings import fields_of, flag
+
+SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
+FIRST = {command.split()[0] for command in COMMANDS}
+EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
+CORPORA = {"python-docs", *corpora.HUB, "hub:", "text:", "marked:"}
+FILES = {"notes.txt", "my-aligner/"}
+# What is typed, and what is offered for its last word.
+LINES = [
+    ("kvalign ", FIRST),
+    ("kvalign gen", {"generate", "gen-data"}),
+    ("kvalign eval ", EVALS),
+    ("kvalign eval str", {"streameval"}),
+    ("kvalign generate --method ", set(METHODS)),
+    ("kvalign generate --method kv", {"kvalign"}),
+    ("kvalign generate --method=kv", {"kvalign"}),
+    ("kvalign generate --model ", set(checkpoints.MODELS)),
+    ("kvalign generate --model no", {"notes.txt"}),
+    ("kvalign generate --aligner kvalign-llama", {n for n in checkpoints.ALIGNERS if "llama" in n}),
+    ("kvalign generate --aligner my", {"my-aligner/"}),
+    ("kvalign generate --dtype ", {"float32", "bfloat16", "float16"}),
+    ("kvalign generate --cache-size ", set()),
+    ("kvalign generate --cache-size 64 --stop", {"--stop-at-end"}),
+    ("kvalign eval perplexity --methods window,", {f"window,{name}" for name in METHODS}),
+    ("kvalign eval perplexity --methods window,kva", {"window,kvalign"}),
+    ("kvalign eval perplexity --reference re", {"recompute"}),
+    ("kvalign eval perplexity --corpus ", CORPORA),
+    ("kvalign train --corpus wikitext,text:n", {"wikitext,text:notes.txt"}),
+    ("kvalign eval latency --aligner-kinds table,", {f"table,{name}" for name in Aligner.kinds}),
+    ("kvalign eval chat --prompts ", {"own", "mt-bench"}),
+    ("kvalign train --aligner-kind ", set(Aligner.kinds)),
+    ("kvalign train --no-", {"--no-resume"}),
+    ("kvalign eval run q", {"quick"}),
+    ("kvalign eval run ", set(suites())),
+    ("kvalign eval run quick --ov", {"--override"}),
+    ("kvalign report ", FILES),
+    ("kvalign completion ", set(SHELLS)),
+    ("kvalign completion --", {"--help"}),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "my-aligner").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
+class AnsweredError(Exception):
+    pass
+
+
+def offers(line, monkeypatch):
+    """What the shell gets for a line with the cursor at its end."""
+    answer = io.StringIO()
+
+    def stop(code):
+        raise AnsweredError
+
+    def no_debug_stream(*args):  # argcomplete would take descriptor 9, which may be pytest's
+        raise OSError
+
+    monkeypatch.setattr(os, "fdopen", no_debug_stream)
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AnsweredError):
+        complete(output_stream=answer, exit_method=stop)
+    return {word.strip() for word in answer.getvalue().split("\v") if word}
+
+
+@pytest.mark.parametrize(("line", "offered"), LINES)
+def test_names_are_offered(line, offered, folder, monkeypatch):
+    found = offers(line, monkeypatch)
+    if "--method=" in line:  # the word with its flag
+        found = {word.partition("=")[2] or word for word in found}
+    assert found == offered
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_offered(command, monkeypatch):
+    cls = settings_class(importlib.import_module(module_name(command)))
+    on = {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
+    assert offers(f"kvalign {command} --", monkeypatch) == {"--help", *cls.flags(), *on}
+
+
+def test_every_field_with_names_is_one_of_a_command():
+    classes = [settings_class(importlib.import_module(module_name(c))) for c in COMMANDS]
+    assert _names().keys() <= {field.name for cls in classes for field in fields_of(cls)}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_asks_kvalign(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert "_ARGCOMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash here")
+def test_bash_completes(folder, capsys):
+    """As at TAB, with `kvalign` started by the script that the command prints."""
+    main(["completion", "bash"])
+    Path("script").write_text(capsys.readouterr().out)
+    Path("kvalign").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m kvalign \"$@\"\n")
+    Path("kvalign").chmod(0o755)
+    ask = (
+        "source ./script; COMP_LINE='kvalign doc' COMP_POINT=11 COMP_TYPE=9; "
+        '_python_argcomplete kvalign; echo "${COMPREPLY[@]}"'
+    )
+    env = os.environ | {"PATH": f"{Path.cwd()}:{os.environ['PATH']}"}
+    words = ["bash", "--norc", "-c", ask]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["doctor"]
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys, kvalign.app.completion as c; c.parser(); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pandas', 'gradio')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,323 @@
+"""The live page, served by the command and driven in a real browser: streams side by side, stops,
+shows text as text, asks nothing of any other machine.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import resources
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import pytest
+from helpers.browser import DESKTOP, PHONE, faults, watched
+from helpers.smaller import example
+
+from kvalign.app.cli import main
+from kvalign.escape import escape_controls
+
+pytest.importorskip("gradio", reason="gradio is not installed")
+HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(2)> ${alert(3)} {{value}} `\"' island"
+HOSTILE += " \x07\x1b[31m \u202eright-to-left\u202c \u05e9\u05dc\u05d5\u05dd"
+# The command, which also tells of every address but this machine's own that it looks for.
+TELLING = """
+import sys
+def tell(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        host = args[0] if event.endswith("info") else args[1][0] if type(args[1]) is tuple else None
+        if host not in (None, "127.0.0.1", "localhost"):
+            print(event, host, file=sys.stderr)
+sys.addaudithook(tell)
+from kvalign.app.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The example of `kvalign demo-ui`, run until Ctrl-C."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", TELLING, *example("demo-ui")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell in the background hands SIGINT down as ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        line = server.stdout.readline()
+        assert line.startswith("running on http://127.0.0.1:"), server.stderr.read()
+        yield line.split()[2]
+        server.send_signal(signal.SIGINT)
+        _, complaints = server.communicate(timeout=30)
+        assert (server.returncode, complaints.strip()) == (0, "")
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def opened(browser, address):
+    """Opens pages; afterwards: they asked nobody else for anything and complained of nothing."""
+    visits = []
+
+    def open_page(**context):
+        visits.append(watched(browser.new_context(**context)))
+        page = visits[-1][0]
+        page.goto(address)
+        page.locator("#start:enabled").wait_for()
+        return page
+
+    yield open_page
+    for page, requests, complaints in visits:
+        page.context.close()
+        hosts = {urlsplit(request).hostname for request in requests if request != "about:srcdoc"}
+        assert hosts == {"127.0.0.1"} and complaints == []
+
+
+@pytest.fixture(scope="module")
+def page(opened):
+    return opened(color_scheme="light", **DESKTOP)
+
+
+@pytest.fixture(scope="module")
+def dark(opened):
+    return opened(color_scheme="dark", **DESKTOP)
+
+
+def choose(page, methods=("streaming-llm", "kvalign"), prompt="The island of the king", **sliders):
+    sliders = {"Cache size": 16, "Evicted at once": 1, "New tokens": 40} | sliders
+    for box in page.locator("#methods input").all():
+        box.set_checked(box.get_attribute("name") in methods)
+    for label, value in sliders.items():
+        page.get_by_label(f"number input for {label}").fill(str(value))
+        page.keyboard.press("Tab")
+    page.get_by_label("Prompt").fill(prompt)
+
+
+def finish(page):
+    page.locator("#start:enabled").wait_for(timeout=60_000)
+
+
+def run(page, *args, **changes):
+    """Choose, start, wait; the texts."""
+    choose(page, *args, **changes)
+    start(page)
+    finish(page)
+    return texts(page)
+
+
+def start(page):
+    """Press Start and wait for the cards of this run."""
+    page.locator("#stage .cards").evaluate_all("found => found.forEach((e) => e.id = 'old')")
+    page.click("#start")
+    page.locator("#stage .cards:not(#old)").wait_for()
+
+
+def texts(page):
+    return page.locator(".passage").all_text_contents()
+
+
+def counts(page):
+    """Tokens written, a figure a card; of one moment."""
+    return [int(n) for n in page.locator(".figures div:first-child dd").all_text_contents()]
+
+
+def watch_counts(page):
+    """Have the page note `counts` whenever it changes; ask it for `window.seen`."""
+    page.evaluate(
+        """() => {
+          window.seen = [];
+          const figures = () => [...document.querySelectorAll(".figures div:first-child dd")];
+          window.watching ??= new MutationObserver(
+            () => window.seen.push(figures().map((figure) => +figure.textContent)));
+          watching.observe(document.querySelector("#stage"), { childList: true, subtree: true });
+        }"""
+    )
+
+
+@pytest.mark.parametrize("name", ["page", "dark"])
+def test_methods_stream_side_by_side(name, request):
+    page = request.getfixturevalue(name)
+    watch_counts(page)
+    run(page, **{"New tokens": 60})
+    assert page.locator(".card h2").all_inner_texts() == ["streaming-llm", "kvalign (table-kl)"]
+    seen = [both for both in page.evaluate("window.seen") if len(both) == 2]
+    assert all(len({one[i] for one in seen}) > 3 for i in (0, 1)), seen
+    assert all(abs(one - other) <= 4 for one, other in seen), seen
+    assert counts(page) == [60, 60]
+    for card in page.locator(".card").all():
+        assert card.locator(".passage .readable, .passage .unreadable").count() >= 3
+        assert card.locator(".tail").inner_text() == ""
+        assert card.locator(".prompt").inner_text() == "The island of the king"
+        assert float(card.locator(".figures div:nth-child(2) dd").inner_text()) > 0
+    assert faults(page) == []
+
+
+def test_colours_are_the_reports(page):
+    """The same tints by day and by night, and the same mark for those who see neither."""
+    own, reports = (
+        resources.files(f"kvalign.{package}").joinpath("templates", name).read_text()
+        for package, name in (("demo_ui", "live.css"), ("eval", "report.css"))
+    )
+    for mine, theirs in [("good", "good-tint"), ("bad", "bad-tint"), ("bad-line", "bad")]:
+        found = [
+            re.findall(rf"--{name}: (#\w+)", css) for name, css in ((mine, own), (theirs, reports))
+        ]
+        assert found[0] == found[1] and len(found[0]) == 2
+    run(page, ["window"])
+    marks = "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).textDecorationStyle]"
+    legend = page.locator(".legend")
+    assert legend.locator(".readable").evaluate(marks) == ["rgb(216, 243, 228)", "solid"]
+    assert legend.locator(".unreadable").evaluate(marks) == ["rgb(251, 223, 226)", "wavy"]
+
+
+def test_sliders_change_the_cache(page):
+    run(page, ["window", "discard-half"], **{"Cache size": 24, "Evicted at once": 3})
+    page.locator("#cache_size input[type=range]").fill("12")
+    assert page.get_by_label("number input for Cache size").input_value() == "12"
+    fills = page.get_by_role("meter")
+    assert [fills.nth(i).get_attribute("aria-valuemax") for i in (0, 1)] == ["24", "24"]
+    assert "of 3" in page.locator(".card").first.inner_text()
+    start(page)
+    finish(page)
+    assert [fills.nth(i).get_attribute("aria-valuemax") for i in (0, 1)] == ["12", "12"]
+    assert 9 < int(fills.first.get_attribute("aria-valuenow")) <= 12
+
+
+def test_stop_stops_at_once_and_leaves_the_text(page):
+    choose(page, **{"New tokens": 2000})
+    start(page)
+    page.locator(".passage .readable, .passage .unreadable").first.wait_for()
+    page.click("#stop")
+    finish(page)
+    stopped = counts(page), texts(page)
+    assert 0 < min(stopped[0]) <= max(stopped[0]) < 2000
+    time.sleep(0.5)
+    assert (counts(page), texts(page)) == stopped
+    run(page, ["window"], **{"New tokens": 10})
+    assert counts(page) == [10]
+
+
+def test_pages_do_not_mix(page, dark):
+    asked = (["window"], "The sea of the north"), (["window", "discard-half"], "The king")
+    for one, (methods, prompt) in zip((page, dark), asked, strict=True):
+        choose(one, methods, prompt)
+    start(page)
+    start(dark)
+    finish(page)
+    finish(dark)
+    together = texts(page), texts(dark)
+    assert together == tuple(run(page, methods, prompt) for methods, prompt in asked)
+    assert together[0][0].startswith("The sea of the north")
+
+
+def test_a_page_has_one_run(page):
+    choose(page, ["window"], **{"New tokens": 200})
+    page.locator(".cards").evaluate_all("found => found.forEach((cards) => cards.remove())")
+    watch_counts(page)
+    page.locator("#start").evaluate("start => { for (let i = 0; i < 3; i++) start.click(); }")
+    page.locator(".cards").wait_for()
+    finish(page)
+    seen = [one for (one,) in filter(None, page.evaluate("window.seen"))]
+    drops = sum(after < before for before, after in pairwise(seen))
+    assert drops <= 2, seen  # where the next one began
+    assert counts(page) == [200]
+
+
+def test_hostile_text_is_seen_as_text(page):
+    run(page, ["window"], HOSTILE, **{"New tokens": 10})
+    assert page.locator(".prompt").text_content() == escape_controls(HOSTILE)
+    assert page.locator("#stage img, #stage script").count() == 0
+
+
+def test_wrong_settings_are_one_line(page):
+    for changes, expected in [
+        (dict(methods=[]), "no method is chosen: tick at least one"),
+        ({"Cache size": 512}, "streaming-llm: cache_size must be at most 511 for gpt2-mini"),
+        (dict(prompt=""), "the prompt is empty"),
+    ]:
+        choose(page, **changes)
+        page.click("#start")
+        page.locator("#stage").get_by_text(expected).wait_for()
+        assert page.locator("#stage [role=alert]").count() == 1
+        finish(page)
+
+
+def test_lane_follows_the_settings(page):
+    choose(page, ["window"], **{"Cache size": 10, "Evicted at once": 2})
+    page.get_by_role("tab", name="The cache").click()
+    frame = page.frame_locator("#lane iframe")
+    frame.locator("#about", has_text="window").wait_for()
+    frame.locator("#method").filter(visible=True).wait_for()
+    values = [
+        frame.locator(f"#{name}").input_value()
+        for name in ("method", "family", "cache_size", "num_sinks", "num_evicted")
+    ]
+    assert values == ["window", "learned", "10", "0", "2"]
+    before = frame.locator("#says").inner_text()
+    frame.get_by_role("button", name="Step forward").click()
+    assert frame.locator("#says").inner_text() != before
+    page.wait_for_function(
+        "() => { const f = document.querySelector('#lane iframe');"
+        " return f.contentDocument.documentElement.scrollHeight <= f.clientHeight; }"
+    )
+    page.locator("#cache_size input[type=range]").fill("64")
+    page.locator("#lane").get_by_text("24 entries: it shows them in place of 64").wait_for()
+    page.get_by_label("number input for Cache size").fill("600")
+    page.keyboard.press("Tab")
+    page.locator("#lane").get_by_text("must be at most 511").wait_for()
+    page.get_by_role("tab", name="Side by side").click()
+
+
+def test_another_model_brings_its_aligners(page):
+    page.get_by_role("button", name="Model and sampling").click()
+    for label, choice in [
+        ("Model", "llama-mini"),
+        ("Aligner of kvalign", "kvalign-llama-mini-network"),
+    ]:
+        page.get_by_label(label, exact=True).click()
+        page.get_by_role("option", name=choice).click()
+    run(page, ["kvalign"], **{"New tokens": 10})
+    assert page.locator(".card h2").inner_text() == "kvalign (network)"
+
+
+def test_phone_has_room(opened):
+    phone = opened(**PHONE)
+    choose(phone, **{"New tokens": 2000})
+    phone.click("#start")
+    phone.locator(".card").nth(1).wait_for()
+    stage = phone.locator("#stage").bounding_box()
+    assert 0 <= stage["y"] < 100, "what is written is in sight"
+    phone.locator("#stop").click()  # so is Stop
+    finish(phone)
+    lefts = [card.bounding_box()["x"] for card in phone.locator(".card").all()]
+    assert lefts[0] == lefts[1]
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    phone.get_by_role("tab", name="The cache").click()
+    phone.frame_locator("#lane iframe").get_by_role("button", name="Play").wait_for()
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["--port", "PORT"], "is taken: name another with --port, or 0"),
+        (["--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1"),
+        (["--aligner", "kvalign-llama-mini-table"], "was made for"),
+    ],
+)
+def test_wrong_flags_are_one_line(wrong, expected, address, capfd):
+    port = str(urlsplit(address).port)
+    flags = [port if word == "PORT" else word for word in wrong]
+    assert main(["demo-ui", *(["--port", "0"] if port not in flags else []), *flags]) == 2
+    error = capfd.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def test_missing_gradio_is_named(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "kvalign.app.pages.page", raising=False)
+    assert main(example("demo-ui")) == 2
+    assert capfd.readouterr().err.endswith("it needs gradio: pip install 'kvalign[ui]'\n")

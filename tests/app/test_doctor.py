@@ -1,0 +1,230 @@
+"""The doctor answers whatever is missing or broken, says what to do, and fails only for what is
+required.
+"""
+
+import json
+import shutil
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.hub_cache import put_into_cache
+from packaging.requirements import Requirement
+
+from kvalign import checkpoints
+from kvalign.app.checks import Check
+from kvalign.app.cli import main
+from kvalign.app.doctor import as_text, examine, is_fit
+from kvalign.app.requirements import how_to_install, requirements
+
+BASE = {needed.name for extra, needed in requirements() if not extra}
+EXTRAS = {needed.name: extra for extra, needed in requirements() if extra}
+# Packages whose module is called otherwise.
+MODULES = {"english-words": "english_words", "pyyaml": "yaml"}
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path, monkeypatch):
+    """No hub, an empty cache of it, and a folder of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk")])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def install(monkeypatch, versions):
+    """Let packages be of these versions, None: not installed."""
+    known = metadata.version
+    monkeypatch.setattr(
+        "kvalign.app.checks.installed",
+        lambda name: versions[name] if name in versions else known(name),
+    )
+
+
+def by_name(group=""):
+    return {check.name: check for check in examine() if check.group.startswith(group)}
+
+
+def test_packages_are_those_of_the_metadata():
+    named = {Requirement(text).name for text in metadata.requires("kvalign")}
+    of_dev = {
+        Requirement(text).name for text in metadata.requires("kvalign") if 'extra == "dev"' in text
+    }
+    assert set(by_name("packages")) == named - of_dev | {"kvalign", "python"}
+    assert {"torch", "transformers", "huggingface_hub"} < BASE
+    assert EXTRAS["lightning"] == "train" and EXTRAS["nltk"] == "eval" and EXTRAS["ray"] == "ray"
+    assert how_to_install("nltk") == "pip install 'kvalign[eval]'"
+
+
+def test_what_is_not_ok_says_what_to_do():
+    found = examine()
+    assert is_fit(found)
+    assert all(bool(check.todo) == (check.state != "ok") for check in found)
+    assert all(check.found for check in found)
+
+
+def test_text_has_a_line_each_and_json_the_same(capsys):
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fit"] is True
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [
+        check["state"] for check in document["checks"]
+    ]
+    for check in document["checks"]:
+        assert any(line.split()[1:2] == check["name"].split()[:1] for line in lines), check
+        assert sum(line == check["group"] for line in lines) == 1
+    assert lines[-1].startswith("all that is required is here; optional, and not ok: ")
+
+
+def test_without_any_extra(monkeypatch, capsys):
+    """Nothing that an extra brings can be imported: it is missing, and nothing fails."""
+    install(monkeypatch, dict.fromkeys(EXTRAS))
+    for name in EXTRAS:
+        monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
+    monkeypatch.delitem(sys.modules, "kvalign.eval.words", raising=False)
+    assert main(["doctor"]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    for name, extra in EXTRAS.items():
+        assert ["missing", name, f"not installed: pip install 'kvalign[{extra}]'"] in lines
+    assert [
+        "missing",
+        "wikitext",
+        "datasets is not installed: pip install 'kvalign[data]'",
+    ] in lines
+    assert not any(line[:1] == ["wrong"] for line in lines)
+
+
+def test_transformers_must_be_in_the_supported_range(monkeypatch, capsys):
+    (needed,) = (needed for _, needed in requirements() if needed.name == "transformers")
+    bounds = {limit.operator: limit.version for limit in needed.specifier}
+    states = {bounds[">="]: "ok", "4.57.1": "wrong", bounds["<"]: "wrong", None: "missing"}
+    for version, state in states.items():
+        install(monkeypatch, {"transformers": version})
+        assert main(["doctor", "--json"]) == int(state != "ok")
+        document = json.loads(capsys.readouterr().out)
+        (check,) = (c for c in document["checks"] if c["name"] == "transformers")
+        assert (check["state"], document["fit"]) == (state, state == "ok")
+        assert check["todo"] == ("" if state == "ok" else f"pip install '{needed}'")
+    assert main(["doctor"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("required, and not ok: transformers; optional")
+
+
+def test_an_extra_outside_its_range_is_wrong_and_no_failure(monkeypatch):
+    install(monkeypatch, {"pandas": "1.5.3"})
+    check = by_name()["pandas"]
+    assert (check.state, check.found) == ("wrong", "1.5.3, supported is >=2.2")
+    assert check.todo == "pip install 'kvalign[eval]'" and is_fit(examine())
+
+
+@pytest.mark.parametrize("broken", ["torch", "kvalign.models", "huggingface_hub"])
+def test_a_broken_package_is_a_line_and_no_traceback(broken, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, broken, None)
+    assert main(["doctor"]) == 1
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("  wrong")]
+    assert any(broken in line and "mend what is missing or wrong above" in line for line in lines)
+    assert "Traceback" not in captured.out + captured.err
+
+
+def test_metadata_that_is_missing_is_a_line(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvalign.app.checks.metadata.metadata", missing)
+    check = by_name()["packages"]
+    assert check.state == "wrong" and check.required and "kvalign" in check.found
+
+
+def test_cuda_devices_are_named(monkeypatch):
+    of = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    found = by_name("devices")
+    assert list(found) == ["cpu", "cuda:0", "cuda:1", "mps"]
+    assert found["cuda:1"].found == "NVIDIA H200, 150 GB"
+    assert found["cpu"].found.endswith(f" {torch.get_num_threads()} threads")
+
+
+def test_without_cuda_the_build_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CUDA build" in by_name()["cuda"].todo
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "nvidia-smi" in by_name()["cuda"].todo
+
+
+def test_hub_and_its_cache(tmp_path, monkeypatch):
+    assert by_name("hub")["cache"].found.startswith(f"{tmp_path / 'hub'}: empty")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "weights").write_bytes(bytes(1_230_000))
+    put_into_cache(tmp_path / "hub", "some/model", tmp_path / "own")
+    assert by_name("hub")["cache"].found.startswith(f"{tmp_path / 'hub'}: 1.23 MB")
+    assert by_name("hub")["hub"].found == "https://huggingface.co does not answer"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert by_name("hub")["hub"].found == "https://huggingface.co is off (HF_HUB_OFFLINE)"
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: True)
+    assert by_name("hub")["hub"].state == "ok"
+
+
+def test_models_and_aligners_of_the_cache_are_shown(tmp_path):
+    assert by_name("models")["from the hub"].state == "missing"
+    put_into_cache(tmp_path / "hub", "some/gpt2", checkpoints.FOLDER / "gpt2-mini")
+    put_into_cache(tmp_path / "hub", "some/aligner", checkpoints.FOLDER / checkpoints.ALIGNERS[0])
+    found = by_name("models")
+    assert list(found) == [*checkpoints.MODELS, "some/gpt2"]
+    assert found["some/gpt2"].found == "cached, gpt2, learned positions"
+    assert by_name("aligners")["some/aligner"].found == "cached, table for gpt2-mini"
+
+
+def test_a_shipped_model_without_its_weights_is_wrong(tmp_path, monkeypatch):
+    shutil.copytree(checkpoints.FOLDER, tmp_path / "shipped")
+    (tmp_path / "shipped" / "llama-mini" / "model.safetensors").unlink()
+    monkeypatch.setattr(checkpoints, "FOLDER", tmp_path / "shipped")
+    found = examine()
+    (check,) = (check for check in found if check.name == "llama-mini")
+    assert check.state == "wrong" and check.required and not is_fit(found)
+
+
+def test_a_corpus_is_at_hand_in_a_folder_or_through_the_hub(tmp_path, monkeypatch):
+    found = by_name("corpora")
+    assert [check.state for check in found.values()] == ["ok", "missing", "missing"]
+    assert "./Salesforce/wikitext" in found["wikitext"].todo
+    (tmp_path / "own").mkdir()
+    at = put_into_cache(tmp_path / "hub", "Salesforce/wikitext", tmp_path / "own", "dataset")
+    assert by_name("corpora")["wikitext"].found == f"only in the cache ({at})"
+    Path("Salesforce/wikitext").mkdir(parents=True)
+    assert by_name("corpora")["wikitext"].found == "in the folder Salesforce/wikitext"
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: True)
+    assert {check.state for check in by_name("corpora").values()} == {"ok"}
+
+
+def test_word_lists_are_found_and_not_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("nltk.download", None)
+    assert by_name("word lists")["nltk"].state == "missing"
+    assert by_name("word lists")["english-words"].state == "ok"
+    (tmp_path / "nltk" / "corpora").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "nltk" / "corpora" / "words.zip", "w") as archive:
+        archive.writestr("words/", "")
+        archive.writestr("words/en", "island\n")
+    check = by_name("word lists")["nltk"]
+    assert check.state == "ok" and str(tmp_path / "nltk") in check.found
+
+
+def test_disk_and_memory_have_numbers():
+    for check in by_name("machine").values():
+        assert check.found.split()[0].replace(".", "").isdigit() and " free " in check.found
+
+
+def test_a_line_is_a_line_whatever_a_cache_holds():
+    text = as_text([Check("models", "a\x1b[31m\nb", "ok", "c\u202ed")])
+    assert text.splitlines()[1] == "  ok       a␛[31m b  c[U+202E]d"

@@ -1,0 +1,216 @@
+"""Readers of files that came from somewhere: anything but a whole, fitting file is one ValueError
+(or FileNotFoundError), before memory is taken for it.
+"""
+
+import contextlib
+import json
+import shutil
+import tracemalloc
+
+import pytest
+import torch
+from helpers.results_example import documents
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.aligners.base import WEIGHTS
+from kvalign.app import suite
+from kvalign.app.cli import main
+from kvalign.data_gen.store import open_store
+from kvalign.eval.results_folder import read
+
+SETTINGS = settings(
+    max_examples=150,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+NAMES = st.sampled_from(["../../etc/passwd", "/etc/passwd", "a\x00b", "train-k1-00000.safetensors"])
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=20)
+    | NAMES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def changed(draw, values):
+    """A document with one of its values, at any depth, replaced, removed or added to."""
+    values = json.loads(json.dumps(values))
+    place = values
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = draw(st.sampled_from(keys))
+        inner = place[key]
+        if isinstance(inner, dict | list) and inner and draw(st.booleans()):
+            place = inner
+            continue
+        break
+    action = draw(st.sampled_from(["replace", "remove", "add"]))
+    if action == "replace":
+        place[key] = draw(JSON)
+    elif action == "remove":
+        del place[key]
+    elif isinstance(place, dict):
+        place[draw(st.text(max_size=8))] = draw(JSON)
+    else:
+        place.append(draw(JSON))
+    return values
+
+
+def survives(read_file):
+    """Reads or refuses; takes no memory to speak of while it does."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            read_file()
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def aligner(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aligner") / "a"
+    shutil.copytree(checkpoints.aligner_path("kvalign-gpt2-mini-network"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recording") / "r"
+    assert main(["gen-data", "--num-tokens", "600", "--chunk-len", "64", "--out", str(folder)]) == 0
+    return folder
+
+
+@SETTINGS
+@given(data=st.data())
+def test_configs_of_aligners(aligner, data):
+    kept = (aligner / "config.json").read_text()
+    try:
+        text = json.dumps(data.draw(changed(json.loads(kept))))
+        (aligner / "config.json").write_text(text)
+        survives(lambda: Aligner.from_pretrained(aligner))
+    finally:
+        (aligner / "config.json").write_text(kept)
+
+
+@SETTINGS
+@given(data=st.data(), name=st.sampled_from(["config.json", "manifest.json"]))
+def test_configs_and_manifests_of_recordings(recording, data, name):
+    kept = (recording / name).read_text()
+    try:
+        text = json.dumps(data.draw(changed(json.loads(kept))))
+        (recording / name).write_text(text)
+        survives(lambda: open_store(recording, verify=True))
+    finally:
+        (recording / name).write_text(kept)
+
+
+@SETTINGS
+@given(data=st.data(), name=st.sampled_from(["perplexity.json", "readability.json", "chat.json"]))
+def test_documents_of_results(tmp_path_factory, data, name):
+    folder = tmp_path_factory.mktemp("results")
+    whole = documents()[name.removesuffix(".json")]
+    (folder / name).write_text(json.dumps(data.draw(changed(whole))))
+    survives(lambda: read(folder))
+
+
+@SETTINGS
+@given(text=st.text(max_size=200) | st.builds(json.dumps, JSON))
+def test_suites(text):
+    survives(lambda: suite.parse_suite(text, "hostile"))
+
+
+@SETTINGS
+@given(cut=st.integers(0, 10**6), flip=st.integers(0, 10**7))
+def test_weights_cut_short_or_with_a_bit_flipped_in_the_header(aligner, cut, flip):
+    """A flipped bit of a number cannot be seen; one in the header, or a lost end, is refused."""
+    path = aligner / WEIGHTS
+    kept = path.read_bytes()
+    changed_bytes = bytearray(kept[: cut % len(kept)])
+    try:
+        path.write_bytes(bytes(changed_bytes))
+        survives(lambda: Aligner.from_pretrained(aligner))
+        changed_bytes = bytearray(kept)
+        changed_bytes[flip % 600] ^= 1 << (flip % 8)
+        path.write_bytes(bytes(changed_bytes))
+        survives(lambda: Aligner.from_pretrained(aligner))
+    finally:
+        path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, "1e999999", "\ud800"])
+def test_deep_and_odd_json(text, aligner, recording, tmp_path):
+    data = text.encode("utf-8", "surrogatepass")
+    kept = (aligner / "config.json").read_bytes()
+    (aligner / "config.json").write_bytes(data)
+    with pytest.raises(ValueError, match="config"):
+        Aligner.from_pretrained(aligner)
+    (aligner / "config.json").write_bytes(kept)
+    kept = (recording / "manifest.json").read_bytes()
+    (recording / "manifest.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        open_store(recording)
+    (recording / "manifest.json").write_bytes(kept)
+    (tmp_path / "x.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.json"):
+        read(tmp_path)
+
+
+def test_a_flipped_bit_of_a_shard_is_refused_by_train(recording, tmp_path, capfd):
+    shard = sorted(recording.glob("train-*.safetensors"))[0]
+    kept = bytearray(shard.read_bytes())
+    kept[-100] ^= 1
+    shard.write_bytes(bytes(kept))
+    capfd.readouterr()
+    argv = ["train", "--data", str(recording), "--out", str(tmp_path / "a"), "--max-steps", "1"]
+    assert main(argv) == 2
+    assert "its SHA-256 differs from the manifest's" in capfd.readouterr().err
+    kept[-100] ^= 1
+    shard.write_bytes(bytes(kept))
+    open_store(recording, verify=True)
+
+
+def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
+    argv = [
+        "eval",
+        "perplexity",
+        "--methods",
+        "window",
+        "--cache-sizes",
+        "16",
+        "--num-tokens",
+        "400",
+        "--keep",
+    ]
+    assert main([*argv, str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.parquet")
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3] ^= 4
+    path.write_bytes(bytes(whole))
+    capfd.readouterr()
+    assert main([*argv, str(tmp_path)]) == 2
+    assert f"{path} is damaged" in capfd.readouterr().err
+
+
+def test_pickles_of_code_are_not_run(tmp_path):
+    """A checkpoint that would run code when it is unpickled is refused."""
+    from kvalign.training.network_fit import BEST, best_weights
+
+    class Evil:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    torch.save({"state_dict": Evil()}, tmp_path / BEST)
+    with pytest.raises(Exception, match="[Ww]eights"):
+        best_weights(torch.nn.Linear(1, 1), tmp_path)

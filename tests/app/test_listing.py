@@ -1,0 +1,121 @@
+"""What is listed is what the registries hold, and what lies in the hub's cache and can be used."""
+
+import json
+import logging
+
+import pytest
+from helpers.hub_cache import put_into_cache
+from helpers.tiny_models import tiny_model
+
+from kvalign import checkpoints
+from kvalign.app import listing
+from kvalign.app.cli import main
+from kvalign.data_gen import corpora
+from kvalign.methods import METHODS
+from kvalign.models import FAMILIES, spec_of
+
+COMMANDS = {
+    "models": ["models", "architectures"],
+    "methods": ["methods"],
+    "aligners": ["aligners"],
+    "corpora": ["corpora"],
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def names(rows):
+    return [row["name"] for row in rows]
+
+
+def test_lists_are_the_registries():
+    assert names(listing.models()) == list(checkpoints.MODELS)
+    assert {row["architecture"]: row["positions"] for row in listing.architectures()} == FAMILIES
+    assert {row["name"]: row["about"] for row in listing.methods()} == {
+        name: cls.about for name, cls in METHODS.items()
+    }
+    assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
+    assert names(listing.corpora()) == list(corpora.NAMES)
+    assert {*corpora.HUB, "python-docs"} < {*names(listing.corpora())}
+
+
+def test_a_method_is_a_file():
+    assert listing.method_names() == tuple(sorted(METHODS))
+
+
+def test_rows_say_what_the_configs_say():
+    for row in listing.aligners():
+        config = json.loads((checkpoints.FOLDER / row["name"] / "config.json").read_text())
+        assert row["where"] == "shipped"
+        assert (row["base_model"], row["kind"]) == (config["base_model"], config["kind"])
+        assert row["max_cache_size"] == config["chunk_len"] - 1
+        for part in config["training"].values():
+            assert all(name in row["trained_on"][0] for name in part["data"]["corpus"])
+    labels = {row["name"]: row["label"] for row in listing.aligners()}
+    assert labels["kvalign-gpt2-mini-table-kl"] == "table-kl"
+    realigns = {row["name"]: row["realigns"] for row in listing.aligners()}
+    assert realigns["kvalign-llama-mini-table"] == []
+    gpt2, llama = listing.models()
+    assert (gpt2["positions"], llama["positions"]) == ("learned", "rotary")
+    assert gpt2["context_len"] == 512 and llama["num_kv_heads"] == 2
+    assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
+
+
+def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path):
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path / "own")
+    put_into_cache(cache, "some/qwen3", tmp_path / "own")
+    put_into_cache(cache, "some/data", tmp_path / "own", "dataset")
+    (put_into_cache(cache, "some/no-weights", tmp_path / "own") / "model.safetensors").unlink()
+    other = put_into_cache(cache, "some/bert", tmp_path / "own") / "config.json"
+    other.write_text(other.read_text().replace("qwen3", "bert"))
+    assert names(listing.models()) == [*checkpoints.MODELS, "some/qwen3"]
+    row, spec = listing.models()[-1], spec_of(model.config)
+    assert row["where"] == "cached" and row["architecture"] == "qwen3"
+    for name in ("context_len", "num_layers", "num_kv_heads", "head_dim"):
+        assert row[name] == getattr(spec, name)
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"model_type": "gpt2", "n_head": "x"}', '{"model_type": []}', "\x00"]
+)
+def test_a_damaged_folder_of_the_cache_harms_nothing(cache, tmp_path, config, caplog):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(config)
+    (tmp_path / "own" / "model.safetensors").write_text("")
+    put_into_cache(cache, "some/damaged", tmp_path / "own")
+    with caplog.at_level(logging.WARNING):
+        assert names(listing.models()) == list(checkpoints.MODELS)
+        assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
+    assert config == "[]" or "some/damaged, cached in" in caplog.text
+
+
+def test_a_cache_that_is_none_is_no_cache(cache):
+    cache.write_text("a file")
+    assert names(listing.models()) == list(checkpoints.MODELS)
+
+
+def test_aligners_of_the_cache_are_shown_without_control_characters(cache, capsys):
+    own = put_into_cache(cache, "some/aligner", checkpoints.FOLDER / checkpoints.ALIGNERS[0])
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"base_model": "a\x1b[31mb\n\u202ec"}))
+    assert main(["aligners"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("some/aligner") and "a␛[31mb [U+202E]c" in last
+
+
+@pytest.mark.parametrize(("command", "tables"), COMMANDS.items())
+def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
+    assert main([command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == tables
+    assert main([command]) == 0
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    for rows, block in zip(document.values(), blocks, strict=True):
+        first = [line.split()[0] for line in block.splitlines()]
+        assert first[1:] == [next(iter(row.values())) for row in rows]

@@ -1,0 +1,121 @@
+"""Aligner folders: exact round trip, refusals that name what is wrong."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from helpers.hub_cache import COMMIT, put_into_cache
+from helpers.methods import network
+from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
+from safetensors.torch import save_file
+
+from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+
+
+@pytest.fixture
+def folder(models, tmp_path):
+    network(models["gpt2"], train=True).save_pretrained(tmp_path / "aligner")
+    return tmp_path / "aligner"
+
+
+def test_round_trip_is_exact(models, folder):
+    saved, loaded = network(models["gpt2"], train=True), Aligner.from_pretrained(folder)
+    assert isinstance(loaded, NetworkAligner) and loaded.config == saved.config
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    again = folder.parent / "again"
+    loaded.save_pretrained(again)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_other_folders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        Aligner.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
+        Aligner.from_pretrained("someone/something")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: "{", "is not JSON"),
+        (lambda c: "[" * 100_000, "is not JSON"),
+        (lambda c: "[]", "must be an object"),
+        (lambda c: json.dumps(c | {"extra": 1}), r"unknown \['extra'\]"),
+        (
+            lambda c: json.dumps({k: v for k, v in c.items() if k != "family"}),
+            r"missing \['family'\]",
+        ),
+        (lambda c: json.dumps(c | {"num_layers": "6"}), "num_layers must be a count"),
+        (lambda c: json.dumps(c | {"num_layers": 10**12}), "num_layers must be a count"),
+        (
+            lambda c: json.dumps(c | {"num_layers": 4}),
+            r"layer.weight must be \(4, 8\), found \(3, 8\)",
+        ),
+        (lambda c: json.dumps(c | {"shifts": [0]}), "shifts must be counts"),
+        (lambda c: json.dumps(c | {"shifts": 3}), "shifts must be counts"),
+        (lambda c: json.dumps(c | {"probe": [0.5]}), "probe must be 16 numbers"),
+        (lambda c: json.dumps(c | {"sizes": {"key_hidden1": "8"}}), "sizes must be counts by name"),
+        (lambda c: json.dumps(c | {"sizes": {}}), "sizes do not make a network"),
+        (lambda c: json.dumps(c | {"sizes": c["sizes"] | {"depth": 2}}), "do not make a network"),
+        (lambda c: json.dumps(c | {"kind": "magic"}), "unknown aligner kind 'magic'"),
+    ],
+)
+def test_damaged_configs_are_refused(folder, damage, message):
+    path = folder / "config.json"
+    path.write_text(damage(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match=message):
+        Aligner.from_pretrained(folder)
+
+
+def test_damaged_weights_are_refused(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="cannot read the weights"):
+        Aligner.from_pretrained(folder)
+    save_file({"other": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="found nothing"):
+        Aligner.from_pretrained(folder)
+
+
+def test_config_survives_json(models):
+    config = network(models["gpt2"]).config
+    values = json.loads(json.dumps(vars(config)))
+    assert AlignerConfig.from_dict(values) == config
+
+
+def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
+    """With a card that the hub can read; the hub is its cache here."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+
+    def create_repo(api, repo_id, **_):
+        return RepoUrl(f"{constants.ENDPOINT}/{repo_id}")
+
+    def upload_folder(api, repo_id, folder_path, **_):
+        put_into_cache(tmp_path, repo_id, folder_path)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
+    data = {"corpus": ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]}
+    part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
+    aligner.config = dataclasses.replace(
+        aligner.config, base_model="distilbert/distilgpt2", training={"key": part}
+    )
+    aligner.push_to_hub(name)
+    found = Aligner.from_pretrained(name)
+    assert found.config == aligner.config
+    for key, weight in aligner.state_dict().items():
+        assert torch.equal(found.state_dict()[key], weight)
+    card = ModelCard.load(
+        tmp_path / "models--me--kvalign-distilgpt2-network/snapshots" / COMMIT / "README.md"
+    )
+    assert card.data.license == "apache-2.0" and card.data.library_name == "kvalign"
+    assert card.data.base_model == "distilbert/distilgpt2"
+    assert card.data.datasets == ["Salesforce/wikitext", "me/stories"]
+    assert "| key | 0.5 | 2 | 0.25 | yes |" in card.text

@@ -1,0 +1,181 @@
+"""The generation loop, and transformers' own `generate` through it."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.methods import STREAMING, make, network
+from helpers.tiny_models import CONTEXT_LEN
+from transformers import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
+
+import kvalign
+
+
+def take(tokens, count):
+    return torch.stack(list(itertools.islice(tokens, count)), 1)
+
+
+def test_greedy_without_eviction_is_transformers_own(model, ids):
+    expected = model.generate(
+        ids[:, :10], max_new_tokens=10, min_new_tokens=10, do_sample=False, use_cache=True
+    )
+    expected = expected[:, 10:]
+    ours = take(kvalign.stream_tokens(make("streaming-llm", model), ids[:, :10]), 10)
+    # transformers suppresses the end token to reach min_new_tokens; the tiny models may choose it
+    if not (ours == 0).any():
+        assert torch.equal(ours, expected)
+    else:
+        until = (ours == 0).any(0).int().argmax()
+        assert torch.equal(ours[:, :until], expected[:, :until])
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_two_hundred_tokens_past_the_context(name, model, ids):
+    tokens = take(kvalign.stream_tokens(make(name, model), ids[:, :9], do_sample=True), 200)
+    assert tokens.shape == (2, 200) and tokens.min() >= 0 and tokens.max() < 96
+
+
+def test_same_seed_same_tokens(models, ids):
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        method = make("kvalign", models["gpt2"])
+        return take(
+            kvalign.stream_tokens(method, ids[:, :9], do_sample=True, generator=generator), 50
+        )
+
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+
+
+def test_batch_streams_as_single_rows_do(models, ids):
+    """Greedy tokens of a row do not depend on the rows beside it."""
+    method = make("streaming-llm", models["llama"])
+    both = take(kvalign.stream_tokens(method, ids[:, :30]), 60)
+    for row in range(2):
+        assert torch.equal(
+            take(kvalign.stream_tokens(method, ids[row : row + 1, :30]), 60)[0], both[row]
+        )
+
+
+def test_no_repeat_ngram_sees_the_evicted_history(models, ids):
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2), TopKLogitsWarper(20)])
+    method = make("kvalign", models["gpt2"])
+    prompt = ids[:1, :1]
+    new = take(kvalign.stream_tokens(method, prompt, processors=processors, do_sample=True), 300)
+    row = torch.cat([prompt, new], 1)[0].tolist()
+    assert len(set(itertools.pairwise(row))) == 300
+
+
+def test_ended_rows_are_padded_and_the_last_end_stops(models, ids):
+    method = make("streaming-llm", models["gpt2"])
+    free = take(kvalign.stream_tokens(method, ids[:, :9]), 30)
+    end = free[0, 4].item()
+    first = [(row == end).int().argmax().item() if (row == end).any() else 30 for row in free]
+    tokens = kvalign.stream_tokens(method, ids[:, :9], eos_token_ids=[end], pad_token_id=95)
+    ended = take(tokens, 30)
+    assert ended.shape[1] == min(30, max(first) + 1)
+    for row, stop, expected in zip(ended, first, free, strict=True):
+        stop = min(stop, ended.shape[1] - 1)
+        assert torch.equal(row[: stop + 1], expected[: stop + 1])
+        assert (row[stop + 1 :] == 95).all()
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_two_parts_of_a_stream_are_one(name, models, ids):
+    """The second part begins with the token that was not fed; processors see both."""
+    method = make(name, models["gpt2"])
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])
+    whole = take(kvalign.stream_tokens(method, ids[:1, :9], processors=processors), 60)
+    first = take(kvalign.stream_tokens(method, ids[:1, :9], processors=processors), 25)
+    fed = torch.cat([ids[:1, :9], first[:, :-1]], 1)
+    rest = kvalign.stream_tokens(method, first[:, -1:], processors=processors, before=fed)
+    assert torch.equal(torch.cat([first, take(rest, 35)], 1), whole)
+
+
+def test_empty_prompt_is_refused(models):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        next(
+            kvalign.stream_tokens(
+                make("window", models["gpt2"]), torch.zeros(1, 0, dtype=torch.int64)
+            )
+        )
+
+
+def test_dense_stream_ends_with_the_context(models, ids):
+    tokens = list(kvalign.stream_tokens(make("dense", models["gpt2"]), ids[:, :60]))
+    assert len(tokens) == CONTEXT_LEN - 60 + 1
+
+
+class _Streamer:
+    def __init__(self):
+        self.got, self.ended = [], False
+
+    def put(self, value):
+        self.got.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+def test_generate_of_transformers_streams(model, ids):
+    """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
+    limit.
+    """
+    streamer = _Streamer()
+    kwargs = dict(method="streaming-llm", cache_size=20, num_sinks=2, num_evicted=3)
+    out = model.generate(
+        ids[:, :30],
+        custom_generate=kvalign.stream_generate,
+        max_new_tokens=150,
+        do_sample=False,
+        eos_token_id=None,
+        stream_to=streamer,
+        **kwargs,
+    )
+    method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
+    assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 150))
+    assert torch.equal(out[:, :30], ids[:, :30])
+    assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
+
+
+def test_generate_uses_processors_criteria_and_an_aligner(models, ids):
+    class AtSeventy(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 70)
+
+    out = models["gpt2"].generate(
+        ids[:1, :1],
+        custom_generate=kvalign.stream_generate,
+        max_new_tokens=500,
+        do_sample=True,
+        top_k=20,
+        no_repeat_ngram_size=2,
+        eos_token_id=None,
+        stopping_criteria=StoppingCriteriaList([AtSeventy()]),
+        cache_size=20,
+        aligner=network(models["gpt2"], train=True),
+    )
+    row = out[0].tolist()
+    assert len(row) == 70 and len(set(itertools.pairwise(row))) == 69
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(num_beams=2), "num_beams must be 1, got 2"),
+        (dict(return_dict_in_generate=True), "return_dict_in_generate must be False"),
+        (dict(attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9])), "prompts of equal length"),
+        (dict(method="sinks"), "unknown method 'sinks'"),
+        (dict(cache_size=64), "cache_size must be at most 63"),
+    ],
+)
+def test_generate_refuses_what_streaming_cannot_do(models, ids, kwargs, message):
+    kwargs = dict(method="window", cache_size=20, max_new_tokens=5) | kwargs
+    with pytest.raises(ValueError, match=message):
+        models["gpt2"].generate(ids[:, :9], custom_generate=kvalign.stream_generate, **kwargs)

@@ -1,0 +1,103 @@
+"""Position tables: moved from birth, so nothing adds up; and the network on top of them."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, make, step, tables
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
+
+from kvalign.aligners import AnchoredAligner, new_config
+from kvalign.models import spec_of
+
+
+def test_zero_tables_are_streaming_llm(model, ids):
+    stale = step(make("streaming-llm", model), ids[:, :90], CACHE_SIZE + 1)
+    zero = make("kvalign", model, aligner=tables(model), num_sinks=4)
+    moved = step(zero, ids[:, :90], CACHE_SIZE + 1)
+    assert torch.equal(stale, moved)
+
+
+@pytest.mark.parametrize("num_evicted", [1, 3, 16])
+@pytest.mark.parametrize("num_sinks", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks, dtype, ids):
+    """After 180 tokens every entry is its birth less m[born] plus m[now], rounded twice."""
+    model = tiny_model("gpt2").to(dtype)
+    aligner = tables(model, scale=0.5)
+    sizes = dict(num_evicted=num_evicted, num_sinks=num_sinks)
+    method, births = make("kvalign", model, aligner=aligner, **sizes), []
+    for layer in method.cache.layers:
+        births.append(record_births(layer))
+    step(method, ids[:, :180], CACHE_SIZE + 1)
+    slots = method.cache.slots
+    born, now = slots.born[num_sinks:], torch.arange(num_sinks, len(slots))
+    assert (born - now).max() >= CACHE_SIZE - num_sinks - num_evicted
+    tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
+    for i, layer in enumerate(method.cache.layers):
+        for target in ("key", "value"):
+            means, scales = (getattr(aligner, target + x)[i] for x in ("", "_scale"))
+            stored = getattr(layer, target + "s")
+            birth = torch.cat([getattr(pair, target) for pair in births[i]], 2)[:, :, slots.index]
+            assert torch.equal(stored[:, :, :num_sinks], birth[:, :, :num_sinks])
+            anchored = (birth[:, :, num_sinks:].float() - means[:, born]) / scales[:, born, None]
+            moved = means[:, now] + anchored * scales[:, now, None]
+            assert torch.allclose(stored[:, :, num_sinks:].float(), moved, **tolerance)
+
+
+class Pair(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def record_births(layer) -> list:
+    """Every key and value that a layer of the cache is given from now on."""
+    given, update = [], layer.update
+
+    def recording(keys, values, *args, **kwargs):
+        given.append(Pair(keys, values))
+        return update(keys, values, *args, **kwargs)
+
+    layer.update = recording
+    return given
+
+
+def test_fewer_sinks_than_recorded_are_refused(models):
+    with pytest.raises(ValueError, match="num_sinks must be at least 4 with this aligner"):
+        make("kvalign", models["gpt2"], num_sinks=2, aligner=tables(models["gpt2"], num_sinks=4))
+
+
+def test_untrained_anchored_network_is_its_table(model, ids):
+    table = tables(model, scale=0.5)
+    spec = spec_of(model.config, "tiny")
+    sizes = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,), sizes=sizes)
+    anchored = AnchoredAligner(new_config("anchored", model, spec, **fields)).requires_grad_(False)
+    anchored.table.load_state_dict(table.state_dict())
+    one = step(make("kvalign", model, aligner=table), ids[:, :90], CACHE_SIZE + 1)
+    method = make("kvalign", model, aligner=anchored)
+    assert torch.equal(step(method, ids[:, :90], CACHE_SIZE + 1), one)
+    torch.nn.init.normal_(anchored.key.fc3.weight)
+    assert not torch.allclose(step(method, ids[:, :90], CACHE_SIZE + 1), one, atol=1e-3)
+
+
+def test_default_sinks_are_the_aligners(models):
+    assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).num_sinks == 0
+    assert make("kvalign", models["gpt2"]).num_sinks == 4
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_long_inputs_stay_within_the_tables(kind, models, ids):
+    """What a full cache is fed is born at positions the tables know: one by one if none is to
+    spare.
+    """
+    aligner = tables(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 1)
+    whole, single = (make("kvalign", models[kind], aligner=aligner) for _ in range(2))
+    assert torch.equal(whole.feed(ids[:, :90]), step(single, ids[:, :90], CACHE_SIZE + 1)[-1])
+    roomy = tables(models[kind], scale=0.2, chunk_len=CACHE_SIZE + 4)
+    method, births = make("kvalign", models[kind], aligner=roomy), []
+    anchor = roomy.anchor
+    roomy.anchor = lambda *args: births.append(args[3]) or anchor(*args)
+    assert torch.isfinite(method.feed(ids[:, :90])).all()
+    ends = [b.stop if isinstance(b, slice) else int(b.max()) + 1 for b in births]
+    assert max(ends) == CACHE_SIZE + 4

@@ -1,0 +1,253 @@
+"""The documentation is true: its commands and its Python run, its links lead somewhere, and a page
+of it asks the network for nothing.
+
+Pages run as they stand, each in a folder of its own, but smaller, with small stand-ins for what the
+hub has, and without what cannot run in a test. The tables below say all of that.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from helpers.browser import watched
+from helpers.doc_pages import PAGES, ROOT, blocks, lines_of
+from helpers.published_files import random_network
+from helpers.smaller import INSIDE, SMALLER, TEXT, command_of, example, output_of, run_cell, smaller
+from helpers.tiny_models import tiny_model
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.app.cli import COMMANDS
+from kvalign.methods import METHODS
+
+# What is made smaller in Python, as `SMALLER` does in commands.
+SMALLER_PYTHON = {
+    "max_new_tokens=20_000": "max_new_tokens=300",
+    "== 20_000": "== 60",
+    "max_new_tokens=2000": "max_new_tokens=80",
+    "max_new_tokens=500": "max_new_tokens=80",
+    "range(1000)": "range(300)",
+}
+# Names on the hub, and the architecture of the random model of that name.
+HUB = {
+    "HuggingFaceTB/SmolLM2-135M": "llama",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
+    "bigscience/bloom-560m": "bloom",
+    "distilbert/distilgpt2": "gpt2",
+    "facebook/opt-125m": "opt",
+}
+# Corpora and files that pages name.
+WIKITEXT = "Salesforce/wikitext"
+TEXTS = ("wikitext-2/test.txt", "wikitext-2/valid.txt")
+PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
+# Lines of a shell that are not run, and why.
+NOT_RUN = {
+    r"make (demo|test|lint|format|docs)": "sets up an environment; the Makefile has the target",
+    r"pip install .+": "sets up an environment; .ci/run installs the wheel",
+    r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
+}
+# Pages whose sections begin in folders of their own: README's results come from elsewhere.
+BY_SECTION = ("README.md",)
+LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
+SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
+
+
+def shells():
+    """Every line of the shell blocks: its page and words."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                yield from ((page, words) for words in lines_of(block.text))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder in which the pages' hub names and files are found."""
+    folder = tmp_path_factory.mktemp("hub")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    for name, kind in HUB.items():
+        length = {"gpt2": "n_positions", "bloom": "seq_length"}.get(kind, "max_position_embeddings")
+        tiny_model(kind, vocab_size=len(tokenizer), **{length: 1024}).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    config = folder / WIKITEXT / "wikitext-103-raw-v1"
+    config.mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = pyarrow.Table.from_pylist([{"text": line} for line in TEXT.splitlines()])
+        pyarrow.parquet.write_table(rows, config / f"{split}-00000.parquet")
+    (folder / WIKITEXT / "README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
+        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
+        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
+    )
+    for name in TEXTS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(TEXT)
+    for name, hidden in zip(PUBLISHED, ((256, 64), (64, 128)), strict=True):
+        torch.save(random_network(*hidden, num_positions=256), folder / name)
+    return folder
+
+
+@pytest.fixture
+def enter(hub, tmp_path, monkeypatch):
+    """Begin in an empty folder, where all of `hub` is at hand."""
+
+    def begin(name: str) -> None:
+        folder = tmp_path / re.sub(r"\W+", "-", name)
+        shutil.copytree(hub, folder, copy_function=os.link)
+        monkeypatch.chdir(folder)
+
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.app.suite.run_cell", run_cell)
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    known = dict(METHODS)
+    yield begin
+    METHODS.clear()
+    METHODS.update(known)
+
+
+def run_shell(words):
+    if words[0] != "kvalign":
+        (pattern,) = [p for p in NOT_RUN if re.fullmatch(p, shlex.join(words))]
+        if pattern.startswith("hf upload"):
+            shutil.copytree(words[3], words[2])
+        return
+    target = None
+    if ">" in words:
+        words, target = words[: words.index(">")], words[words.index(">") + 1]
+    printed = output_of(smaller(words[1:])[0])
+    if target:
+        Path(target).write_text(printed)
+        json.loads(printed)
+
+
+def run_python(block, page, names):
+    code = block.text
+    for large, small in SMALLER_PYTHON.items():
+        code = code.replace(large, small)
+    code = "\n" * block.line + code  # a traceback tells the page's own line
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, ROOT / page, "exec"), names)
+
+
+def is_run(block):
+    return block.language in ("bash", "python")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_run, blocks(page)))])
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
+def test_page_runs(page, enter, monkeypatch):
+    section, names = None, {"__name__": "page"}
+    for block in blocks(page):
+        of_session = block.section if page in BY_SECTION else ""
+        if of_session != section:
+            section = of_session
+            enter(section or page)
+        if block.language == "python":
+            run_python(block, page, names)
+        elif block.language == "bash":
+            for words in lines_of(block.text):
+                monkeypatch.setattr("sys.stdin", io.StringIO(SAID))
+                run_shell(words)
+        elif block.language == "yaml" and block.title:
+            Path(block.title).write_text(block.text)
+
+
+def test_nothing_that_looks_like_a_command_is_left_out():
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in LANGUAGES, f"{page}:{block.line}"
+            if not is_run(block):
+                assert not re.search(r"^(kvalign|make|pip|\$|>>>) ", block.text, re.MULTILINE)
+
+
+def test_tables_hold_nothing_that_is_not_needed():
+    used, lines, texts = set(), [], []
+    for command in COMMANDS:
+        used |= smaller(example(command))[1]
+    for _, words in shells():
+        if words[0] == "kvalign":
+            words = words[: words.index(">")] if ">" in words else words
+            used |= smaller(words[1:])[1]
+        else:
+            lines.append(shlex.join(words))
+    assert used == SMALLER.keys()
+    for pattern in NOT_RUN:
+        assert any(re.fullmatch(pattern, line) for line in lines), pattern
+    for page in PAGES:
+        texts += [block.text for block in blocks(page) if is_run(block)]
+    for name in (*SMALLER_PYTHON, *HUB, *TEXTS, *PUBLISHED):
+        assert any(re.search(re.escape(name) + r"(?![\w-])", text) for text in texts), name
+
+
+def test_commands_of_included_files_are_known():
+    """The figures' own commands take hours: here they are only read."""
+    for page in PAGES:
+        for name in re.findall(r"^\{\{ file (\S+) \}\}$", (ROOT / page).read_text(), re.MULTILINE):
+            found = [b for b in blocks(name) if b.language == "bash"]
+            for words in (words for block in found for words in lines_of(block.text)):
+                if words[0] == "kvalign":
+                    smaller(words[1:], {})
+
+
+def test_make_targets_are_there():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in [*PAGES, "CONTRIBUTING.md"]:
+        for name in re.findall(r"(?:^|`)make ([\w-]+)", (ROOT / page).read_text(), re.MULTILINE):
+            assert name in targets, f"{page}: make {name}"
+
+
+def test_links_of_the_readme_are_there():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site. A warning is an error: links, anchors, cross references, pages left out."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_site_builds_without_a_warning(site):
+    reference = (site / "reference" / "command-line.html").read_text()
+    assert command_of(["eval", "run"]) in reference and "--cache-sizes" in reference
+    assert not re.search(r"\{\{ \w+", "".join(p.read_text() for p in site.rglob("*.html")))
+
+
+def test_page_asks_the_network_for_nothing(site, browser):
+    page, requests, complaints = watched(browser.new_context())
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").click()
+    ready = page.locator(".md-search-result__meta", has_text="Type to start searching")
+    ready.wait_for()  # what is typed before the index is read is lost
+    page.locator(".md-search__input").press_sequentially("discard-half")
+    page.locator(".md-search-result__link").first.wait_for()
+    page.context.close()
+    assert complaints == []
+    assert requests and all(url.startswith(site.as_uri()) for url in requests), requests

@@ -1,0 +1,51 @@
+"""Methods on tiny models, and the logits of stepping through a text with one."""
+
+import torch
+
+from helpers.tiny_models import CONTEXT_LEN
+from kvalign.aligners import Aligner, NetworkAligner, TableAligner, new_config
+from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Method
+from kvalign.models import spec_of
+
+CACHE_SIZE = 20
+FIXED = [name for name, cls in METHODS.items() if "num_evicted" in cls.fixed]
+STREAMING = [name for name in METHODS if name != "dense"]
+
+
+def network(model, train=False, **changes) -> Aligner:
+    """An aligner for a tiny model: zero-initialised, or with random weights of some effect."""
+    torch.manual_seed(2)
+    sizes = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=4, shifts=(1,), sizes=sizes) | changes
+    aligner = NetworkAligner(new_config("network", model, spec_of(model.config, "tiny"), **fields))
+    if train:
+        for net in (aligner.key, aligner.value):
+            torch.nn.init.normal_(net.fc3.weight, std=0.3)
+    return aligner.requires_grad_(False)
+
+
+def make(name, model, **changes) -> Method:
+    extra = {"aligner": network(model, train=True)} if METHODS[name].takes_aligner else {}
+    return make_method(name, model, **({"cache_size": CACHE_SIZE} | extra | changes))
+
+
+def step(method, ids, first):
+    """Logits [num_steps, B, V] of feeding `first` tokens at once and the others one by one."""
+    method.reset()
+    logits = [method.feed(ids[:, :first])]
+    logits += [method.feed(ids[:, i : i + 1]) for i in range(first, ids.shape[1])]
+    return torch.stack(logits)
+
+
+def tables(model, scale=0.0, num_sinks=0, chunk_len=CONTEXT_LEN) -> TableAligner:
+    """Tables for a tiny model, random of a given size."""
+    spec = spec_of(model.config, "tiny")
+    fields = dict(chunk_len=chunk_len, num_sinks=num_sinks, shifts=(1,))
+    aligner = TableAligner(new_config("table", model, spec, **fields))
+    torch.manual_seed(3)
+    for table in (aligner.key, aligner.value):
+        table.data = scale * torch.randn_like(table)
+    for scales in (aligner.key_scale, aligner.value_scale):
+        scales.data = (scale * torch.randn_like(scales)).exp()
+    return aligner.requires_grad_(False)

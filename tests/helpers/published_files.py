@@ -1,0 +1,43 @@
+"""Files as the authors of KV-Align publish them, with random weights, and models that they fit."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from helpers.tiny_models import tiny_model
+from kvalign import checkpoints
+
+NUM_POSITIONS = 48
+
+
+def random_network(
+    hidden1, hidden2, num_layers=3, num_heads=2, head_dim=16, num_positions=NUM_POSITIONS
+) -> dict:
+    """What the authors' file holds, with random weights."""
+    rng = torch.Generator().manual_seed(hidden1)
+    shapes = {
+        "emb_pos.weight": (num_positions, 32),
+        "emb_blocks.weight": (num_layers, 4),
+        "emb_heads.weight": (num_heads, 8),
+        "fc1.weight": (hidden1, head_dim + 44),
+        "fc1.bias": (hidden1,),
+        "fc2.weight": (hidden2, hidden1),
+        "fc2.bias": (hidden2,),
+        "fc3.weight": (head_dim, hidden2),
+        "fc3.bias": (head_dim,),
+    }
+    state = {name: 0.2 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    return {"model_state_dict": state, "optimizer_state_dict": {"lr": 1e-3}, "val_losses": [0.1]}
+
+
+def write_networks(folder: Path, names=("keys.pth", "values.pth")) -> None:
+    """Files for the tiny models, of unequal hidden sizes."""
+    torch.save(random_network(24, 12), folder / names[0])
+    torch.save(random_network(10, 20), folder / names[1])
+
+
+def save_model(folder: Path, kind: str, **changes) -> None:
+    tiny_model(kind, **changes).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,112 @@
+"""Documented commands, made small enough to run them all in a test: fewer tokens and trials, and
+little text in place of Python's documentation.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import io
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from kvalign.app.cli import COMMANDS, main, module_name, settings_class
+from kvalign.settings import parse
+
+# Settings of a command that are no larger, given or not.
+SMALLER = {
+    ("pretrain", "num_tokens"): 2048,
+    ("pretrain", "context_len"): 64,
+    ("pretrain", "num_layers"): 1,
+    ("pretrain", "hidden_size"): 64,
+    ("tune", "num_trials"): 1,
+    ("generate", "max_new_tokens"): 80,
+    ("chat", "max_new_tokens"): 20,
+    ("gen-data", "num_tokens"): 2560,
+    ("train", "num_tokens"): 2600,
+    ("train", "max_steps"): 2,
+    ("eval perplexity", "num_tokens"): 12,
+    ("eval perplexity", "cache_sizes"): (32, 64),
+    ("eval latency", "cache_sizes"): (32,),
+    ("eval latency", "num_trials"): 1,
+    ("eval latency", "trial_len"): 2,
+    ("eval readability", "cache_sizes"): (32,),
+    ("eval readability", "num_prompts"): 1,
+    ("eval readability", "max_new_tokens"): 12,
+    ("eval streameval", "cache_sizes"): (32,),
+    ("eval streameval", "distances"): (0,),
+    ("eval streameval", "num_lines"): 2,
+    ("eval streameval", "query_every"): 2,
+    ("eval chat", "cache_sizes"): (32,),
+    ("eval chat", "num_turns"): 2,
+    ("eval chat", "max_new_tokens"): 8,
+}
+TEXT = "".join(
+    f"In {1400 + 7 * i} the harbour of the island was built anew by {i % 11 + 2} families.\n"
+    + "\n" * (i % 3 == 0)
+    for i in range(600)
+)
+
+# Likewise inside: the text that a tokenizer or an objective sees, and Python's documentation.
+INSIDE = {
+    "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
+    "kvalign.training.table_objectives.STEP_TOKENS": 128,
+    "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
+    "kvalign.data_gen.corpora.python_docs": lambda split: [{"text": TEXT}],
+}
+
+
+def example(command: str) -> list[str]:
+    """The words after `kvalign` of the example in a command's help."""
+    module = importlib.import_module(module_name(command))
+    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2].strip()
+    assert "\n" not in text, "an example is one line, to be copied as it stands"
+    words = shlex.split(text)
+    assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
+    return words[1:]
+
+
+def command_of(words: list[str]) -> str:
+    """`eval perplexity` of the words after `kvalign`."""
+    return " ".join(words[:2]) if words[0] == "eval" else words[0]
+
+
+def smaller(
+    words: list[str], limits: Mapping[tuple[str, str], Any] = SMALLER
+) -> tuple[list[str], set[tuple[str, str]]]:
+    """The words after `kvalign`, with no setting above its limit, and the limits that were used.
+
+    Settings that are not given count with their defaults; None is above any limit.
+    """
+    command = command_of(words)
+    assert command in COMMANDS, f"no command {command!r}"
+    settings_type = settings_class(importlib.import_module(module_name(command)))
+    settings = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
+    changes = {}
+    for (of, name), limit in limits.items():
+        value = getattr(settings, name) if of == command else limit
+        if value is None or value > limit:
+            changes[name] = limit
+    made = dataclasses.replace(settings, **changes).command_line(command)
+    return shlex.split(made)[1:], {(command, name) for name in changes}
+
+
+def run_cell(command, out, kept={}):  # noqa: B006
+    """As `kvalign.app.suite.run_cell`, smaller, in this process, and once for all pages."""
+    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
+    words = [*smaller(words)[0], "--json"]
+    key = shlex.join(word for word in words if not word.startswith(str(out)))
+    if key not in kept or "--out" in words:
+        kept[key] = output_of(words)
+    return kept[key]
+
+
+def output_of(words):
+    """What a command prints; it must end well and print something."""
+    printed, complaints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        code = main(words)
+    assert code == 0, f"kvalign {shlex.join(words)}: {complaints.getvalue()[-2000:]}"
+    assert printed.getvalue().strip(), f"kvalign {shlex.join(words)} prints nothing"
+    return printed.getvalue()

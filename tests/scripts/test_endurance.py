@@ -1,0 +1,69 @@
+"""The endurance script on a short stream: all combinations are sound, and what is not sound is
+said.
+"""
+
+import json
+
+import pytest
+
+from scripts import endurance
+from scripts.endurance import EnduranceSettings, endure, faults
+
+# A page of memory is more than 100 bytes per 1000 tokens of a stream as short as this one.
+ANY_SLOPE = 1e9
+
+
+def test_short_streams_are_sound(capsys):
+    assert endurance.run(EnduranceSettings(num_tokens=2000, max_slope=ANY_SLOPE)) == 0
+    *lines, document = capsys.readouterr().out.strip().splitlines()
+    cases = json.loads(document)["cases"]
+    assert len({(c["kind"], c["method"], c["dtype"]) for c in cases}) == len(lines) == 8
+    assert all(line.endswith("; sound") for line in lines)
+    for case in cases:
+        assert case["num_tokens"] == 30 * endurance.PERIOD and case["max_stored"] == 32
+        # Chunks of half the window are born above the cache, single tokens at its end.
+        assert case["max_position"] == 32 + (32 - 4) // 2 - 1
+        assert case["ratio"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sound():
+    case = endure("gpt2", "streaming-llm", "float32", 20 * endurance.PERIOD)
+    assert not faults(case, ANY_SLOPE)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(bytes_per_1000_tokens=101.0), "bytes_per_1000_tokens above 100"),
+        (dict(num_nan=1), "num_nan above 0"),
+        (dict(max_position=64), "max_position above 63"),
+        (dict(max_stored=33), "max_stored above 32"),
+        (dict(ratio=1.0011), "ratio off by more than 0.001"),
+        (dict(ratio=0.9989), "ratio off by more than 0.001"),
+        (dict(ratio=float("nan")), "ratio off by more than 0.001"),
+        (dict(ratio=0.989, dtype="bfloat16"), "ratio off by more than 0.01"),
+    ],
+)
+def test_faults_are_said(sound, changes, fault):
+    case = sound | {"bytes_per_1000_tokens": 0.0} | changes
+    assert faults(case, 100) == [fault]
+
+
+def test_faults_of_a_stream_end_with_code_1(monkeypatch, capsys, sound):
+    monkeypatch.setattr(endurance, "endure", lambda *args: sound | {"num_nan": 3})
+    assert endurance.run(EnduranceSettings(max_slope=ANY_SLOPE)) == 1
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["sound"]
+
+
+def test_a_model_that_gives_nan_is_noticed(monkeypatch):
+    def broken(kind, **changes):
+        model = tiny_model(kind, **changes)
+        model.lm_head.weight[3] = float("nan")
+        return model
+
+    tiny_model = endurance.tiny_model
+    monkeypatch.setattr(endurance, "tiny_model", broken)
+    case = endure("llama", "kvalign", "float32", 20 * endurance.PERIOD)
+    assert any(fault.startswith("num_nan") for fault in faults(case, ANY_SLOPE))

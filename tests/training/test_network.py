@@ -1,0 +1,314 @@
+"""Training an aligner: equalities of the network, what training keeps, resumes and refuses."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from helpers.tiny_store import Recorded, record_tiny
+
+from kvalign.aligners import Aligner, NetworkAligner, RealignNet
+from kvalign.app.cli import main
+from kvalign.app.commands.train import TrainSettings
+from kvalign.training import network_fit as align
+from kvalign.training.network_fit import losses
+from kvalign.training.network_rows import InOrder, gather
+from kvalign.training.network_run import _config, train
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Recorded:
+    return record_tiny(tmp_path_factory.mktemp("recorded") / "caches")
+
+
+@pytest.fixture
+def make_settings(recorded, tmp_path):
+    """Settings of a small, quick run into a new folder."""
+
+    def make(**changes) -> TrainSettings:
+        small = {
+            "data": recorded.folder,
+            "out": tmp_path / "aligner",
+            "key_hidden1": 8,
+            "key_hidden2": 6,
+            "value_hidden1": 6,
+            "value_hidden2": 8,
+            "position_dim": 4,
+            "layer_dim": 2,
+            "head_embed_dim": 3,
+            "batch_size": 32,
+            "accelerator": "cpu",
+            "max_epochs": 1,
+        }
+        return TrainSettings(**{**small, **changes})
+
+    return make
+
+
+@pytest.fixture
+def net() -> RealignNet:
+    torch.manual_seed(0)
+    return RealignNet(
+        8, 11, 3, 2, hidden1=7, hidden2=5, position_dim=4, layer_dim=3, head_embed_dim=2
+    )
+
+
+def weights(aligner: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in aligner.state_dict().items()}
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def rows_of(net: RealignNet, stale: torch.Tensor):
+    """All rows of stale [num_chunks, L, H, S, D], in order."""
+    return gather(stale, stale, torch.arange(stale.shape[:4].numel()))
+
+
+def test_forward_is_the_plain_concatenation(net):
+    batch = rows_of(net, torch.randn(2, 3, 2, 11, 8))
+    places = net.position(batch.position), net.layer(batch.layer), net.head(batch.head)
+    hidden = torch.relu(net.fc1(torch.cat([batch.stale, *places], 1)))
+    expected = batch.stale + net.fc3(torch.relu(net.fc2(hidden)))
+    found = net(batch.stale, batch.position, batch.layer, batch.head)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.square().sum(), list(net.parameters())),
+        torch.autograd.grad(expected.square().sum(), list(net.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_correction_of_a_layer_is_that_row_by_row(net):
+    stale = torch.randn(2, 3, 2, 9, 8)
+    batch = rows_of(net, stale)
+    by_row = net(batch.stale, batch.position, batch.layer, batch.head).view(stale.shape)
+    for layer in range(3):
+        x = stale[:, layer]
+        torch.testing.assert_close(x + net.correction(x, layer), by_row[:, layer])
+        torch.testing.assert_close(
+            net.correction(x[:, :, 3:], layer, 3), net.correction(x, layer)[:, :, 3:]
+        )
+
+
+@pytest.mark.parametrize("target", ["key", "value"])
+def test_zero_initialised_loss_is_the_input_label_mse(recorded, make_settings, target):
+    store = recorded.store
+    aligner = NetworkAligner(_config(store, make_settings()))
+    shards = store.shards("train") + store.shards("val")
+    realigned, unchanged = losses(getattr(aligner, target), InOrder(shards, target, 100))
+    assert realigned == unchanged
+    num_rows = {
+        shift: sum(s.num_rows for s in shards if s.num_evicted == shift) for shift in store.shifts
+    }
+    by_shift = store.manifest["input_label_mse"][target]
+    mse = sum(by_shift[str(shift)] * n for shift, n in num_rows.items()) / sum(num_rows.values())
+    assert unchanged == pytest.approx(mse, rel=1e-5)
+
+
+def test_training_lowers_the_loss_and_saves_what_it_measured(recorded, make_settings):
+    settings = make_settings(max_epochs=6, lr=0.01)
+    results = train(settings)
+    aligner = Aligner.from_pretrained(settings.out)
+    aligner.check(recorded.model, 15, 4, 1)
+    for target, found in results.items():
+        assert found["val_loss"] < 0.97 * found["input_label_mse"]
+        assert found["ratio"] == found["val_loss"] / found["input_label_mse"]
+        batches = InOrder(recorded.store.shards("val"), target, 8192)
+        # Float32 sums in another order on another processor; the file itself is exact.
+        assert losses(getattr(aligner, target), batches) == pytest.approx(
+            (found["val_loss"], found["input_label_mse"]), rel=1e-6
+        )
+    assert aligner.config.training == results
+    card = (settings.out / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert f"{results['key']['val_loss']:.4g}" in card
+
+
+def test_save_and_load_are_exact(make_settings, tmp_path):
+    settings = make_settings(max_steps=3)
+    train(settings)
+    aligner = Aligner.from_pretrained(settings.out)
+    aligner.save_pretrained(tmp_path / "again")
+    again = Aligner.from_pretrained(tmp_path / "again")
+    assert_equal(weights(again), weights(aligner))
+    assert again.config == aligner.config
+
+
+def test_same_seed_same_weights(make_settings, tmp_path):
+    runs = [
+        make_settings(out=tmp_path / name, max_steps=4, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    for settings in runs:
+        train(settings)
+    same, again, other = (weights(Aligner.from_pretrained(settings.out)) for settings in runs)
+    assert_equal(again, same)
+    assert not torch.equal(other["key.fc2.weight"], same["key.fc2.weight"])
+
+
+@pytest.mark.parametrize("num_steps", [1, 12, 15, 34, 35, 68, 90])
+def test_interrupted_and_resumed_ends_in_the_same_weights(
+    make_settings, tmp_path, monkeypatch, num_steps
+):
+    """Stopped before and after reports, at an epoch's end, and in the second network's run."""
+    undisturbed = make_settings(out=tmp_path / "undisturbed", max_epochs=2)
+    expected = train(undisturbed)
+    disturbed = make_settings(max_epochs=2)
+
+    with monkeypatch.context() as patch:
+        count, step = iter(range(num_steps)), align.Realignment.training_step
+
+        def training_step(self, batch, batch_idx):
+            if next(count, None) is None:
+                raise KeyboardInterrupt
+            return step(self, batch, batch_idx)
+
+        patch.setattr(align.Realignment, "training_step", training_step)
+        with pytest.raises(KeyboardInterrupt):
+            train(disturbed)
+    assert not (disturbed.out / "config.json").exists()
+    found = train(disturbed)
+    assert_equal(
+        weights(Aligner.from_pretrained(disturbed.out)),
+        weights(Aligner.from_pretrained(undisturbed.out)),
+    )
+    for target in expected:
+        for name in ("val_loss", "num_steps"):
+            assert found[target][name] == expected[target][name]
+
+
+def test_early_stopping_counts_reports(make_settings):
+    settings = make_settings(target="key", lr=10.0, patience=2, max_epochs=50)
+    assert train(settings)["key"]["num_steps"] < 500
+
+
+def test_value_after_key_keeps_key(make_settings):
+    train(make_settings(target="key", max_steps=3))
+    key = weights(Aligner.from_pretrained(make_settings().out).key)
+    train(make_settings(target="value", max_steps=3, key_hidden1=99))
+    aligner = Aligner.from_pretrained(make_settings().out)
+    assert_equal(weights(aligner.key), key)
+    assert aligner.config.sizes["key_hidden1"] == 8
+    assert aligner.config.training.keys() == {"key", "value"}
+    assert aligner.value.fc3.weight.abs().sum() > 0
+
+
+def test_a_target_alone_equals_both(make_settings, tmp_path):
+    train(make_settings(max_steps=3, out=tmp_path / "both"))
+    train(make_settings(max_steps=3, target="value"))
+    alone, both = (
+        Aligner.from_pretrained(folder) for folder in (make_settings().out, tmp_path / "both")
+    )
+    assert_equal(weights(alone.value), weights(both.value))
+    assert alone.key.fc3.weight.abs().sum() == 0
+
+
+def test_finished_is_not_overwritten_unless_asked(make_settings):
+    train(make_settings(max_steps=3))
+    before = weights(Aligner.from_pretrained(make_settings().out))
+    with pytest.raises(FileExistsError, match="already holds a trained key and value network"):
+        train(make_settings(max_steps=3))
+    train(make_settings(max_steps=3, lr=1e-3, overwrite=True))
+    after = weights(Aligner.from_pretrained(make_settings().out))
+    assert not torch.equal(after["key.fc3.weight"], before["key.fc3.weight"])
+
+
+def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            align.Realignment, "training_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train(make_settings(max_steps=3))
+    with pytest.raises(FileExistsError, match=r"lr is None there, 0\.001 now"):
+        train(make_settings(max_steps=3, lr=1e-3))
+    train(make_settings(max_steps=3, lr=1e-3, resume=False))
+
+
+def test_another_target_needs_the_same_data(make_settings, tmp_path):
+    train(make_settings(target="key", max_steps=2))
+    other = record_tiny(tmp_path / "wide", n_head=4).folder
+    with pytest.raises(ValueError, match="made for tiny: num_kv_heads is 2, here 4"):
+        train(make_settings(target="value", data=other))
+    with pytest.raises(ValueError, match="position_dim is 4, here 5"):
+        train(make_settings(target="value", position_dim=5))
+
+
+def test_the_aligner_refuses_another_model(recorded, make_settings, tmp_path):
+    train(make_settings(max_steps=2))
+    aligner = Aligner.from_pretrained(make_settings().out)
+    with pytest.raises(ValueError, match="num_layers is 2 there, 3 in this model"):
+        aligner.check(record_tiny(tmp_path / "deep", n_layer=3).model, 15, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "damage", ["nothing", "unfinished", "truncated", "missing shard", "other folder"]
+)
+def test_bad_data_is_one_line(recorded, make_settings, tmp_path, capsys, damage):
+    data = tmp_path / "caches"
+    if damage != "nothing":
+        shutil.copytree(recorded.folder, data)
+    shard = data / recorded.store.shards("train")[0].path.name
+    if damage == "unfinished":
+        (data / "manifest.json").unlink()
+    elif damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 100)
+    elif damage == "missing shard":
+        shard.unlink()
+    elif damage == "other folder":
+        (data / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(FileNotFoundError if damage == "nothing" else ValueError):
+        train(make_settings(data=data))
+    assert main(["train", "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert str(data) in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
+    words = ["train", "--data", str(recorded.folder), "--accelerator", "cpu", "--max-steps", "2"]
+    assert main([*words, "--out", str(tmp_path / "a"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert list(results) == ["key", "value"]
+    assert results["key"]["num_steps"] == 2
+    assert main([*words, "--out", str(tmp_path / "b"), "--target", "value"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("value: val loss ")
+    assert printed.out.count("\n") == 1
+    assert printed.err == ""
+
+
+def test_a_folder_of_something_else_is_left_alone(make_settings):
+    out = make_settings().out
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="not an aligner's config"):
+        train(make_settings())
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_network_that_does_no_better_than_none_is_not_used(recorded, make_settings, monkeypatch):
+    """What is saved leaves entries as they are, and says so; the measured loss stays as it was."""
+    from kvalign.training import align_run
+
+    def worse(net, batches, losses=align_run.losses):
+        _, unchanged = losses(net, batches)
+        return 1.5 * unchanged, unchanged
+
+    monkeypatch.setattr(align_run, "losses", worse)
+    settings = make_settings(target="key")
+    result = train(settings)["key"]
+    assert result["ratio"] == 1.5
+    assert result["used"] is False
+    aligner = Aligner.from_pretrained(settings.out)
+    x = torch.randn(1, 2, 5, aligner.config.head_dim)
+    assert not aligner.key.correction(x, 0).any()
+    assert "| 1.5 | no |" in (settings.out / "README.md").read_text()

@@ -1,0 +1,323 @@
+"""Sweeps: what a trial reports, what is left of it, and a whole one that was killed and resumed."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.tiny_store import Recorded, record_tiny
+
+from kvalign.aligners import Aligner
+from kvalign.app.cli import main
+from kvalign.app.commands.train import TrainSettings
+from kvalign.app.commands.tune import TuneSettings
+from kvalign.training.network_run import train
+from kvalign.training.sweep_report import Trial, as_markdown, ranked, write
+from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
+
+pytest.importorskip("ray")
+
+POINT = {"hidden1": 8, "hidden2": 4, "batch_size": 32, "lr": 0.01}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Recorded:
+    return record_tiny(tmp_path_factory.mktemp("recorded") / "caches")
+
+
+@pytest.fixture
+def base(recorded, tmp_path) -> TrainSettings:
+    return TrainSettings(
+        data=recorded.folder, out=tmp_path / "a", target="value", max_epochs=2, accelerator="cpu"
+    )
+
+
+def reports_of(*losses: float, is_last: bool = True) -> list[dict]:
+    return [
+        {
+            "report": n,
+            "max_reports": 5,
+            "epochs": n / 5,
+            PLACE: n,
+            "val_loss": loss,
+            "num_parameters": 100 * len(losses),
+            "seconds": 1.5 * n,
+            "is_last": is_last and n == len(losses),
+        }
+        for n, loss in enumerate(losses, 1)
+    ]
+
+
+def made_up() -> list[Trial]:
+    return [
+        Trial("000", POINT, reports_of(0.9, 0.7, 0.8)),
+        Trial("001", POINT, reports_of(0.95, 0.3, is_last=False)),
+        Trial("002", POINT, [], "it broke"),
+        Trial("003", POINT, reports_of(float("nan"))),
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [32, 128, 512])
+@pytest.mark.parametrize("max_steps", [None, 7])
+def test_a_trial_is_the_training_run_of_its_settings(base, tmp_path, batch_size, max_steps):
+    """And announces from the first report on how many there will be."""
+    base = dataclasses.replace(base, max_steps=max_steps)
+    settings = settings_at(base, POINT | {"batch_size": batch_size})
+    sent: list[dict] = []
+    train_trial(settings, tmp_path / "trial", Reports(sent.append, settings.vals_per_epoch))
+    assert [report["report"] for report in sent] == list(range(1, len(sent) + 1))
+    assert {report["max_reports"] for report in sent} == {len(sent)}
+    assert [report["is_last"] for report in sent] == [False] * (len(sent) - 1) + [True]
+    assert 1 <= sent[0][PLACE] <= sent[-1][PLACE] <= 2 * settings.vals_per_epoch
+    found = train(settings)["value"]
+    assert found["settings"]["value_hidden1"] == POINT["hidden1"]
+    assert found["settings"]["lr"] == POINT["lr"]
+    assert min(report["val_loss"] for report in sent) == pytest.approx(found["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_sent", [1, 4, 5, 10])
+def test_a_killed_trial_reports_what_an_undisturbed_one_does(base, tmp_path, num_sent):
+    settings = settings_at(base, POINT)
+    expected: list[dict] = []
+    train_trial(settings, tmp_path / "undisturbed", Reports(expected.append, 5))
+
+    def until_killed(report: dict) -> None:
+        if report["report"] == num_sent:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_trial(settings, tmp_path / "killed", Reports(until_killed, 5))
+    found: list[dict] = []
+    train_trial(settings, tmp_path / "killed", Reports(found.append, 5))
+    assert len(expected) == 10
+    assert [r | {"seconds": 0} for r in found] == [r | {"seconds": 0} for r in expected]
+
+
+def test_trials_are_ranked_by_their_best_loss():
+    best, second, *failed = ranked(made_up())
+    assert (best.name, best.state, best.val_loss) == ("001", "stopped", 0.3)
+    assert (second.name, second.state, second.val_loss) == ("000", "finished", 0.7)
+    assert [(t.name, t.state, t.val_loss) for t in failed] == [
+        ("002", "failed", None),
+        ("003", "failed", None),
+    ]
+
+
+def test_tables_and_plots_of_made_up_trials(tmp_path):
+    write(tmp_path, ranked(made_up()), "key")
+    with open(tmp_path / "trials.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["trial"] for row in rows] == ["001", "000", "002", "003"]
+    assert [row["num_reports"] for row in rows] == ["2", "3", "0", "1"]
+    assert float(rows[0]["val_loss"]) == 0.3 and rows[2]["val_loss"] == ""
+    with open(tmp_path / "reports.csv") as file:
+        assert [row["trial"] for row in csv.DictReader(file)] == [*["001"] * 2, *["000"] * 3, "003"]
+    page = (tmp_path / "trials.md").read_text()
+    assert page == as_markdown([trial.row for trial in ranked(made_up())])
+    assert len({len(line) for line in page.splitlines()}) == 1
+    svg = (tmp_path / "loss-by-report.svg").read_text()
+    assert "stopped early" not in svg  # the best one is, and is drawn as the best
+    assert "best trial" in svg and "finished" in svg and "failed" in svg
+    assert {path.name for path in tmp_path.glob("loss-by-*")} == {
+        f"loss-by-{what}.{ending}" for what in ("report", "size") for ending in ("png", "svg")
+    }
+
+
+def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
+    from kvalign.training.sweep_ray import scheduler
+
+    asha = scheduler(tune_settings(Path("caches"), Path("sweep"), max_epochs=1, grace_reports=2))
+    asha.set_search_properties("val_loss", "min")
+    ahead, behind = (SimpleNamespace(trial_id=name) for name in ("ahead", "behind"))
+    actions = {}
+    for trial, loss in ((ahead, 0.1), (behind, 0.2)):
+        asha.on_trial_add(None, trial)
+        actions[trial.trial_id] = [
+            asha.on_trial_result(None, trial, {PLACE: n, "val_loss": loss}) for n in range(1, 6)
+        ]
+    assert actions == {
+        "ahead": ["CONTINUE"] * 5,
+        "behind": ["CONTINUE", "STOP", "CONTINUE", "STOP", "CONTINUE"],
+    }
+
+
+def test_what_is_shown_while_it_runs():
+    from ray.tune.experiment import Trial as RayTrial
+    from rich.console import Console
+
+    from kvalign.training.sweep_watch import line, table
+
+    class Shown(SimpleNamespace):
+        def __str__(self) -> str:
+            return self.name
+
+    reports = reports_of(0.5, 0.4, is_last=False)
+    ended = Shown(
+        name="007",
+        config=POINT,
+        last_result=reports[-1],
+        status=RayTrial.TERMINATED,
+        metric_analysis={"val_loss": {"min": 0.4}},
+    )
+    waiting = Shown(
+        name="008", config=POINT, last_result={}, status=RayTrial.PENDING, metric_analysis={}
+    )
+    assert line([ended, waiting], ended, "stopped") == (
+        "trial 007 stopped after report 2 of 5: hidden 8, 4; batch size 32; lr 0.01; "
+        "val loss 0.4 (best so far 0.4)"
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table([ended, waiting]))
+    text = console.export_text()
+    assert "2 of 5" in text and "0.4 ★" in text and "stopped" in text and "pending" in text
+
+
+def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:
+    return TuneSettings(**{"target": "key", "data": data, "out": out, **changes})
+
+
+def tune_words(data: Path, out: Path) -> list[str]:
+    """A sweep of two small trials, one after the other."""
+    settings = tune_settings(
+        data,
+        out,
+        num_trials=2,
+        max_epochs=1,
+        hidden_sizes=(4, 8),
+        max_batch_size=64,
+        num_concurrent=1,
+        scheduler="none",
+    )
+    return settings.command_line("tune").split()[1:]
+
+
+@pytest.fixture(scope="module")
+def resumed(recorded, tmp_path_factory) -> SimpleNamespace:
+    """A sweep that was killed when its first trial had ended, and run again."""
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    words = tune_words(recorded.folder, out)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "kvalign", *words], stderr=subprocess.PIPE, text=True
+    )
+    while killed.poll() is None:
+        if any("TERMINATED" in f.read_text() for f in out.glob("trials/experiment_state-*.json")):
+            os.kill(killed.pid, signal.SIGKILL)
+        time.sleep(0.1)
+    assert killed.stderr is not None
+    with killed.stderr as stderr:
+        shown = stderr.read()
+    assert killed.returncode == -signal.SIGKILL, shown
+    assert not (out / "result.json").exists()
+    again = subprocess.run(
+        [sys.executable, "-m", "kvalign", *words, "--json"], capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    return SimpleNamespace(out=out, words=words, before=shown, after=again)
+
+
+def test_a_resumed_sweep_does_not_repeat_a_finished_trial(resumed):
+    assert resumed.before.startswith("trial 000 finished after report 5 of 5: ")
+    shown = resumed.after.stderr.splitlines()
+    assert [line[:18] for line in shown] == [
+        "trial 001 finished",
+        "2 trials in " + str(resumed.out)[:6],
+    ]
+    assert [path.name for path in (resumed.out / "trials" / "000" / "csv").iterdir()] == [
+        "version_0"
+    ]
+    with open(resumed.out / "reports.csv") as file:
+        found = [(row["trial"], row["report"]) for row in csv.DictReader(file)]
+    assert sorted(found) == [(t, str(n)) for t in ("000", "001") for n in range(1, 6)]
+
+
+def test_the_aligner_has_the_best_trial_s_settings(recorded, resumed):
+    result = json.loads(resumed.after.stdout)
+    assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
+    best = min(result["trials"], key=lambda trial: trial["val_loss"])
+    assert result["best"] == best
+    aligner = Aligner.from_pretrained(result["aligner"])
+    aligner.check(recorded.model, 15, 4, 1)
+    trained = aligner.config.training["key"]
+    for name in ("hidden1", "hidden2"):
+        assert trained["settings"][f"key_{name}"] == aligner.config.sizes[f"key_{name}"]
+        assert trained["settings"][f"key_{name}"] == best[name]
+    assert trained["settings"]["batch_size"] == best["batch_size"]
+    assert trained["settings"]["lr"] == best["lr"]
+    assert trained["val_loss"] == result["aligner_val_loss"]
+    assert trained["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+def test_a_finished_sweep_is_left_alone(resumed, capsys):
+    made = {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")}
+    assert main(resumed.words) == 0
+    printed = capsys.readouterr()
+    assert printed.err == f"{resumed.out} already holds this sweep, finished: nothing to do\n"
+    assert printed.out.endswith((resumed.out / "trials.md").read_text())
+    assert main([*resumed.words, "--seed", "1"]) == 2
+    assert "of other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")} == made
+
+
+def test_all_trials_failed_is_one_line(recorded, tmp_path, monkeypatch, capsys):
+    from kvalign.training import tune
+
+    monkeypatch.setattr(tune, "run_trials", lambda *_: made_up()[2:])
+    words = tune_words(recorded.folder, tmp_path / "out")
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "kvalign tune: stopped: all trials failed, trial 002 with: it broke\n"
+    assert printed.out == ""
+    assert not (tmp_path / "out" / "result.json").exists()
+    # No trial is there that other settings would lose.
+    assert main([*words, "--seed", "1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--min-lr 0.1 --max-lr 0.01", "--min-lr 0.1 is above --max-lr 0.01"),
+        ("--min-batch-size 64 --max-batch-size 32", "--min-batch-size 64 is above --max-batch-"),
+        ("--min-batch-size 48", "--min-batch-size must be a power of two, got 48"),
+        ("--grace-reports 6", "--grace-reports must be at most 5"),
+        ("--reduction-factor 1", "--reduction-factor must be above 1"),
+        ("--hidden-sizes 0", "--hidden-sizes must be at least 1"),
+        ("--target both", "--target must be one of key, value"),
+        ("--data nowhere", "no recorded data in nowhere"),
+        ("--data few", "few has no val shards"),
+        ("--out something", "something holds files that are no sweep"),
+    ],
+)
+def test_wrong_use_is_one_line_before_any_work(
+    recorded, tmp_path, monkeypatch, capsys, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(recorded.folder, "few")
+    manifest = json.loads(Path("few/manifest.json").read_text())
+    manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "train"]
+    Path("few/manifest.json").write_text(json.dumps(manifest))
+    Path("something").mkdir()
+    Path("something/notes.txt").touch()
+    argv = [*tune_words(recorded.folder, Path("out")), "--scheduler", "asha", *words.split()]
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+    assert not Path("out").exists()
+
+
+def test_more_than_the_machine_has_is_one_line():
+    from kvalign.training.sweep_ray import _check_resources
+
+    settings = tune_settings(Path("caches"), Path("sweep"), gpus_per_trial=0.5)
+    with pytest.raises(ValueError, match="--gpus-per-trial 0.5: this machine has 0"):
+        _check_resources(settings, {"CPU": 2.0})

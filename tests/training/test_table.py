@@ -1,0 +1,206 @@
+"""Tables from text: plain moments, tuned through the frozen model, judged by its loss."""
+
+import json
+
+import pytest
+import torch
+from helpers.smaller import INSIDE
+from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
+from kvalign.app.cli import main
+from kvalign.data_gen.pairs import encode, positionless
+from kvalign.models import spec_of
+from kvalign.realign import FromBirth
+from kvalign.relative import Stream
+from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
+from kvalign.training.table_run import measure, standardise
+from kvalign.training.training_text import Text, read
+
+
+def untrained(model, chunk_len=CONTEXT_LEN) -> TableAligner:
+    fields = dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,))
+    config = new_config("table", model, spec_of(model.config, "tiny"), **fields)
+    return TableAligner(config).requires_grad_(False)
+
+
+def random_text(num_tokens=4000) -> Text:
+    rng = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCAB, (num_tokens,), generator=rng)
+    return Text([ids[:-600]], [ids[-600:]])
+
+
+@pytest.fixture
+def little_work(monkeypatch):
+    """Little text in place of Python's documentation, and small steps."""
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+
+
+def test_moments_are_plain_moments(models):
+    model, text = models["gpt2"], random_text()
+    aligner, chunks = untrained(model), text.chunks("train", CONTEXT_LEN)
+    standardise(aligner, model, chunks, ("key", "value"))
+    entries = dict(zip(("key", "value"), encode(model, chunks), strict=True))
+    for target, x in entries.items():
+        means = x.double().mean(0)
+        assert torch.allclose(getattr(aligner, target).double(), means, atol=1e-5)
+        spread = (x.double() - means).square().mean((0, -1)).sqrt()
+        scales = getattr(aligner, f"{target}_scale").double()
+        assert torch.allclose(scales, spread / spread[..., -1:], rtol=1e-3)
+        assert (scales[..., -1] == 1).all()
+
+
+def test_keys_without_position_have_layer_0_of_any_position(models):
+    """Rotary: the same token has the same unrotated key wherever it stands, in the first layer."""
+    ids = torch.full((1, 20), 7)
+    keys, _ = positionless(models["llama"], ids)
+    assert torch.allclose(keys[:, 0], keys[:, 0, :, :1].expand_as(keys[:, 0]), atol=1e-5)
+
+
+def test_moving_half_a_chunk_is_measured(models):
+    model, text = models["gpt2"], random_text()
+    chunks = text.chunks("val", CONTEXT_LEN)
+    none = measure(untrained(model), model, chunks)["key"]
+    assert none["ratio"] == pytest.approx(1, abs=1e-6)
+    aligner = untrained(model)
+    standardise(aligner, model, text.chunks("train", CONTEXT_LEN), ("key", "value"))
+    found = measure(aligner, model, chunks)
+    assert found["key"]["input_label_mse"] == pytest.approx(none["input_label_mse"])
+    assert max(part["ratio"] for part in found.values()) < 0.9
+
+
+def test_hat_functions_interpolate():
+    hats = hat_functions(100)
+    assert torch.allclose(hats.sum(1), torch.ones(100))
+    knots = (hats == 1).any(1).nonzero().flatten()
+    assert len(knots) == hats.shape[1] and knots[0] == 0 and knots[-1] == 99
+    line = hats @ knots.float()
+    assert torch.allclose(line, torch.arange(100.0), atol=1e-4)
+
+
+def test_kl_is_zero_where_streaming_is_exact():
+    """With one layer, a rotary stream equals re-encoding what it keeps."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    ids = random_text().train[0][:400].view(4, 100)
+    for num_evicted in (1, 5):
+        stream = Stream(model, 20, 0, num_evicted, FromBirth(model))
+        logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
+        assert kl(stream, ids, logits, torch.Generator().manual_seed(0)).abs() < 1e-4
+    learned = tiny_model("gpt2")
+    stream = Stream(learned, 20, 0, 1, None)
+    logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
+    assert kl(stream, ids, logits, torch.Generator().manual_seed(0)) > 1e-2
+
+
+@pytest.mark.parametrize("objective", ["nll", "kl"])
+def test_tuning_lowers_the_validation_loss_and_leaves_the_model(models, objective):
+    model, text = models["gpt2"], random_text()
+    aligner = untrained(model, chunk_len=32)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    loss = {"nll": nll, "kl": kl}[objective]
+    before = validate(aligner, model, text, loss)
+    found = tune(aligner, model, text, objective=objective, num_steps=30, lr=5e-3, seed=0)
+    assert found["val_before"] == pytest.approx(before)
+    assert found["val_after"] == pytest.approx(validate(aligner, model, text, loss), abs=1e-5)
+    assert found["val_after"] < before
+    assert set(aligner.state_dict()) == {"key", "value", "key_scale", "value_scale"}
+    assert not any(parameter.requires_grad for parameter in aligner.parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_rows_come_from_the_training_part():
+    text = Text([torch.arange(50), torch.arange(100, 150)], [torch.arange(50, 60)])
+    rows = text.rows(torch.Generator().manual_seed(0), 64, 10)
+    assert (rows.diff(dim=1) == 1).all()
+    assert set(rows.flatten().tolist()) <= {*range(50), *range(100, 150)}
+    assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
+
+
+def test_short_corpora_are_refused(models):
+    class Letters:
+        def __call__(self, text, **kwargs):
+            return {"input_ids": [ord(letter) % 90 for letter in text]}
+
+    with pytest.raises(ValueError, match="gives 50 tokens for validation, 64 are needed"):
+        read(["python-docs"], Letters(), 500, 64)
+
+
+SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
+
+
+@pytest.mark.parametrize("kind", ["table", "anchored"])
+def test_train_writes_what_generate_takes(tmp_path, capfd, kind, little_work):
+    out = str(tmp_path / "aligner")
+    train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]
+    assert main([*train, "--json"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    aligner = Aligner.from_pretrained(out)
+    assert isinstance(aligner, TableAligner if kind == "table" else AnchoredAligner)
+    assert printed == aligner.config.training
+    assert printed["key"]["ratio"] < 1 and printed["key"]["used"]
+    assert f"--aligner-kind {kind}" in (tmp_path / "aligner/README.md").read_text()
+    assert main(train) == 2
+    assert "already holds an aligner" in capfd.readouterr().err
+    argv = ["generate", "--prompt", "The", "--cache-size", "40", "--max-new-tokens", "60"]
+    assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
+
+
+def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
+    out = str(tmp_path / "aligner")
+    argv = ["train", "--aligner-kind", "table", "--objective", "kl", "--max-steps", "2", *SMALL]
+    assert main([*argv, "--out", out]) == 0
+    capfd.readouterr()
+    argv = [
+        "eval",
+        "perplexity",
+        "--methods",
+        "kvalign",
+        "--cache-sizes",
+        "32",
+        "--num-tokens",
+        "9",
+    ]
+    assert main([*argv, "--aligner", out, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner"] == "table-kl"
+
+
+def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
+    """Rotary keys need none: what is saved then changes nothing, exactly streaming-llm."""
+    out = str(tmp_path / "aligner")
+    argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
+    assert main(argv) == 0
+    assert "not used" in capfd.readouterr().out
+    aligner = Aligner.from_pretrained(out)
+    assert not aligner.key.any() and (aligner.key_scale == 1).all()
+
+
+def test_training_starts_from_another_table(tmp_path, capfd, little_work):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    argv = ["train", "--aligner-kind", "table", *SMALL, "--out"]
+    assert main([*argv, first]) == 0
+    assert main([*argv, second, "--init", first]) == 0
+    one, two = (Aligner.from_pretrained(path).state_dict() for path in (first, second))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    capfd.readouterr()
+    assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
+    assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
+
+
+def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
+    """BLOOM's attention is its own: tables from moments, judged by their error; no nll."""
+    folder = tmp_path / "bloom"
+    tiny_model("bloom", vocab_size=8192).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini")).save_pretrained(folder)
+    argv = ["train", "--aligner-kind", "table", "--model", str(folder), *SMALL]
+    out = str(tmp_path / "aligner")
+    capfd.readouterr()
+    assert main([*argv, "--objective", "nll", "--out", out]) == 2
+    assert "--objective nll is not for bloom models" in capfd.readouterr().err
+    assert main([*argv, "--out", out, "--json"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert "val_nll" not in printed["key"]
+    better = all(part["val_loss"] < part["input_label_mse"] for part in printed.values())
+    assert printed["key"]["used"] == better

@@ -1,0 +1,267 @@
+"""The reference language models' recipe: GPT-2 and Llama shapes small enough to train on a laptop.
+
+Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
+rate is constant, then falls linearly, so a run can be extended by asking for more tokens before the
+fall; the first steps use half the context. What a step reads depends on the seed and the step
+alone: a resumed run goes on as if it had not stopped.
+"""
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kvalign.app.commands.pretrain import PretrainSettings
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.files import locked, write_text, write_whole
+from kvalign.models import check_device
+from kvalign.training.lm_card import card
+from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
+
+log = logging.getLogger(__name__)
+
+HEAD_DIM = 64
+WARMUP_STEPS = 100
+MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
+# Settings that may differ when a run goes on: they change where it stops and how it runs, not what
+# it learns.
+_FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "compile", "device")
+
+
+def pretrain(settings: PretrainSettings) -> dict[str, Any]:
+    """Train, or go on training, the model in `settings.out`.
+
+    Returns:
+        what `pretrain.json` and the card state: settings, tokens seen, training loss, and, with an
+        evaluation corpus, bits per byte.
+
+    Raises:
+        ValueError: a corpus too short, a checkpoint of other settings, a device that is not here.
+    """
+    parse_mix(settings.corpus)
+    check_device(settings.device)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    torch.manual_seed(settings.seed)
+    with locked(settings.out):
+        return _pretrain(settings)
+
+
+def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
+    work_dir = settings.out / "training"
+    work_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer = open_tokenizer(settings)
+    mix = open_mix(settings, tokenizer, work_dir)
+    model = build_model(settings, tokenizer).to(settings.device)
+    run = Run(settings, model, work_dir / "checkpoint.pt")
+    run.restore()
+    loss_of = torch.compile(_loss) if settings.compile else _loss
+    started = last_save = time.monotonic()
+    with tqdm(total=run.num_steps, initial=run.step, unit="step", desc=settings.arch) as bar:
+        while run.step < run.num_steps:
+            num_rows = settings.batch_size * settings.context_len // run.row_len
+            ids = mix.batch(settings.seed, run.step, num_rows, run.row_len).to(settings.device)
+            with torch.autocast(model.device.type, torch.bfloat16):
+                loss = loss_of(model, ids)
+            run.update(loss)
+            bar.update()
+            if run.step % 20 == 0:
+                bar.set_postfix(loss=f"{run.smooth_loss:.3f}")
+            if time.monotonic() - last_save > 60 * settings.save_minutes:
+                run.save(time.monotonic() - last_save)
+                last_save = time.monotonic()
+    if last_save > started or run.seconds == 0:
+        run.save(time.monotonic() - last_save)
+    return _publish(settings, model, tokenizer, run)
+
+
+def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A random model of the asked shape; heads of 64 dimensions, Llama with half as many for KV."""
+    hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
+    if hidden % HEAD_DIM:
+        raise ValueError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
+    ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if settings.arch == "gpt2":
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=len(tokenizer),
+                n_positions=settings.context_len,
+                n_embd=hidden,
+                n_layer=settings.num_layers,
+                n_head=num_heads,
+                **no_dropout,
+                **ids,
+            )
+        )
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=settings.context_len,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=settings.num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=max(1, num_heads // 2),
+            tie_word_embeddings=True,
+            **ids,
+        )
+    )
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: str,
+    context_len: int,
+    num_blocks: int = 60,
+) -> float:
+    """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each
+    read on its own.
+    """
+    ids: list[int] = []
+    for piece in token_pieces(corpus, tokenizer, "test"):
+        ids += piece
+        if len(ids) >= num_blocks * context_len:
+            break
+    num_blocks = min(num_blocks, len(ids) // context_len)
+    if num_blocks == 0:
+        raise ValueError(f"corpus {corpus!r} is shorter than one block of {context_len} tokens")
+    blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
+    nll = 0.0
+    for block in blocks.to(model.device).split(4):
+        logits = model(input_ids=block, use_cache=False).logits[:, :-1].float()
+        labels = block[:, 1:].flatten()
+        nll += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels, reduction="sum"
+        ).item()
+    num_bytes = sum(len(tokenizer.decode(row).encode()) for row in blocks[:, 1:].tolist())
+    return nll / math.log(2) / num_bytes
+
+
+class Run:
+    """Model, optimisers and place of one training run, and their checkpoint file."""
+
+    def __init__(self, settings: PretrainSettings, model: PreTrainedModel, path: Path):
+        self.settings, self.model, self.path = settings, model, path
+        self.tokens_a_step = settings.batch_size * settings.context_len
+        self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
+        self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
+        embeddings = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, torch.nn.Embedding)
+        }
+        matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
+        others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
+        muon = torch.optim.Muon(
+            matrices, lr=settings.matrix_lr, weight_decay=MUON_DECAY, adjust_lr_fn="match_rms_adamw"
+        )
+        adamw = torch.optim.AdamW(
+            others, lr=settings.lr, betas=(0.9, 0.95), weight_decay=ADAMW_DECAY
+        )
+        self.optimizers = {muon: settings.matrix_lr, adamw: settings.lr}
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of a row at this step."""
+        short = self.step < self.settings.short_share * self.num_steps
+        return self.settings.context_len // (2 if short else 1)
+
+    def rate(self) -> float:
+        """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
+        left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
+        return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
+
+    def update(self, loss: Tensor) -> None:
+        """One step of both optimisers; `smooth_loss` follows with a memory of 50 steps."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, peak in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = peak * self.rate()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        value = loss.item()
+        self.smooth_loss = value if self.step == 1 else 0.98 * self.smooth_loss + 0.02 * value
+
+    def save(self, seconds: float) -> None:
+        """Write the checkpoint; `seconds` is the time since the last one."""
+        self.seconds += seconds
+        state = {
+            "settings": self.settings.as_dict(),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "smooth_loss": self.smooth_loss,
+            "seconds": self.seconds,
+        }
+        write_whole(self.path, lambda partial: torch.save(state, partial))
+
+    def restore(self) -> None:
+        """Go on from the checkpoint, if there is one; ValueError if it is of other settings."""
+        if not self.path.exists():
+            return
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        for name, value in self.settings.as_dict().items():
+            if name not in _FREE and state["settings"][name] != value:
+                raise ValueError(
+                    f"{self.settings.out} was begun with {name} {state['settings'][name]}, got "
+                    f"{value}: name another --out"
+                )
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.smooth_loss, self.seconds = (
+            state["step"],
+            state["smooth_loss"],
+            state["seconds"],
+        )
+        log.info("resumed at step %d", self.step)
+
+
+def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Mean NLL in nats of ids [B, T] but the first of each row."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T - 1, V]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def _publish(
+    settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
+) -> dict[str, Any]:
+    """Write model, tokenizer, facts and card into `out`; the facts are measured on the weights as
+    they are written.
+    """
+    model.to(torch.bfloat16).save_pretrained(settings.out)
+    tokenizer.save_pretrained(settings.out)
+    model.float().eval()
+    facts: dict[str, Any] = {
+        "settings": settings.as_dict(),
+        "tokens_seen": run.step * run.tokens_a_step,
+        "train_loss_nats": run.smooth_loss,
+        "train_seconds": round(run.seconds),
+        "num_parameters": model.num_parameters(),
+    }
+    if settings.eval_corpus:
+        facts["bits_per_byte"] = bits_per_byte(
+            model, tokenizer, settings.eval_corpus, settings.context_len
+        )
+    write_text(settings.out / "pretrain.json", json.dumps(facts, indent=1) + "\n")
+    write_text(settings.out / "README.md", card(settings, facts))
+    return facts

@@ -1,0 +1,208 @@
+"""Training one realignment network with Lightning: mean squared error, AdamW, early stopping.
+
+The paper's protocol: at most 3 epochs, 5 validation reports in each, weight decay 0.01. The weights
+with the best validation loss are kept; `last.ckpt` is written at each report, and a run resumed
+from it ends in the same weights.
+"""
+
+import logging
+import math
+import signal
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from tqdm.auto import tqdm
+
+from kvalign.aligners import RealignNet
+from kvalign.app.commands.train import TrainSettings
+from kvalign.training.network_rows import Batch, RowsOfTarget
+
+BEST, LAST = "best.ckpt", "last.ckpt"
+LR = 7e-4
+LOG_EVERY = 50  # steps between reports of the training loss
+
+
+class Realignment(pl.LightningModule):
+    """A `RealignNet` and how it is trained; a checkpoint holds nothing else."""
+
+    def __init__(self, net: RealignNet, lr: float, weight_decay: float):
+        super().__init__()
+        self.net, self.lr, self.weight_decay = net, lr, weight_decay
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        found = loss(self.net, batch)
+        if batch_idx % LOG_EVERY == 0:
+            for logger in self.loggers:
+                logger.log_metrics({"train_loss": found.item()}, step=self.global_step)
+        return found
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        fused = self.device.type in ("cpu", "cuda")
+        return torch.optim.AdamW(
+            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused
+        )
+
+
+def fit(
+    net: RealignNet,
+    rows: RowsOfTarget,
+    settings: TrainSettings,
+    work_dir: Path,
+    callbacks: Sequence[pl.Callback] = (),
+) -> pl.Trainer:
+    """Train `net` in place, from `work_dir / last.ckpt` where there is one; keep its best weights.
+
+    Args:
+        callbacks: called after our own, but before the checkpoints are written.
+
+    Raises:
+        ValueError: a device or a number of devices that this machine does not have.
+        KeyboardInterrupt: stopped by the user; the next call resumes at the last validation report.
+    """
+    last = work_dir / LAST
+    interrupt = signal.getsignal(signal.SIGINT)
+    with _quiet():
+        try:
+            trainer = _trainer(rows, settings, work_dir, callbacks)
+            trainer.fit(
+                Realignment(net, settings.lr or LR, settings.weight_decay),
+                datamodule=rows,
+                ckpt_path=last if last.exists() else None,
+                weights_only=True,
+            )
+        except MisconfigurationException as error:
+            raise ValueError(
+                f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"
+            ) from error
+        except SystemExit as end:  # Lightning's answer to Ctrl-C, which it also switches off
+            signal.signal(signal.SIGINT, interrupt)
+            raise KeyboardInterrupt from end
+    best_weights(net.cpu(), work_dir)
+    return trainer
+
+
+def best_weights(net: RealignNet, work_dir: Path) -> None:
+    """Load the weights of the best validation report into `net`."""
+    saved = torch.load(work_dir / BEST, map_location="cpu", weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): weight for name, weight in saved.items()})
+
+
+def loss(net: RealignNet, batch: Batch) -> Tensor:
+    """Mean squared error per number of the realigned rows: [] float32."""
+    return mse_loss(net(batch.stale, batch.position, batch.layer, batch.head), batch.aligned)
+
+
+@torch.no_grad()
+def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
+    """Mean squared errors against the labels: of the realigned rows and of the rows as they are."""
+    sums, num_rows = torch.zeros(2, dtype=torch.float64), 0
+    for batch in batches:
+        stale = mse_loss(batch.stale, batch.aligned)
+        sums += len(batch.stale) * torch.stack([loss(net, batch), stale]).double()
+        num_rows += len(batch.stale)
+    realigned, unchanged = (sums / num_rows).tolist()
+    return realigned, unchanged
+
+
+def _trainer(
+    rows: RowsOfTarget,
+    settings: TrainSettings,
+    work_dir: Path,
+    callbacks: Sequence[pl.Callback],
+) -> pl.Trainer:
+    num_batches = rows.num_batches(settings.devices)
+    num_steps = min(num_batches, settings.max_steps or num_batches)
+    num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
+    return pl.Trainer(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        max_epochs=settings.max_epochs,
+        max_steps=settings.max_steps or -1,
+        num_sanity_val_steps=0,
+        val_check_interval=max(1, num_steps // num_reports),
+        log_every_n_steps=min(LOG_EVERY, num_batches),
+        use_distributed_sampler=False,  # the batches know their rank
+        enable_progress_bar=False,  # Lightning's own writes to stdout
+        enable_model_summary=False,
+        default_root_dir=work_dir,
+        logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
+        callbacks=[
+            EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
+            _checkpoint(work_dir, BEST, monitor="val_loss"),
+            _checkpoint(work_dir, LAST, monitor=None),
+            Timer(),
+            _Progress(rows.target),
+            *callbacks,
+        ],
+    )
+
+
+def _checkpoint(work_dir: Path, name: str, monitor: str | None) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        dirpath=work_dir,
+        filename=name.removesuffix(".ckpt"),
+        monitor=monitor,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+
+
+class _Progress(pl.Callback):
+    """A bar on stderr where that is a terminal."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        total, hidden = (
+            int(trainer.estimated_stepping_batches),
+            None if trainer.is_global_zero else True,
+        )
+        self.bar = tqdm(
+            total=total, initial=trainer.global_step, desc=self.name, unit="step", disable=hidden
+        )
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bar.update()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.bar.set_postfix(val_loss=f"{trainer.callback_metrics['val_loss']:.3g}")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.bar.close()
+
+    def on_exception(self, *_: Any) -> None:
+        if hasattr(self, "bar"):
+            self.bar.close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's tips, device reports and two warnings that say nothing of this run."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Checkpoint directory .* exists and is not empty"
+            )
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,115 @@
+"""One trial of a sweep: what `kvalign train` does with the trial's settings, reported to Ray.
+
+The trial's folder has Lightning's `last.ckpt`, from which a killed trial goes on. Ray keeps no
+checkpoint of its own: what it may have missed of a killed trial's reports is in that file too, and
+is reported again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Timer
+
+from kvalign.aligners import NetworkAligner
+from kvalign.app.commands.train import TrainSettings
+from kvalign.data_gen.store import open_store
+from kvalign.training.aligner_folder import config_for, network_sizes
+from kvalign.training.network_fit import fit
+from kvalign.training.network_rows import RowsOfTarget
+
+HIDDEN = ("hidden1", "hidden2")
+POINT = (*HIDDEN, "batch_size", "lr")
+# Which report it would be, had an epoch exactly as many as asked: large batches are few, so an
+# epoch of them has some more reports, and equal numbers are not equal amounts of data.
+PLACE = "place"
+
+
+def settings_at(base: TrainSettings, point: Mapping[str, Any]) -> TrainSettings:
+    """The training settings at a point of the space, the rest as in `base`."""
+    sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
+    return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
+
+
+def run_trial(point: dict[str, Any], base: TrainSettings, folder: Path) -> None:
+    """Train in `folder / trial's name`, in a process of Ray; all paths absolute."""
+    from ray import tune
+
+    torch.set_num_threads(base.num_threads)
+    reports = Reports(tune.report, base.vals_per_epoch)
+    train_trial(settings_at(base, point), folder / tune.get_context().get_trial_name(), reports)
+
+
+def train_trial(settings: TrainSettings, work_dir: Path, reports: "Reports") -> None:
+    """Train a target's network from the weights that `align_run.train` starts from."""
+    assert settings.data is not None  # the sweep sees to it
+    store = open_store(settings.data)
+    torch.manual_seed(settings.seed)
+    config = config_for(NetworkAligner.kind, store, store.shifts, network_sizes(settings))
+    net = getattr(NetworkAligner(config), settings.target)
+    rows = RowsOfTarget(store, settings.target, settings.batch_size, settings.seed)
+    fit(net, rows, settings, work_dir, callbacks=[reports])
+    reports.send_rest()
+
+
+class Reports(pl.Callback):
+    """A trial's validation reports, kept in its checkpoints.
+
+    Each is sent when the next step begins: by then it is in `last.ckpt`, which Lightning writes
+    after this callback's `on_validation_end`. Sending may end the process.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any]], object], vals_per_epoch: int):
+        self.send, self.vals_per_epoch = send, vals_per_epoch
+        self.made: list[dict[str, Any]] = []
+        self.num_sent = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.made = state_dict["made"]
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        num_batches = trainer.num_training_batches
+        max_reports = most_reports(
+            num_batches, trainer.val_check_batch, trainer.max_epochs, trainer.max_steps
+        )
+        number, epochs = len(self.made) + 1, trainer.global_step / num_batches
+        (timer,) = (c for c in trainer.callbacks if isinstance(c, Timer))
+        self.made.append(
+            {
+                "report": number,
+                "max_reports": max_reports,
+                "epochs": epochs,
+                PLACE: max(1, round(epochs * self.vals_per_epoch)),
+                "val_loss": trainer.callback_metrics["val_loss"].item(),
+                "num_parameters": sum(p.numel() for p in module.parameters()),
+                "seconds": round(timer.time_elapsed(), 3),  # over all sittings
+                "is_last": bool(trainer.should_stop or number == max_reports),
+            }
+        )
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        while self.num_sent < len(self.made):
+            self.num_sent += 1
+            self.send(self.made[self.num_sent - 1])
+
+
+def most_reports(num_batches: int, every: int, max_epochs: int, max_steps: int) -> int:
+    """Reports of a run that is not stopped early: one each `every` batches of an epoch.
+
+    Args:
+        max_steps: -1 for no limit.
+    """
+    num_steps = num_batches * max_epochs
+    num_epochs, rest = divmod(
+        min(num_steps, max_steps) if max_steps > 0 else num_steps, num_batches
+    )
+    return num_epochs * (num_batches // every) + rest // every

@@ -1,0 +1,189 @@
+"""Training tables through the streaming model itself: the language model is frozen, its loss is
+not.
+
+What is learned is a change at a few positions (knots), interpolated between: neighbouring positions
+behave alike, and thousands of tokens a knot say more than a dozen a position.
+
+`nll` is the model's own loss on the text, `kl` the divergence from the model that re-encodes its
+window at each step. `kl` sees no labels: what it gains is realignment alone, and the step from
+there to `nll` is adaptation to the text.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.utils import parametrize
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from kvalign.aligners import TableAligner
+from kvalign.realign import FromBirth
+from kvalign.relative import Stream
+from kvalign.training.training_text import Text
+
+ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
+STEP_TOKENS = 2048
+TEACHER_TOKENS = 4096  # re-encoded a step
+SMALLEST_CACHE = 16
+VAL_EVERY = 50  # steps
+KNOT_RATIO = 4 / 3
+TABLES = ("key", "value", "key_scale", "value_scale")
+
+Loss = Callable[[Stream, Tensor, Tensor, torch.Generator], Tensor]
+
+
+def tune(
+    aligner: TableAligner,
+    model: PreTrainedModel,
+    text: Text,
+    *,
+    objective: str,
+    num_steps: int,
+    lr: float,
+    seed: int,
+) -> dict[str, Any]:
+    """Train `aligner` in place; keep the weights with the best validation loss, the first included.
+
+    Each step streams rows of text with a cache of random size that evicts a random number at once,
+    both log-uniform.
+
+    Returns:
+        val_before and val_after, the objective in nats a token, and num_steps.
+    """
+    losses: dict[str, Loss] = {"nll": nll, "kl": kl}
+    rng = torch.Generator().manual_seed(seed)
+    largest = aligner.config.chunk_len - 1
+    model.requires_grad_(False)
+    hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
+    for name in TABLES:
+        parametrize.register_parametrization(aligner, name, _Knots(getattr(aligner, name), hats))
+    aligner.requires_grad_(True)
+    optimizer = torch.optim.Adam(aligner.parameters(), lr=lr, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
+    )
+    before = best = validate(aligner, model, text, losses[objective])
+    best_weights = _copy(aligner)
+    with tqdm(total=num_steps, desc=objective, unit="step") as bar:
+        for step in range(num_steps):
+            cache_size = draw(rng, SMALLEST_CACHE, largest)
+            num_evicted = (
+                draw(rng, 1, cache_size // 2) if torch.rand((), generator=rng) < 0.4 else 1
+            )
+            row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
+            ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1).to(model.device)
+            stream = Stream(model, cache_size, 0, num_evicted, FromBirth(model, aligner))
+            with parametrize.cached():
+                logits = stream.feed(ids[:, :-1], logits_to_keep=row_len - cache_size).float()
+                optimizer.zero_grad()
+                losses[objective](stream, ids, logits, rng).backward()
+            optimizer.step()
+            schedule.step()
+            bar.update()
+            if (step + 1) % VAL_EVERY == 0 or step + 1 == num_steps:
+                found = validate(aligner, model, text, losses[objective])
+                bar.set_postfix(val=f"{found:.4f}", before=f"{before:.4f}")
+                if found < best:
+                    best, best_weights = found, _copy(aligner)
+    aligner.load_state_dict(best_weights)
+    for name in TABLES:
+        parametrize.remove_parametrizations(aligner, name)
+    aligner.requires_grad_(False)
+    return {
+        "objective": objective,
+        "val_before": before,
+        "val_after": best,
+        "num_steps": num_steps,
+    }
+
+
+class _Knots(nn.Module):
+    """A table [L, H, P, ...] plus the interpolation of its change at the knots [L, H, K, ...]."""
+
+    def __init__(self, table: Tensor, hats: Tensor):
+        super().__init__()
+        self.table, self.hats = nn.Buffer(table.detach().clone(), persistent=False), hats
+
+    def forward(self, change: Tensor) -> Tensor:
+        return self.table + torch.einsum("pk,lhk...->lhp...", self.hats, change)
+
+    def right_inverse(self, table: Tensor) -> Tensor:
+        shape = list(table.shape)
+        shape[2] = self.hats.shape[1]
+        return table.new_zeros(shape)
+
+
+def hat_functions(num_positions: int) -> Tensor:
+    """Weights [P, K] of the knots at each position: knots at 0, 1, 2, 3 and on, each a third
+    further than the last, weights linear in between.
+    """
+    knots = [0]
+    while knots[-1] < num_positions - 1:
+        knots.append(min(max(knots[-1] + 1, round(knots[-1] * KNOT_RATIO)), num_positions - 1))
+    positions = torch.arange(num_positions)
+    hats = torch.zeros(num_positions, len(knots))
+    for i in range(len(knots) - 1):
+        inside = positions[knots[i] : knots[i + 1] + 1]
+        share = (inside - knots[i]) / (knots[i + 1] - knots[i])
+        hats[inside, i], hats[inside, i + 1] = 1 - share, share
+    return hats
+
+
+@torch.no_grad()
+def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Loss) -> float:
+    """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
+    largest, rng = aligner.config.chunk_len - 1, torch.Generator().manual_seed(0)
+    sizes = sorted({min(size, largest) for size in (32, 96, largest)})
+    found = []
+    for cache_size in sizes:
+        row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
+        if row_len <= cache_size:
+            continue
+        num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
+        for ids in text.val:
+            starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
+            rows = torch.stack([ids[s : s + row_len + 1] for s in starts]).to(model.device)
+            stream = Stream(model, cache_size, 0, 1, FromBirth(model, aligner))
+            logits = stream.feed(rows[:, :-1], logits_to_keep=row_len - cache_size).float()
+            found.append(loss(stream, rows, logits, rng).item())
+    return sum(found) / len(found)
+
+
+def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
+    """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
+    return cross_entropy(logits.flatten(0, 1), ids[:, -logits.shape[1] :].flatten())
+
+
+def kl(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
+    """KL(recompute || stream) at random places of each row, given the tokens that both see."""
+    num_rows, num_logits = logits.shape[:2]
+    num_places = max(num_rows, TEACHER_TOKENS // stream.cache_size)
+    row = torch.arange(num_places) % num_rows
+    place = torch.randint(num_logits, (num_places,), generator=rng)
+    last = place + stream.cache_size
+    first = stream.num_dropped(last)
+    offsets = torch.arange(stream.cache_size + 1)
+    windows = (first[:, None] + offsets).clamp(
+        max=ids.shape[1] - 1
+    )  # what lies beyond `last` is not seen
+    with torch.no_grad():
+        hidden = stream.model.base_model(
+            input_ids=ids[row[:, None], windows], use_cache=False
+        ).last_hidden_state
+        teacher = stream.model.lm_head(hidden[torch.arange(num_places), last - first]).float()
+    student = logits[row, place].log_softmax(-1)
+    return kl_div(student, teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+def draw(rng: torch.Generator, low: int, high: int) -> int:
+    """A whole number between the two, log-uniform."""
+    span = math.log(max(high, low) + 1) - math.log(low)
+    return min(max(high, low), int(low * math.exp(span * torch.rand((), generator=rng).item())))
+
+
+def _copy(aligner: TableAligner) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in aligner.state_dict().items()}
