@@ -8,24 +8,26 @@ from typing import Any
 
 import torch
 
-from kvalign.aligners import probe
-from kvalign.app.commands.gen_data import GenDataSettings
-from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS, read_json
+from kvalign.aligners import embedding_fingerprint
+from kvalign.data_gen.settings import RecordSettings
+from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS
+from kvalign.errors import UserError
+from kvalign.files import read_json
 from kvalign.models import LoadedModel
 
 # Settings that may change between the runs of a recording: they touch the last bits at most.
 _FREE = ("batch_size", "device")
 
 
-def new_config(settings: GenDataSettings, loaded: LoadedModel) -> dict[str, Any]:
-    """What `config.json` holds; ValueError if the model is too short for a chunk."""
+def new_config(settings: RecordSettings, loaded: LoadedModel) -> dict[str, Any]:
+    """What `config.json` holds; UserError if the model is too short for a chunk."""
     spec, limit = loaded.spec, loaded.spec.context_len
     if limit is not None and settings.chunk_len > limit:
-        raise ValueError(
+        raise UserError(
             f"--chunk-len must be at most {limit} for {spec.name} (its context length), "
             f"got {settings.chunk_len}"
         )
-    runs = ("out", "json", "workers", "ray_address")
+    runs = ("out", "workers", "ray_address")
     values = {k: v for k, v in settings.as_dict().items() if k not in runs}
     values["stride"] = settings.stride or settings.chunk_len
     values["num_evicted"] = shifts = sorted(set(settings.num_evicted))
@@ -37,7 +39,7 @@ def new_config(settings: GenDataSettings, loaded: LoadedModel) -> dict[str, Any]
         "format": 1,
         "settings": values,
         "model": asdict(spec),
-        "probe": probe(loaded.model),
+        "embedding_fingerprint": embedding_fingerprint(loaded.model),
         "stale": "keys rerotated to the new positions, values as encoded"
         if spec.family == "rotary"
         else "keys and values as encoded",
@@ -51,18 +53,18 @@ def new_config(settings: GenDataSettings, loaded: LoadedModel) -> dict[str, Any]
     return json.loads(json.dumps(config))  # as it will be read: lists, and keys that are strings
 
 
-def is_finished(settings: GenDataSettings, config: dict[str, Any]) -> bool:
-    """Whether the folder has the whole recording; ValueError if it has another, or other files."""
+def is_finished(settings: RecordSettings, config: dict[str, Any]) -> bool:
+    """Whether the folder has the whole recording; UserError if it has another, or other files."""
     if not (settings.out / CONFIG).exists():
         found = settings.out.iterdir() if settings.out.is_dir() else ()
         if any(not path.name.startswith(".") for path in found):
-            raise ValueError(f"{settings.out} holds other files: name a new folder with --out")
+            raise UserError(f"{settings.out} holds other files: name a new folder with --out")
         return False
     finished = (settings.out / MANIFEST).exists()
     skip = (*_FREE, "versions") if finished else _FREE
     there = read_json(settings.out / CONFIG)
     if field := _first_difference(there, config, skip):
-        raise ValueError(
+        raise UserError(
             f"{settings.out} was recorded with {field.removeprefix('settings.')} "
             f"{_at(there, field)!r}, not {_at(config, field)!r}: "
             "take that, or name a new folder with --out"

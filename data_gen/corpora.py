@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvalign import hub
 from kvalign.data_gen.python_docs import python_docs
+from kvalign.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,12 +73,12 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
         split: `train` or `test`. A `text:` corpus is the same in both: keep the two apart yourself.
 
     Raises:
-        ValueError: unknown corpus, split or column, or a hub that cannot be reached (the message
+        UserError: unknown corpus, split or column, or a hub that cannot be reached (the message
             names the corpora that work offline).
-        FileNotFoundError: `text:` with a path that matches nothing.
+        NotFoundError: `text:` with a path that matches nothing.
     """
     if split not in ("train", "test"):
-        raise ValueError(f"split must be train or test, got {split!r}")
+        raise UserError(f"split must be train or test, got {split!r}")
     kind, _, rest = spec.partition(":")
     if spec == "python-docs":
         return _pieces(row["text"] + "\n\n" for row in python_docs(split))
@@ -91,7 +92,7 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
         return _pieces(_hub_rows(_parse_hub(rest), split))
     near = difflib.get_close_matches(spec, NAMES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"unknown corpus {spec!r}{hint} (known: {', '.join(NAMES)})")
+    raise UserError(f"unknown corpus {spec!r}{hint} (known: {', '.join(NAMES)})")
 
 
 def token_pieces(
@@ -140,7 +141,7 @@ def _file_lines(path: str) -> Iterator[str]:
         found = [str(place)] if place.is_file() else sorted(glob.glob(str(place)))
     found = [glob.escape(file) for file in found if Path(file).is_file()]  # `datasets` globs too
     if not found:
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"no text at {path!r}: name a file, a folder with .txt files, or a glob"
         )
     rows = datasets.load_dataset(
@@ -153,7 +154,7 @@ def _parse_hub(text: str) -> HubCorpus:
     """NAME[:CONFIG][:COLUMN]; an empty part is one left out."""
     name, *more = text.split(":")
     if not name or len(more) > 2:
-        raise ValueError(f"a hub data set is hub:NAME[:CONFIG][:COLUMN], got {'hub:' + text!r}")
+        raise UserError(f"a hub data set is hub:NAME[:CONFIG][:COLUMN], got {'hub:' + text!r}")
     config, column = (*more, "", "")[:2]
     return HubCorpus(name, config or None, column or "text")
 
@@ -165,21 +166,21 @@ def _hub_rows(corpus: HubCorpus, split: str) -> Iterator[str]:
     is_local = place.is_dir()
     offline = f"corpora that work offline: {', '.join(OFFLINE)}"
     if not is_local and not hub.is_reachable():
-        raise ValueError(f"no folder {corpus.name!r} here and the hub cannot be reached; {offline}")
+        raise UserError(f"no folder {corpus.name!r} here and the hub cannot be reached; {offline}")
     source = str(place) if is_local else corpus.name
     wanted = getattr(corpus, split)
     try:
         rows = datasets.load_dataset(source, corpus.config, split=wanted, streaming=True)
     except (OSError, ValueError) as error:  # no such data set, config or split; no connection
         where = "" if is_local else f"; {offline}"
-        raise ValueError(f"cannot load {wanted!r} of {corpus.name!r}: {error}{where}") from error
+        raise UserError(f"cannot load {wanted!r} of {corpus.name!r}: {error}{where}") from error
     return (_row_text(row, corpus.column) + "\n\n" for row in rows)
 
 
 def _row_text(row: dict, column: str) -> str:
     """The text of one row: a string as it is; of a conversation its turns, a line each."""
     if column not in row:
-        raise ValueError(
+        raise UserError(
             f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)"
         )
     value = row[column]
@@ -188,7 +189,7 @@ def _row_text(row: dict, column: str) -> str:
     ):
         value = "\n".join(turn["content"] for turn in value)
     if not isinstance(value, str):
-        raise ValueError(
+        raise UserError(
             f"column {column!r} holds {type(value).__name__}, not text: name another column"
         )
     return value.rstrip("\n")
@@ -202,7 +203,7 @@ def _moses():
     try:
         import sacremoses
     except ImportError as error:
-        raise ValueError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
+        raise UserError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
     return sacremoses.MosesTokenizer("en")
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.models import LoadedModel, inv_freq, spec_of
-from kvalign.rope import rerotate
+from kvalign.models import LoadedModel, rotation_of
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -29,8 +28,8 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """As `encode`, in float32 and with the keys of rotary models rotated back to position 0."""
     keys, values = (x.float() for x in encode(model, ids))
-    if spec_of(model.config).family == "rotary":
-        keys = rerotate(keys, torch.arange(ids.shape[1]), inv_freq(model))
+    if rotation := rotation_of(model):
+        keys = rotation.shift(keys, torch.arange(ids.shape[1]))
     return keys, values
 
 
@@ -49,13 +48,13 @@ def record_pairs(
         [B, L, H, T - num_sinks - shift, D] each, in the model's dtype.
     """
     keys, values = encode(loaded.model, ids)
-    pairs = {}
+    rotation, pairs = rotation_of(loaded.model), {}
     for shift in shifts:
         left = torch.cat([ids[:, :num_sinks], ids[:, num_sinks + shift :]], dim=1)
         key_aligned, value_aligned = (x[..., num_sinks:, :] for x in encode(loaded.model, left))
         key_stale, value_stale = (x[..., num_sinks + shift :, :] for x in (keys, values))
-        if loaded.spec.family == "rotary":
-            key_stale = rerotate(key_stale, shift, inv_freq(loaded.model))
+        if rotation:
+            key_stale = rotation.shift(key_stale, shift)
         pairs[shift] = (key_stale, key_aligned, value_stale, value_aligned)
     return pairs
 

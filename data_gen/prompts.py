@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalign import hub
+from kvalign.errors import NotFoundError, UserError
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "mt-bench", "PATH.jsonl")
@@ -53,9 +54,9 @@ def conversations(spec: str) -> list[list[str]]:
         spec: see the table above.
 
     Raises:
-        ValueError: unknown prompts, a hub that cannot be reached (the message names what works
+        UserError: unknown prompts, a hub that cannot be reached (the message names what works
             offline), or a row without a turn (the message names its line).
-        FileNotFoundError: there is no such file.
+        NotFoundError: there is no such file.
     """
     if spec == "own":
         return [list(turns) for turns in OWN]
@@ -66,10 +67,10 @@ def conversations(spec: str) -> list[list[str]]:
     else:
         near = difflib.get_close_matches(spec, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown prompts {spec!r}{hint} (known: {', '.join(NAMES)})")
+        raise UserError(f"unknown prompts {spec!r}{hint} (known: {', '.join(NAMES)})")
     found = [_turns(row, where) for where, row in rows]
     if not found:
-        raise ValueError(f"no prompt in {spec}: at least one is needed")
+        raise UserError(f"no prompt in {spec}: at least one is needed")
     return found
 
 
@@ -79,18 +80,18 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
 
     offline = f"prompts that work offline: {', '.join(OFFLINE)}"
     if not Path(name).is_dir() and not hub.is_reachable():
-        raise ValueError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
+        raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
     try:
         rows = list(datasets.load_dataset(name, split="train", streaming=True))
     except (OSError, ValueError) as error:  # no such data set or split; no connection
-        raise ValueError(f"cannot load 'train' of {name!r}: {error}; {offline}") from error
+        raise UserError(f"cannot load 'train' of {name!r}: {error}; {offline}") from error
     yield from ((f"{name} row {number}", row) for number, row in enumerate(rows))
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a file, each with its line; blank lines are left out."""
     if not path.is_file():
-        raise FileNotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
+        raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
     # As bytes: JSON may hold characters that end a line for str.splitlines.
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -100,7 +101,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON or UTF-8, or nested too deep
             reason = getattr(error, "msg", error)
-            raise ValueError(f"{where} must be a JSON object: {reason}") from error
+            raise UserError(f"{where} must be a JSON object: {reason}") from error
         yield where, row
 
 
@@ -111,7 +112,7 @@ def _turns(row: Any, where: str) -> list[str]:
         if isinstance(turns, str) and "turns" not in row:
             turns = [turns]
     if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-        raise ValueError(
+        raise UserError(
             f'{where} needs "turns" (a list of texts) or "prompt" (a text or a list of them), '
             f"none empty, got {row!r:.80}"
         )

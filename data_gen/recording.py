@@ -13,38 +13,37 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, groups
 from kvalign.data_gen.config import is_finished, new_config
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
     CONFIG,
+    KV,
     MANIFEST,
     SPLITS,
-    TARGETS,
     Shard,
     Store,
     find_damage,
     open_store,
-    sha256,
     shard_at,
-    write_json,
 )
 from kvalign.data_gen.workers import Task, writer
-from kvalign.files import locked
+from kvalign.errors import UserError
+from kvalign.files import locked, sha256, write_json
 from kvalign.models import LoadedModel
 
 log = logging.getLogger(__name__)
 
 
-def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]:
+def record(settings: RecordSettings, loaded: LoadedModel) -> tuple[Store, bool]:
     """Record what is missing in `settings.out`.
 
     Returns:
         the store, and whether it was finished before.
 
     Raises:
-        ValueError: the model or the corpus is too short for the settings, the folder holds another
+        UserError: the model or the corpus is too short for the settings, the folder holds another
             recording, or a number does not fit `settings.dtype`.
     """
     config = new_config(settings, loaded)
@@ -52,7 +51,7 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     num_needed = first_of_val(settings.chunk_len, stride) + 1
     needed_len = (num_needed - 1) * stride + settings.chunk_len
     if settings.num_tokens < needed_len:
-        raise ValueError(
+        raise UserError(
             f"--num-tokens must be at least {needed_len} for a chunk in both train and val, "
             f"got {settings.num_tokens}"
         )
@@ -65,7 +64,7 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
     stream = chunks(pieces, settings.chunk_len, stride, settings.num_tokens)
     head = list(itertools.islice(stream, num_needed))
     if len(head) < num_needed:
-        raise ValueError(
+        raise UserError(
             f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
             "chunk in both train and val: lower --chunk-len or name a longer corpus"
         )
@@ -78,7 +77,7 @@ def record(settings: GenDataSettings, loaded: LoadedModel) -> tuple[Store, bool]
 
 
 def _record_shards(
-    settings: GenDataSettings,
+    settings: RecordSettings,
     config: dict[str, Any],
     loaded: LoadedModel,
     stream: Iterable[list[int]],
@@ -126,13 +125,13 @@ def _is_recorded(shard: Shard, config: dict[str, Any], tokens: str) -> bool:
 def _manifest(shards: list[Shard], config: dict[str, Any]) -> dict[str, Any]:
     """What `manifest.json` holds."""
     shifts = config["settings"]["num_evicted"]
-    mse: dict[str, dict[str, float]] = {target: {} for target in TARGETS}
+    mse: dict[str, dict[str, float]] = {kv: {} for kv in KV}
     for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
         num_numbers = sum(shard.num_rows for shard in of_shift) * config["model"]["head_dim"]
         squares = [shard.notes()["squared_error"] for shard in of_shift]
-        for target in TARGETS:
-            mse[target][str(shift)] = sum(square[target] for square in squares) / num_numbers
+        for kv in KV:
+            mse[kv][str(shift)] = sum(square[kv] for square in squares) / num_numbers
     num_chunks, num_rows = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for shard in shards:
         num_rows[shard.split] += shard.num_rows

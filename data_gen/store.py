@@ -9,7 +9,6 @@ A shard holds `key_stale`, `key_aligned`, `value_stale`, `value_aligned`, each
 int64, places in the corpus.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -21,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.files import write_text, write_whole
+from kvalign.aligners.network_sizes import KV
+from kvalign.errors import NotFoundError, UserError
+from kvalign.files import read_json, sha256, write_whole
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 SPLITS = ("train", "val")
-TARGETS = ("key", "value")
-PAIRS = tuple(f"{target}_{state}" for target in TARGETS for state in ("stale", "aligned"))
+PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))
 
 _DTYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}  # torch's and safetensors' names
 _NAME = re.compile(r"(train|val)-k([1-9]\d{0,8})-(\d{5,9})\.safetensors")
@@ -39,7 +39,7 @@ class Shard:
     """One file of the store.
 
     Attributes:
-        num_rows: num_chunks * L * H * S, the pairs of each target.
+        num_rows: num_chunks * L * H * S, the pairs of each kv.
     """
 
     path: Path
@@ -48,10 +48,10 @@ class Shard:
     num_chunks: int
     num_rows: int
 
-    def tensors(self, target: str) -> tuple[Tensor, Tensor]:
+    def tensors(self, kv: str) -> tuple[Tensor, Tensor]:
         """Stale and aligned `key` or `value`, memory-mapped: [num_chunks, L, H, S, D] each."""
         with safe_open(self.path, "pt") as file:
-            return file.get_tensor(f"{target}_stale"), file.get_tensor(f"{target}_aligned")
+            return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
     def chunks(self) -> Tensor:
         """The chunks' places in the corpus, in the order of the tensors: [num_chunks] int64."""
@@ -72,7 +72,7 @@ class Store:
         config: `settings` (of gen-data), `model` (its `ModelSpec`), `probe`, `stale`, `shapes`
             (of each number evicted: L, H, S, D), `chunks_per_shard`, `versions`.
         manifest: `shards`; `num_chunks` and `num_rows` of each split;
-            `input_label_mse[target][str(num_evicted)]`, over both splits.
+            `input_label_mse[kv][str(num_evicted)]`, over both splits.
     """
 
     folder: Path
@@ -97,16 +97,16 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         verify: also read every byte and compare the SHA-256 of each shard.
 
     Raises:
-        FileNotFoundError: there is no store.
-        ValueError: it is unfinished or damaged; the message names the file and what to do.
+        NotFoundError: there is no store.
+        UserError: it is unfinished or damaged; the message names the file and what to do.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"no recorded data in {folder}: record some with kvalign gen-data --out {folder}"
         )
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder} is unfinished: run the same gen-data command again")
+        raise UserError(f"{folder} is unfinished: run the same gen-data command again")
     store = Store(folder, read_json(folder / CONFIG), read_json(folder / MANIFEST))
     _check_config(folder / CONFIG, store.config)
     shards = list(_listed(store))
@@ -115,7 +115,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         if not damage and verify and sha256(shard.path) != entry.get("sha256"):
             damage = "its SHA-256 differs from the manifest's"
         if damage:
-            raise ValueError(
+            raise UserError(
                 f"{shard.path} is damaged ({damage}): delete it and {folder / MANIFEST}, then run "
                 "the same gen-data command again"
             )
@@ -158,61 +158,38 @@ def find_damage(shard: Shard, config: dict[str, Any]) -> str | None:
     return None
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    write_text(path, json.dumps(values, indent=1) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError naming the file when it does not hold a JSON object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold an object, found {type(values).__name__}")
-    return values
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raise ValueError, naming the field, unless a store can be read by this config."""
+    """Raise UserError, naming the field, unless a store can be read by this config."""
     settings, shapes = config.get("settings"), config.get("shapes")
     if not isinstance(settings, dict) or not isinstance(shapes, dict):
-        raise ValueError(f"{path} is damaged: settings and shapes must be objects")
+        raise UserError(f"{path} is damaged: settings and shapes must be objects")
     if settings.get("dtype") not in list(_DTYPES):
-        raise ValueError(f"{path} is damaged: dtype must be one of {', '.join(_DTYPES)}")
+        raise UserError(f"{path} is damaged: dtype must be one of {', '.join(_DTYPES)}")
     shifts: Any = settings.get("num_evicted")
     if not _are_counts(shifts) or sorted(set(shifts)) != shifts:
-        raise ValueError(f"{path} is damaged: num_evicted must be ascending counts, got {shifts!r}")
+        raise UserError(f"{path} is damaged: num_evicted must be ascending counts, got {shifts!r}")
     for shift in map(str, shifts):
         if not _are_counts(shapes.get(shift)) or len(shapes[shift]) != 4:
-            raise ValueError(f"{path} is damaged: shapes[{shift!r}] must be [L, H, S, D]")
+            raise UserError(f"{path} is damaged: shapes[{shift!r}] must be [L, H, S, D]")
 
 
 def _listed(store: Store) -> Iterator[Shard]:
     """The manifest's shards; a name never leads out of the folder."""
     path, entries = store.folder / MANIFEST, store.manifest.get("shards")
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path} is damaged: shards must be a list of objects")
+        raise UserError(f"{path} is damaged: shards must be a list of objects")
     for entry in entries:
         name = entry.get("file") if isinstance(entry, dict) else None
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
-            raise ValueError(f"{path} is damaged: {name!r} is not the name of a shard")
+            raise UserError(f"{path} is damaged: {name!r} is not the name of a shard")
         split, num_evicted, index = match[1], int(match[2]), int(match[3])
         if num_evicted not in store.shifts or not _are_counts([entry.get("num_chunks")]):
-            raise ValueError(f"{path} is damaged: num_evicted or num_chunks of {name}")
+            raise UserError(f"{path} is damaged: num_evicted or num_chunks of {name}")
         place = (split, num_evicted, index, entry["num_chunks"])
         shard = shard_at(store.folder, store.config, *place)
         if [entry.get(field) for field in _FIELDS] != [split, num_evicted, shard.num_rows]:
-            raise ValueError(f"{path} is damaged: {', '.join(_FIELDS)} of {name}")
+            raise UserError(f"{path} is damaged: {', '.join(_FIELDS)} of {name}")
         yield shard
 
 

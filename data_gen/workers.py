@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.cluster import ray_session
 from kvalign.data_gen.chunks import Group
 from kvalign.data_gen.pairs import record_pairs, squared_error
-from kvalign.data_gen.store import PAIRS, TARGETS, Shard, write_shard
+from kvalign.data_gen.settings import RecordSettings
+from kvalign.data_gen.store import KV, PAIRS, Shard, write_shard
+from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
 
 OnTokens = Callable[[int], object]
@@ -35,7 +36,7 @@ class Task:
 
 @contextmanager
 def writer(
-    settings: GenDataSettings, loaded: LoadedModel, on_tokens: OnTokens
+    settings: RecordSettings, loaded: LoadedModel, on_tokens: OnTokens
 ) -> Iterator[Callable[[Task], None]]:
     """What takes tasks; all of them are done when the context ends.
 
@@ -45,7 +46,7 @@ def writer(
         on_tokens: told the number of tokens encoded since the last call.
 
     Raises:
-        ValueError: numbers that do not fit the stored type.
+        UserError: numbers that do not fit the stored type.
     """
     if settings.workers > 1:
         with _on_ray(settings, on_tokens) as take:
@@ -60,7 +61,7 @@ def writer(
 
 
 def write_task(
-    settings: GenDataSettings, loaded: LoadedModel, task: Task, on_tokens: OnTokens
+    settings: RecordSettings, loaded: LoadedModel, task: Task, on_tokens: OnTokens
 ) -> None:
     """Encode the chunks of a group, a batch at a time, and write its shards."""
     dtype = getattr(torch, settings.dtype)
@@ -73,15 +74,12 @@ def write_task(
         batches = parts.pop(shard.num_evicted)
         stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
         if not all(x.isfinite().all() for x in stored):
-            raise ValueError(
+            raise UserError(
                 f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: "
                 "take bfloat16 or float32"
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
-        squares = {
-            target: squared_error(tensors[f"{target}_stale"], tensors[f"{target}_aligned"])
-            for target in TARGETS
-        }
+        squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}
         notes = {"squared_error": squares, "tokens_sha256": task.tokens_sha256}
         write_shard(shard, {**tensors, "chunk": task.group.places}, notes)
 
@@ -89,7 +87,7 @@ def write_task(
 class _Worker:
     """A process of its own: one model, one thread, one shard at a time."""
 
-    def __init__(self, settings: GenDataSettings, folder: str):
+    def __init__(self, settings: RecordSettings, folder: str):
         os.chdir(folder)  # relative paths are those of the command
         torch.set_num_threads(1)
         self.settings, self.loaded = settings, load_model(settings.model, settings.device)
@@ -104,7 +102,7 @@ class _Worker:
 
 
 @contextmanager
-def _on_ray(settings: GenDataSettings, on_tokens: OnTokens) -> Iterator[Callable[[Task], None]]:
+def _on_ray(settings: RecordSettings, on_tokens: OnTokens) -> Iterator[Callable[[Task], None]]:
     """Workers take a task each as they become free; one that dies is started anew and its task
     redone.
     """
@@ -119,7 +117,7 @@ def _on_ray(settings: GenDataSettings, on_tokens: OnTokens) -> Iterator[Callable
             (done,), _ = ray.wait(list(busy), num_returns=1)
             num_tokens, error = ray.get(done)
             if error:
-                raise ValueError(error)
+                raise UserError(error)
             free.append(busy.pop(done))
             on_tokens(num_tokens)
 

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from kvalign.errors import UserError
 from kvalign.files import write_whole
-from kvalign.methods import Method
+from kvalign.methods.base import Method
 
 
 class Cells:
@@ -29,7 +30,7 @@ class Cells:
         """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
 
         Raises:
-            ValueError: a file of that name which is damaged or of another key.
+            UserError: a file of that name which is damaged or of another key.
         """
         path = self._path(key)
         if path is None or not path.exists():
@@ -39,9 +40,9 @@ class Cells:
             kept = json.loads(table.schema.metadata[b"kvalign"])
             tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}): delete it") from error
+            raise UserError(f"{path} is damaged ({error}): delete it") from error
         if kept["key"] != json.loads(json.dumps(key)):
-            raise ValueError(f"{path} holds other figures: delete it")
+            raise UserError(f"{path} holds other figures: delete it")
         common = min(len(tokens), len(labels))
         if not torch.equal(tokens[:common], labels[:common].cpu()):
             return None  # another text with the same beginning
@@ -81,10 +82,10 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         "model_type": method.spec.model_type,
         "model_sha256": _digest(weights),
         "dtype": str(model.dtype),
-        "cache_size": method.cache_size,
-        "num_sinks": method.num_sinks,
-        "num_evicted": method.num_evicted,
-        "first_input_sha256": _digest(ids[:, : method.cache_size + 1]),
+        "cache_size": method.sizes.cache_size,
+        "num_sinks": method.sizes.num_sinks,
+        "num_evicted": method.sizes.num_evicted,
+        "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
         "stepwise": stepwise,
     }
 

@@ -34,7 +34,7 @@ def document(
     """
     return {
         "kind": kind,
-        "command": settings.command_line(kind, leave_out=("json",)),
+        "command": settings.command_line(kind),
         "settings": settings.as_dict(),
         "environment": environment(getattr(settings, "device", "cpu")),
         "rows": rows,

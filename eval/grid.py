@@ -6,14 +6,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.app.commands.stream_settings import ComparisonSettings
-from kvalign.methods import KVAlign, Method, make_methods, method_class
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.methods import METHODS, make_methods
+from kvalign.methods.base import Method
+from kvalign.methods.kvalign import KVAlign
 
 
 def check_names(settings: ComparisonSettings) -> None:
-    """Raise ValueError for an unknown method: before the model is loaded."""
+    """Raise UserError for an unknown method: before the model is loaded."""
     for name in settings.methods:
-        method_class(name)
+        METHODS.find(name)
 
 
 def make_grid(
@@ -29,7 +31,7 @@ def make_grid(
         aligners: in place of those that the settings name.
 
     Raises:
-        ValueError, FileNotFoundError: as `kvalign.make_method`.
+        UserError: as `kvalign.make_method`.
     """
     methods = [
         method
@@ -61,9 +63,9 @@ def sizes_of(method: Method) -> dict[str, Any]:
     return {
         "method": method.name,
         "aligner": method.aligner_name,
-        "cache_size": method.cache_size,
-        "num_sinks": method.num_sinks,
-        "num_evicted": method.num_evicted,
+        "cache_size": method.sizes.cache_size,
+        "num_sinks": method.sizes.num_sinks,
+        "num_evicted": method.sizes.num_evicted,
     }
 
 

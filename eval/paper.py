@@ -12,6 +12,7 @@ paper:
 
 from typing import Any
 
+from kvalign.errors import UserError
 from kvalign.eval.metrics import METRICS
 from kvalign.eval.report_tables import Column, Entry, Table
 from kvalign.eval.results_folder import Results
@@ -25,7 +26,7 @@ def paper_tables(results: Results) -> list[Table]:
     try:
         return [_beside(own, results) for own in results.suite.get("paper", {}).get("tables", ())]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the suite's entry `paper` is not understood: {error}") from error
+        raise UserError(f"the suite's entry `paper` is not understood: {error}") from error
 
 
 def _beside(own: dict[str, Any], results: Results) -> Table:

@@ -16,6 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from kvalign.errors import UserError
 from kvalign.escape import escape_controls
 from kvalign.eval.rows import label_of
 from kvalign.files import write_whole
@@ -133,7 +134,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure on white, as PNG or SVG by the path's ending.
 
     Raises:
-        ValueError: another ending.
+        UserError: another ending.
     """
     check_ending(path)
     with mpl.rc_context(_THEME), _any_glyph():
@@ -142,7 +143,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def check_ending(path: Path) -> None:
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
+        raise UserError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
 
 
 def inline_svg(figure: Figure, name: str) -> str:

@@ -32,7 +32,7 @@ def write(folder: Path) -> Path:
         The page's path.
 
     Raises:
-        NotADirectoryError, FileNotFoundError, ValueError: as `results_folder.read`.
+        UserError: as `results_folder.read`.
     """
     results = read(folder)
     found = sections(results)

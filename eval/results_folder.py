@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from kvalign.errors import NotFoundError, UserError
+
 SUITE_FILE = "suite.yaml"
 SIZES = {"method", "aligner", "cache_size", "num_sinks", "num_evicted"}
 COLUMNS = {
@@ -38,11 +40,11 @@ def read(folder: Path) -> Results:
     """Read the documents of a folder, in the suite's order.
 
     Raises:
-        NotADirectoryError, FileNotFoundError: no folder, or none with results.
-        ValueError: a .json file that is no document of `kvalign eval`.
+        UserError: no folder, or none with results.
+        UserError: a .json file that is no document of `kvalign eval`.
     """
     if not folder.is_dir():
-        raise NotADirectoryError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
+        raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
     suite: dict[str, Any] = {}
     order: list[str] = []
     if (folder / SUITE_FILE).is_file():
@@ -50,10 +52,10 @@ def read(folder: Path) -> Results:
             suite = yaml.safe_load((folder / SUITE_FILE).read_text(encoding="utf-8"))
             order = [cell["name"] for cell in suite["cells"]]
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{folder / SUITE_FILE} is damaged ({error}): delete it") from error
+            raise UserError(f"{folder / SUITE_FILE} is damaged ({error}): delete it") from error
     documents = {path.stem: _document(path) for path in sorted(folder.glob("*.json"))}
     if not documents:
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
             "`kvalign eval ... --json` prints there as .json files"
         )
@@ -69,7 +71,7 @@ def _document(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"{type(error).__name__}: {error}"
     if lacks:
-        raise ValueError(f"{path} is no document of `kvalign eval --json`: {lacks}")
+        raise UserError(f"{path} is no document of `kvalign eval --json`: {lacks}")
     return document
 
 

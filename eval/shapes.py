@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvalign.errors import UserError
 from kvalign.models import check_device
 
 PREFIX = "shape:"
@@ -27,10 +28,10 @@ def build(name: str, device: str = "cpu", dtype: str = "float32", seed: int = 0)
     """A random model of a shape, built from its config alone.
 
     Raises:
-        ValueError: unknown shape, or a device that this machine does not have.
+        UserError: unknown shape, or a device that this machine does not have.
     """
     if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r} (known: {', '.join(SHAPES)})")
+        raise UserError(f"unknown shape {name!r} (known: {', '.join(SHAPES)})")
     check_device(device)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[name])

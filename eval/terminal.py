@@ -21,7 +21,7 @@ def show(folder: Path, console: Console | None = None) -> None:
     """Print the summary, the tables and the strips of a folder of results.
 
     Raises:
-        NotADirectoryError, FileNotFoundError, ValueError: as `results_folder.read`.
+        UserError: as `results_folder.read`.
     """
     results = read(folder)
     console = console or Console(highlight=False)

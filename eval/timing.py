@@ -13,8 +13,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.app.commands.eval_latency import LatencySettings
-from kvalign.methods import Method
+from kvalign.eval.settings import LatencySettings
+from kvalign.methods.base import Method
 
 
 def time_first(
@@ -71,7 +71,7 @@ def time_steps(
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
     """Random ids that fill a cache and make it evict: [B, cache_size + 1], then [B, 1] thrice."""
-    lens = (method.cache_size + 1, 1, 1, 1)
+    lens = (method.sizes.cache_size + 1, 1, 1, 1)
     return [random_ids(method.model, batch_size, num_tokens, rng) for num_tokens in lens]
 
 
@@ -88,7 +88,7 @@ def _order(num_methods: int, trial: int, seed: int) -> np.ndarray:
 
 
 def _show(bar: tqdm, method: Method) -> None:
-    bar.set_description(f"{method.title} C={method.cache_size}")
+    bar.set_description(f"{method.title} C={method.sizes.cache_size}")
 
 
 def _clocked(method: Method, ids: Tensor) -> float:

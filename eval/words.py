@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvalign.errors import NotFoundError, UserError
+
 log = logging.getLogger(__name__)
 
 WORD_LISTS = ("auto", "nltk", "english-words")
@@ -31,11 +33,11 @@ def load_words(name: str = "auto", nltk_data: Path | None = None) -> WordList:
         nltk_data: folder that has `corpora/words.zip`.
 
     Raises:
-        ValueError: unknown list.
-        FileNotFoundError: NLTK's list was asked for and is neither here nor to be fetched.
+        UserError: unknown list.
+        NotFoundError: NLTK's list was asked for and is neither here nor to be fetched.
     """
     if name not in WORD_LISTS:
-        raise ValueError(f"unknown word list {name!r} (known: {', '.join(WORD_LISTS)})")
+        raise UserError(f"unknown word list {name!r} (known: {', '.join(WORD_LISTS)})")
     if name != "english-words":
         words = _nltk_words(nltk_data)
         if words:
@@ -43,7 +45,7 @@ def load_words(name: str = "auto", nltk_data: Path | None = None) -> WordList:
         place = f"in {nltk_data}" if nltk_data else "here, and it could not be fetched"
         missing = f"the words corpus of NLTK is not {place}"
         if name == "nltk" or nltk_data:
-            raise FileNotFoundError(f"{missing}: --nltk-data DIR needs DIR/corpora/words.zip")
+            raise NotFoundError(f"{missing}: --nltk-data DIR needs DIR/corpora/words.zip")
         log.warning("%s: words are looked up in english-words instead", missing)
     from english_words import get_english_words_set
 

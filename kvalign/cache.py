@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvalign.errors import UserError
 from kvalign.models import ModelSpec, spec_of
 from kvalign.realign import Move, Realigner
+from kvalign.sizes import CacheSizes
 
 
 class StreamingCache(Cache):
@@ -23,25 +25,16 @@ class StreamingCache(Cache):
 
     Args:
         spec: the model, from `kvalign.models.spec_of(model.config)`.
-        cache_size: entries stored between steps, sinks included.
-        num_sinks: first entries, never evicted.
-        num_evicted: entries evicted at once when the cache is full.
-        realigner: moves kept entries after an eviction; None leaves them as they are.
+        sizes: how many entries it keeps and drops.
+        realigner: moves the entries that stay after an eviction; None leaves them as they are.
 
     Raises:
-        ValueError: sizes that do not fit together or exceed the model's positions.
+        UserError: more entries than the model has positions for.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        cache_size: int,
-        num_sinks: int = 4,
-        num_evicted: int = 1,
-        realigner: Realigner | None = None,
-    ):
-        check_sizes(spec, cache_size, num_sinks, num_evicted)
-        self.slots = Slots(cache_size, num_sinks, num_evicted)
+    def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
+        sizes.check_fits(spec)
+        self.slots = Slots(sizes)
         self.realigner = realigner
         super().__init__(
             layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)]
@@ -54,33 +47,35 @@ class StreamingCache(Cache):
 
     def state(self) -> dict[str, Tensor]:
         """All that it holds, by name; `restore` of a cache made alike goes on with it."""
-        kept = {
-            f"{i}.kept.{j}": room.entries
+        sources = {
+            f"{i}.kept.{j}": buffer.entries
             for i, layer in enumerate(self.layers)
-            for j, room in enumerate(layer.kept)
+            for j, buffer in enumerate(layer.sources)
         }
-        return self.slots.state() | entries_of(self) | kept
+        return self.slots.state() | entries_of(self) | sources
 
     def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
         """Take up what `state` gave.
 
         Raises:
-            ValueError: it does not fit this cache or this model.
+            UserError: it does not fit this cache or this model.
         """
         self.reset()
         if not state:
             return
         self.slots.restore(state)
-        num_kept = max(0, len(self.slots) - self.slots.num_sinks)
+        num_after_sinks = max(0, len(self.slots) - self.slots.sizes.num_sinks)
         for i, (keys, values) in enumerate(read_entries(state, model, len(self.slots))):
             layer = self.layers[i]
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if self.realigner is not None:
                 dtype = torch.float32 if self.realigner.recursive else keys.dtype
-                shape = (*keys.shape[:2], num_kept, keys.shape[3])
-                layer.kept = [
-                    Room(named(state, f"{i}.kept.{j}", shape, dtype).to(keys.device))
+                shape = (*keys.shape[:2], num_after_sinks, keys.shape[3])
+                layer.sources = [
+                    SlidingBuffer(
+                        expect_tensor(state, f"{i}.kept.{j}", shape, dtype).to(keys.device)
+                    )
                     for j in range(2)
                 ]
 
@@ -89,72 +84,77 @@ class Slots:
     """Which entry lies in which slot; shared by all layers, advanced by the first.
 
     Attributes:
-        born: [S] int64, the position that the entry in each slot had when it was computed.
+        sizes: of the cache.
+        birth: [S] int64, the position at which the entry in each slot was computed.
         index: [S] int64, its place in the stream, counted from 0.
         evicted: entries dropped by the last update.
         num_evictions: times that anything was dropped.
     """
 
-    def __init__(self, cache_size: int, num_sinks: int, num_evicted: int):
-        self.cache_size, self.num_sinks, self.num_evicted = cache_size, num_sinks, num_evicted
+    def __init__(self, sizes: CacheSizes):
+        self.sizes = sizes
         self.clear()
 
     def clear(self) -> None:
-        self.born = self.index = torch.empty(0, dtype=torch.int64)
+        self.birth = self.index = torch.empty(0, dtype=torch.int64)
         self.evicted = self.num_evictions = self.num_seen = 0
         self._moves: dict[torch.device, Move] = {}
 
     def __len__(self) -> int:
-        return len(self.born)
+        return len(self.birth)
 
     def state(self) -> dict[str, Tensor]:
         counts = torch.tensor([self.num_seen, self.num_evictions])
-        return {"born": self.born, "index": self.index, "counts": counts} if len(self) else {}
+        return {"born": self.birth, "index": self.index, "counts": counts} if len(self) else {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Raises ValueError if it is not of slots of this size."""
+        """Raises UserError if it is not of slots of this size."""
         self.clear()
         length = len(state["born"]) if "born" in state else 0
-        born, index = (named(state, name, (length,), torch.int64) for name in ("born", "index"))
-        num_seen, num_evictions = named(state, "counts", (2,), torch.int64).tolist()
+        birth, index = (
+            expect_tensor(state, name, (length,), torch.int64) for name in ("born", "index")
+        )
+        num_seen, num_evictions = expect_tensor(state, "counts", (2,), torch.int64).tolist()
         if not (
-            0 < length <= self.cache_size
+            0 < length <= self.sizes.cache_size
             and (index.diff() > 0).all()
             and 0 <= index[0] <= index[-1] == num_seen - 1
-            and ((born >= 0) & (born <= index)).all()
+            and ((birth >= 0) & (birth <= index)).all()
         ):
-            raise ValueError(f"a stream's slots must be up to {self.cache_size} in their order")
-        self.born, self.index = born, index
+            raise UserError(
+                f"a stream's slots must be up to {self.sizes.cache_size} in their order"
+            )
+        self.birth, self.index = birth, index
         self.num_seen, self.num_evictions = num_seen, num_evictions
 
     def append(self, num_new: int) -> None:
         """Place new entries after the last; drop what exceeds the cache, `num_evicted` at once."""
-        born = torch.cat([self.born, torch.arange(len(self), len(self) + num_new)])
+        birth = torch.cat([self.birth, torch.arange(len(self), len(self) + num_new)])
         index = torch.cat([self.index, torch.arange(self.num_seen, self.num_seen + num_new)])
         self.num_seen += num_new
-        excess = len(born) - self.cache_size
-        self.evicted = -(-excess // self.num_evicted) * self.num_evicted if excess > 0 else 0
+        self.evicted = self.sizes.num_dropped(len(birth))
         self.num_evictions += self.evicted > 0
-        self.born, self.index = self.drop(born, 0), self.drop(index, 0)
+        self.birth, self.index = self.drop(birth, 0), self.drop(index, 0)
         self._moves.clear()
 
     def drop(self, x: Tensor, dim: int) -> Tensor:
         """Drop the entries evicted last from a tensor that has one place a slot along `dim`."""
         if not self.evicted:
             return x
-        first, end = self.num_sinks, self.num_sinks + self.evicted
+        first, end = self.sizes.num_sinks, self.sizes.num_sinks + self.evicted
         length = x.shape[dim]
         return torch.cat([x.narrow(dim, 0, first), x.narrow(dim, end, length - end)], dim)
 
     def last_move(self, device: torch.device) -> Move:
         """The last eviction as the realigner needs it; made once for all layers on a device."""
         if device not in self._moves:
-            now = torch.arange(self.num_sinks, len(self), device=device)
-            self._moves[device] = Move(self.evicted, self.num_sinks, now)
+            first = self.sizes.num_sinks
+            now = torch.arange(first, len(self), device=device)
+            self._moves[device] = Move(self.evicted, first, now)
         return self._moves[device]
 
 
-class Room:
+class SlidingBuffer:
     """Entries [B, H, S, D] that come at the end and go at the front; the rest is seldom copied."""
 
     def __init__(self, entries: Tensor):
@@ -181,8 +181,8 @@ class Room:
 class StreamingLayer(DynamicLayer):
     """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
 
-    With a realigner, `kept` holds what it places the entries after the sinks from: what it made of
-    them when they were new, in the model's precision, or its own last output in float32, so that
+    With a realigner, `sources` holds what it places the entries after the sinks from: what it made
+    of them when they were new, in the model's precision, or its own last output in float32, so that
     half precision does not add up rounding errors.
     """
 
@@ -193,7 +193,7 @@ class StreamingLayer(DynamicLayer):
     def __init__(self, slots: Slots, layer_idx: int, realigner: Realigner | None):
         super().__init__()
         self.slots, self.layer_idx, self.realigner = slots, layer_idx, realigner
-        self.kept: list[Room] = []  # of keys and of values
+        self.sources: list[SlidingBuffer] = []  # of keys and of values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -208,37 +208,37 @@ class StreamingLayer(DynamicLayer):
         if self.realigner is None:
             self.keys, self.values = self.slots.drop(keys, 2), self.slots.drop(values, 2)
         else:
-            self._keep(self.realigner, key_states, value_states)
+            self._add_sources(self.realigner, key_states, value_states)
             self.keys, self.values = self._placed(self.realigner, keys, values)
         return keys, values
 
-    def _keep(self, realigner: Realigner, keys: Tensor, values: Tensor) -> None:
-        """Add new entries to `kept`, less the sinks among them."""
+    def _add_sources(self, realigner: Realigner, keys: Tensor, values: Tensor) -> None:
+        """Add new entries to `sources`, less the sinks among them."""
         stored, num_new = self.get_seq_length(), keys.shape[2]
-        first = min(max(stored, self.slots.num_sinks), stored + num_new)
-        born = slice(first, stored + num_new)
+        first = min(max(stored, self.slots.sizes.num_sinks), stored + num_new)
+        birth = slice(first, stored + num_new)
         dtype = torch.float32 if realigner.recursive else self.dtype
         new = realigner.anchor(
-            self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], born
+            self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], birth
         )
         for i, entries in enumerate(new):
-            if len(self.kept) == i:
-                self.kept.append(Room(entries.to(dtype)))
+            if len(self.sources) == i:
+                self.sources.append(SlidingBuffer(entries.to(dtype)))
             else:
-                self.kept[i].append(entries.to(dtype))
+                self.sources[i].append(entries.to(dtype))
 
     def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The entries that stay, placed anew if others were dropped."""
-        evicted, num_sinks = self.slots.evicted, self.slots.num_sinks
+        evicted, num_sinks = self.slots.evicted, self.slots.sizes.num_sinks
         if not evicted:
             return keys, values
-        for room in self.kept:
-            room.drop(evicted)
-        kept_keys, kept_values = (room.entries for room in self.kept)
+        for buffer in self.sources:
+            buffer.drop(evicted)
+        key_source, value_source = (buffer.entries for buffer in self.sources)
         move = self.slots.last_move(self.device)
-        moved = realigner.place(self.layer_idx, kept_keys, kept_values, move)
+        moved = realigner.place(self.layer_idx, key_source, value_source, move)
         if realigner.recursive:
-            self.kept = [Room(x) for x in moved]
+            self.sources = [SlidingBuffer(x) for x in moved]
         if num_sinks:
             moved = (
                 torch.cat([keys[:, :, :num_sinks], moved[0].to(self.dtype)], 2),
@@ -247,13 +247,13 @@ class StreamingLayer(DynamicLayer):
         return moved[0].to(self.dtype), moved[1].to(self.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a streaming cache cannot be cropped: the entries it evicted are gone")
+        raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
 
     def reset(self) -> None:
         # Dropped: transformers before 5.23 fills the entries with zeros and keeps their number.
         self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
-        self.kept = []
+        self.sources = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -270,7 +270,7 @@ class StreamingLayer(DynamicLayer):
             return
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
-        self.kept = [Room(room.entries[rows]) for room in self.kept]
+        self.sources = [SlidingBuffer(buffer.entries[rows]) for buffer in self.sources]
 
 
 def entries_of(cache: Cache) -> dict[str, Tensor]:
@@ -289,45 +289,26 @@ def read_entries(
     """What `entries_of` gave: keys and values of each layer, on the model's device.
 
     Raises:
-        ValueError: they are not `num_entries` entries of such a model.
+        UserError: they are not `num_entries` entries of such a model.
     """
     spec = spec_of(model.config)
     batch_size = len(state["0.keys"]) if "0.keys" in state else 0
     shape = (batch_size, spec.num_kv_heads, num_entries, spec.head_dim)
     layers = []
     for i in range(spec.num_layers):
-        keys, values = (named(state, f"{i}.{x}", shape, model.dtype) for x in ("keys", "values"))
+        keys, values = (
+            expect_tensor(state, f"{i}.{x}", shape, model.dtype) for x in ("keys", "values")
+        )
         layers.append((keys.to(model.device), values.to(model.device)))
     return layers
 
 
-def named(
+def expect_tensor(
     state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of a state; ValueError unless it is there with this shape and dtype."""
+    """A tensor of a state; UserError unless it is there with this shape and dtype."""
     found = state.get(name)
     if found is None or found.shape != shape or found.dtype != dtype:
         what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-        raise ValueError(f"a stream's {name} must be {shape} {dtype}, found {what}")
+        raise UserError(f"a stream's {name} must be {shape} {dtype}, found {what}")
     return found
-
-
-def check_sizes(spec: ModelSpec, cache_size: int, num_sinks: int, num_evicted: int) -> None:
-    """Raise ValueError unless the sizes fit together and the model has enough positions."""
-    if num_sinks < 0:
-        raise ValueError(f"num_sinks must be at least 0, got {num_sinks}")
-    if cache_size <= num_sinks:
-        raise ValueError(
-            f"cache_size must be above num_sinks ({num_sinks}) to leave room for a window, got "
-            f"{cache_size}"
-        )
-    if not 1 <= num_evicted <= cache_size - num_sinks:
-        raise ValueError(
-            f"num_evicted must be between 1 and the window ({cache_size - num_sinks} = cache_size "
-            f"{cache_size} less num_sinks {num_sinks}), got {num_evicted}"
-        )
-    if spec.context_len is not None and cache_size >= spec.context_len:
-        raise ValueError(
-            f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
-            f"length less the new token), got {cache_size}"
-        )

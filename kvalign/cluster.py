@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvalign.errors import UserError
+
 # Read by Ray when it is imported: what it would send home, and a coming change it would warn of.
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -18,7 +20,7 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
         address: of a cluster; None starts one on this machine.
 
     Raises:
-        ValueError: no cluster at that address.
+        UserError: no cluster at that address.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -34,7 +36,7 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address is None:
             raise
-        raise ValueError(f"no Ray cluster at {address!r}: {error}") from error
+        raise UserError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         yield ray
     finally:

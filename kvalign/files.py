@@ -1,16 +1,24 @@
 """Files that are there whole or not at all: written to a temporary name beside their place, then
-renamed. And folders that one run writes at a time.
+renamed. JSON that is checked as it is read. Folders that one run writes at a time.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
+from kvalign.errors import UserError
+
 LOCK = ".lock"
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -35,19 +43,69 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
+def write_json(path: Path, values: Any) -> None:
+    """Write values that JSON knows, whole and indented."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: it holds none; the message names the file.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def checked(model: type[M], values: Any, where: object) -> M:
+    """Values from outside as a pydantic model.
+
+    Args:
+        model: what they must be.
+        values: what JSON or YAML gave.
+        where: they are from, for the message.
+
+    Raises:
+        UserError: what is missing, unknown or wrong, by field.
+    """
+    try:
+        return model.model_validate(values)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deep") from None
+    except ValidationError as error:
+        found = []
+        for fault in error.errors(include_url=False, include_context=False)[:3]:
+            field = ".".join(map(str, fault["loc"]))
+            value = "" if fault["type"] == "missing" else f", got {fault['input']!r:.80}"
+            found.append(f"{field or 'it'}: {fault['msg']}{value}")
+        raise UserError(f"{where}: {'; '.join(found)}") from None
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A folder, made if need be, that no other run writes to; the lock of a killed run is free.
 
     Raises:
-        ValueError: another run writes to it.
+        UserError: another run writes to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(
+        raise UserError(
             f"another run is writing to {folder}: wait for it, or name another --out"
         ) from None
     try:

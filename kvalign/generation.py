@@ -21,7 +21,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from kvalign.aligners import Aligner
-from kvalign.methods import Method, make_method
+from kvalign.errors import UserError
+from kvalign.methods import make_method
+from kvalign.methods.base import Method
 
 
 @torch.no_grad()
@@ -54,10 +56,10 @@ def stream_tokens(
             yielded: that one has not been fed. None begins a new stream.
 
     Raises:
-        ValueError: an empty prompt.
+        UserError: an empty prompt.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UserError("the prompt is empty: give at least one token")
     history = _History(prompt if before is None else torch.cat([before, prompt], 1))
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
@@ -78,7 +80,7 @@ def stream_tokens(
             going = going & ~torch.isin(token, ends)
         if criteria:
             going = going & ~criteria(history.ids, None)
-        if not going.any() or method.room == 0:
+        if not going.any() or method.tokens_left == 0:
             return
         logits = method.feed(token[:, None])
 
@@ -110,7 +112,7 @@ def stream_generate(
         [B, prompt + new tokens] int64.
 
     Raises:
-        ValueError: what streaming cannot do: beams, padded prompts, a cache already filled,
+        UserError: what streaming cannot do: beams, padded prompts, a cache already filled,
             dictionaries of scores.
     """
     config = generation_config or model.generation_config
@@ -171,16 +173,16 @@ class _History:
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if (config.num_beams or 1) > 1:
-        raise ValueError(
+        raise UserError(
             f"streaming has no beam search: num_beams must be 1, got {config.num_beams}"
         )
     if config.return_dict_in_generate:
-        raise ValueError("streaming returns ids alone: return_dict_in_generate must be False")
+        raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not mask.bool().all():
-        raise ValueError(
+        raise UserError(
             "streams of a batch need prompts of equal length: got an attention mask with padding"
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("stream_generate begins a new stream: leave past_key_values out")
+        raise UserError("stream_generate begins a new stream: leave past_key_values out")

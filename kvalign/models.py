@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +26,8 @@ from transformers import (
 from transformers.utils import logging
 
 from kvalign import checkpoints, hub
+from kvalign.errors import UserError
+from kvalign.rope import Rotation
 
 Family = Literal["learned", "rotary", "alibi"]
 
@@ -83,7 +84,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
         dtype: float32, bfloat16 or float16.
 
     Raises:
-        ValueError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
+        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
     """
     source = str(checkpoints.model_path(name) or name)
     check_device(device)
@@ -91,7 +92,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     try:
         config = AutoConfig.from_pretrained(source, **local)
     except (OSError, ValueError) as error:
-        raise ValueError(_not_found(name, error)) from error
+        raise UserError(_not_found(name, error)) from error
     spec_of(config, name)  # refuse before the weights are read
     show_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -101,7 +102,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
     except OSError as error:
-        raise ValueError(_not_found(name, error)) from error
+        raise UserError(_not_found(name, error)) from error
     finally:
         if show_bar:
             logging.enable_progress_bar()
@@ -113,11 +114,11 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     """Describe a model from its config alone.
 
     Raises:
-        ValueError: unknown architecture, or a RoPE scaling whose keys cannot be shifted exactly.
+        UserError: unknown architecture, or a RoPE scaling whose keys cannot be shifted exactly.
     """
     kind = config.model_type
     if kind not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{name or 'this model'} is a {kind!r} model, whose positions KV-Align does not know "
             f"(known: {', '.join(FAMILIES)}; to add one, see CONTRIBUTING.md)"
         )
@@ -133,17 +134,19 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     )
 
 
-def inv_freq(model: PreTrainedModel) -> Tensor:
-    """The model's own RoPE frequencies, scaling included: [rotary_dim / 2] float32."""
-    return model.base_model.rotary_emb.inv_freq.float()
+def rotation_of(model: PreTrainedModel) -> Rotation | None:
+    """The closed form that moves the model's keys; None where positions have none."""
+    if spec_of(model.config).family != "rotary":
+        return None
+    return Rotation(model.base_model.rotary_emb.inv_freq.float())
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError for a device that this machine does not have."""
+    """Raise UserError for a device that this machine does not have."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
+        raise UserError(
             f"device {device!r} is not available here: {str(error).splitlines()[0]}"
         ) from error
 
@@ -159,7 +162,7 @@ def _context_len(config: PretrainedConfig) -> int | None:
     if FAMILIES[config.model_type] != "rotary" or kind in _FIXED_ROPE:
         return context_len
     if kind not in _LENGTH_ROPE:
-        raise ValueError(
+        raise UserError(
             f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their "
             f"position (known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
         )

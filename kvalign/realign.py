@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
-from kvalign.models import inv_freq, spec_of
-from kvalign.rope import rerotate
+from kvalign.models import rotation_of
 
 
 class Realigner(ABC):
@@ -23,10 +22,10 @@ class Realigner(ABC):
     """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        """What the cache keeps of new entries [B, H, S, D] that were born at positions [S] or at
-        those of a slice.
+        """What the cache keeps of new entries [B, H, S, D] that were computed at the
+        positions `birth`, [S] int64 or a slice.
         """
         return keys, values
 
@@ -46,24 +45,24 @@ class FromBirth(Realigner):
     recursive = False
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner | None = None):
-        self.inv_freq = inv_freq(model) if spec_of(model.config).family == "rotary" else None
+        self.rotation = rotation_of(model)
         self.aligner = aligner.to(model.device) if aligner else None
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        if self.inv_freq is not None:
-            back = torch.arange(born.start, born.stop) if isinstance(born, slice) else born
-            keys = rerotate(keys, back, self.inv_freq)
+        if self.rotation is not None:
+            positions = torch.arange(birth.start, birth.stop) if isinstance(birth, slice) else birth
+            keys = self.rotation.shift(keys, positions)
         if self.aligner is None:
             return keys, values
-        return self.aligner.anchor(layer, keys, values, born)
+        return self.aligner.anchor(layer, keys, values, birth)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
         if self.aligner is not None:
             keys, values = self.aligner.realign(layer, keys, values, move)
-        if self.inv_freq is not None:
-            keys = rerotate(keys, -move.now, self.inv_freq)
+        if self.rotation is not None:
+            keys = self.rotation.shift(keys, -move.now)
         return keys, values
 
     @property
@@ -78,12 +77,12 @@ class Recursive(Realigner):
     recursive = True
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
-        self.inv_freq = inv_freq(model) if spec_of(model.config).family == "rotary" else None
+        self.rotation = rotation_of(model)
         self.aligner = aligner.to(model.device)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-        if self.inv_freq is not None:
-            keys = rerotate(keys, move.shift, self.inv_freq)
+        if self.rotation is not None:
+            keys = self.rotation.shift(keys, move.shift)
         return self.aligner.realign(layer, keys, values, move)
 
 
@@ -91,7 +90,7 @@ def closed_form(model: PreTrainedModel) -> Realigner | None:
     """What StreamingLLM does: rotation where positions are rotary; nothing moves learned or ALiBi
     entries.
     """
-    return FromBirth(model) if spec_of(model.config).family == "rotary" else None
+    return FromBirth(model) if rotation_of(model) else None
 
 
 def trained(model: PreTrainedModel, aligner: Aligner) -> Realigner:

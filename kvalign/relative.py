@@ -14,22 +14,20 @@ It enters a model through the attention-function registry of transformers (BLOOM
 so it needs no code for a single architecture.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvalign.realign import FromBirth, Realigner
-from kvalign.rope import rerotate
+from kvalign.sizes import CacheSizes
 
 NAME = "kvalign-relative"
-SEGMENT_LEN = 256  # tokens of a forward pass
 _REGISTERED = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 _MASKED = ("bloom",)
 
@@ -38,11 +36,10 @@ _current: ContextVar["Segment"] = ContextVar("segment")
 
 def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
     """Whether the relative form gives what stepping gives."""
-    window = getattr(model.config, "sliding_window", None)
-    if (
-        model.config.model_type not in _REGISTERED + _MASKED
-        or (window or cache_size + 1) <= cache_size
-    ):
+    if model.config.model_type not in _REGISTERED + _MASKED:
+        return False
+    sliding_window = getattr(model.config, "sliding_window", None)
+    if sliding_window is not None and sliding_window <= cache_size:
         return False
     if realigner is None:
         return True
@@ -56,29 +53,16 @@ class Stream:
 
     Args:
         model: of a type that `is_exact` knows.
-        cache_size, num_sinks, num_evicted: as of a `StreamingCache`.
+        sizes: as of a `StreamingCache`.
         realigner: None, or one that splits.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache_size: int,
-        num_sinks: int,
-        num_evicted: int,
-        realigner: Realigner | None,
-    ):
-        assert is_exact(model, cache_size, realigner)
-        self.model, self.realigner = model, realigner
-        self.cache_size, self.num_sinks, self.num_evicted = cache_size, num_sinks, num_evicted
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes, realigner: Realigner | None):
+        assert is_exact(model, sizes.cache_size, realigner)
+        self.model, self.sizes, self.realigner = model, sizes, realigner
         num_layers = model.config.num_hidden_layers
         self.cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
         self.num_seen = 0
-
-    def num_dropped(self, t: Tensor) -> Tensor:
-        """E(t): entries evicted before the step of token t."""
-        excess = (t - self.cache_size).clamp(min=0)
-        return (excess + self.num_evicted - 1) // self.num_evicted * self.num_evicted
 
     def feed(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
         """Logits [B, T, V] after each token of ids [B, T], or after the last few."""
@@ -92,20 +76,6 @@ class Stream:
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
-
-
-def score(stream: Stream, ids: Tensor, on_labels: Callable[[int], object]) -> Tensor:
-    """NLL in nats of each token of ids [1, N] after the first cache_size + 1, see `Method.score`"""
-    first, end = stream.cache_size, ids.shape[1] - 1  # queries with a label
-    for start in range(0, first, SEGMENT_LEN):
-        stream.feed(ids[:, start : min(start + SEGMENT_LEN, first)], logits_to_keep=1)
-    nll = []
-    for start in range(first, end, SEGMENT_LEN):
-        stop = min(start + SEGMENT_LEN, end)
-        logits = stream.feed(ids[:, start:stop])[0].float()
-        nll.append(cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="none"))
-        on_labels(stop - start)
-    return torch.cat(nll)
 
 
 class Segment:
@@ -122,11 +92,12 @@ class Segment:
 
     def __init__(self, stream: Stream, start: int, num_tokens: int, device: torch.device):
         t = torch.arange(start, start + num_tokens, device=device)
-        dropped = stream.num_dropped(t)
+        sizes = stream.sizes
+        dropped = sizes.num_dropped(t)  # E(t): of the entries before token t
         self.stream = stream
         end = start + num_tokens
-        self.num_sinks = min(stream.num_sinks, end)
-        self.carried = end - self.num_sinks - int(stream.num_dropped(torch.tensor(end)))
+        self.num_sinks = min(sizes.num_sinks, end)
+        self.carried = end - self.num_sinks - sizes.num_dropped(end)
         oldest = self.num_sinks + int(dropped[0])  # entry after the sinks that is in sight
         j = torch.arange(oldest, end, device=device)
         self.position = t - dropped
@@ -134,10 +105,8 @@ class Segment:
         self.in_frame = j - dropped[0]
         now = j - dropped[:, None]
         sinks = torch.arange(self.num_sinks, device=device)
-        self.hidden = torch.cat(
-            [sinks > t[:, None], (j > t[:, None]) | (now < stream.num_sinks)], 1
-        )
-        self.now = now.clamp(0, stream.cache_size)
+        self.hidden = torch.cat([sinks > t[:, None], (j > t[:, None]) | (now < sizes.num_sinks)], 1)
+        self.now = now.clamp(0, sizes.cache_size)
 
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -148,18 +117,18 @@ class Segment:
         keys, values = keys.float()[:, :, None], values.float()[:, :, None]
         realigner = self.stream.realigner
         from_birth = realigner if isinstance(realigner, FromBirth) else None
-        inv_freq = from_birth.inv_freq if from_birth else None
+        rotation = from_birth.rotation if from_birth else None
         table = from_birth.table if from_birth else None
         turned, window = query, keys[..., num_sinks:, :]
-        if inv_freq is not None:
-            turned = rerotate(query, -self.turn, inv_freq)
-            window = rerotate(window, -self.in_frame, inv_freq)
+        if rotation is not None:
+            turned = rotation.shift(query, -self.turn)
+            window = rotation.shift(window, -self.in_frame)
         scores = turned @ window.mT  # [B, H_kv, G, T, S]
         if table is not None:
             means, scales = table.key[layer], table.key_scale[layer]
-            if inv_freq is not None:
+            if rotation is not None:
                 positions = torch.arange(means.shape[1], device=means.device)
-                means = rerotate(means, -positions, inv_freq)
+                means = rotation.shift(means, -positions)
             of_position = query @ means[:, None].mT  # [B, H_kv, G, T, P]
             scores = scores * scales[:, self.now][:, None] + of_position.gather(
                 -1, self.now.expand_as(scores)
@@ -210,7 +179,7 @@ class _Layer(DynamicLayer):
         num_new, stored, num_sinks = (
             key_states.shape[2],
             self.get_seq_length(),
-            self.stream.num_sinks,
+            self.stream.sizes.num_sinks,
         )
         skip = min(max(num_sinks - stored, 0), num_new)  # sinks among the new entries
         if realigner is not None:

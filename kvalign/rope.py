@@ -8,13 +8,28 @@ import torch
 from torch import Tensor
 
 
+class Rotation:
+    """How the keys of one rotary model move along positions.
+
+    Args:
+        inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included.
+    """
+
+    def __init__(self, inv_freq: Tensor):
+        self.inv_freq = inv_freq
+
+    def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
+        """Keys [..., S, D] moved towards the start, as `rerotate` does."""
+        return rerotate(keys, shift, self.inv_freq)
+
+
 def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
     """Move rotated keys `shift` positions towards the start; angles and products in float32.
 
     Args:
         keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
         shift: positions, one number for all slots or [S]; negative moves away from the start.
-        inv_freq: [rotary_dim / 2] float32, the model's own (`kvalign.models.inv_freq`).
+        inv_freq: [rotary_dim / 2] float32, the model's own (`kvalign.models.rotation_of`).
 
     Returns:
         [..., S, D] in the dtype of `keys`; a shift of 0 gives the very same numbers.

@@ -1,18 +1,21 @@
-"""Settings of a command: a frozen dataclass whose fields carry default, range and help text, and
-the parser made of it.
+"""Settings: a frozen dataclass whose fields carry default, range and help text.
 
-A command line, a test and a sweep trial all make an instance and hand it to the same function.
+A command line, a notebook, a test and a sweep trial all make an instance, or give its fields as
+keywords, and call the same function. They stand beside what they configure and need no torch.
 """
 
-import argparse
 import dataclasses
+import functools
 import inspect
 import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+from kvalign.errors import UserError
 
 S = TypeVar("S", bound="Settings")
 
@@ -40,16 +43,32 @@ def option(
 
 
 class Settings:
-    """Base of all commands' settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`."""
+    """Base of all settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`.
+
+    A path may be given as text, several values as a list or, if it is one, as it is.
+
+    Raises:
+        UserError: a value out of range; the message names the command line's flag.
+    """
 
     def __post_init__(self) -> None:
+        self._convert()
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
             name = field.name.upper() if field.metadata["positional"] else flag(field.name)
             if value == ():
-                raise ValueError(f"{name} needs at least one value")
+                raise UserError(f"{name} needs at least one value")
             for item in value if isinstance(value, tuple) else (value,):
                 _check_range(name, item, field.metadata)
+
+    def _convert(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            value, hint = getattr(self, name), without_none(hint)
+            if hint is Path and isinstance(value, str):
+                object.__setattr__(self, name, Path(value))
+            elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
+                several = isinstance(value, list | set | range)
+                object.__setattr__(self, name, tuple(value) if several else (value,))
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
@@ -86,82 +105,14 @@ class Settings:
         return shlex.join(words)
 
 
-def parse(cls: type[S], argv: Sequence[str], prog: str) -> S:
-    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with
-    code 2.
-    """
-    about, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
-    parser = OneLineParser(
-        prog=prog,
-        description=about.strip(),
-        epilog=example and "example:\n  " + example.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser, cls)
-    hints = typing.get_type_hints(cls)
-    given = {
-        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
-    }
-    for name, value in given.items():
-        if typing.get_origin(without_none(hints[name])) is tuple:
-            given[name] = tuple(item for part in value for item in part)
-    return cls(**given)
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser, cls: type[Settings]
-) -> dict[str, argparse.Action]:
-    """Make a parser take the fields of `cls`; returns its actions by field."""
-    hints = typing.get_type_hints(cls)
-    actions = {}
-    for field in fields_of(cls):
-        name = field.name if field.metadata["positional"] else flag(field.name)
-        actions[field.name] = parser.add_argument(name, **_argument(field, hints[field.name]))
-    return actions
-
-
 def flag(name: str) -> str:
     """The command-line flag of a field: `cache_size` is `--cache-size`."""
     return "--" + name.replace("_", "-")
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def fields_of(cls: type) -> tuple[dataclasses.Field, ...]:
     """The fields of a `Settings` class, in the order of its flags."""
     return dataclasses.fields(cls)
-
-
-def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
-    the dataclass.
-    """
-    help_text = field.metadata["help"].replace("%", "%%")
-    required = field.default is dataclasses.MISSING
-    if not required and field.default not in (None, False):
-        shown = field.default
-        shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-        help_text += f" (default: {shown})"
-    hint = without_none(hint)
-    if hint is bool and field.default:
-        return {"action": argparse.BooleanOptionalAction, "help": help_text}
-    if hint is bool:
-        return {"action": "store_const", "const": True, "help": help_text}
-    if field.metadata["positional"]:
-        return {"type": hint, "help": help_text, "metavar": field.name.upper()}
-    words: dict[str, Any] = {"help": help_text, "required": required}
-    if field.metadata["choices"]:
-        words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return {"action": "append", "type": _comma_separated(item), **words}
-    return {"type": hint, **words}
 
 
 def without_none(hint: Any) -> Any:
@@ -171,23 +122,75 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
-def _comma_separated(item: type) -> Any:
-    def parse_items(text: str) -> list:
-        return [item(part.strip()) for part in text.split(",") if part.strip()]
-
-    parse_items.__name__ = f"comma-separated {item.__name__}"  # what argparse shows in its error
-    return parse_items
-
-
 def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if value is None:
         return
     low, high, above, choices = (limits[k] for k in ("at_least", "at_most", "above", "choices"))
     if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     if low is not None and not value >= low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
+        raise UserError(f"{name} must be at least {low}, got {value}")
     if above is not None and not value > above:
-        raise ValueError(f"{name} must be above {above}, got {value}")
+        raise UserError(f"{name} must be above {above}, got {value}")
     if high is not None and not value <= high:
-        raise ValueError(f"{name} must be at most {high}, got {value}")
+        raise UserError(f"{name} must be at most {high}, got {value}")
+
+
+Result = TypeVar("Result")
+
+
+def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Let a function of settings be called with the settings' fields as keywords, too.
+
+    `function(settings, *, more=...)` becomes `function(**fields, more=...)`; its signature and its
+    docstring say which fields there are. A path may be given as text, a tuple as a list.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        own = [
+            p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
+        ]
+
+        @functools.wraps(function)
+        def call(settings: S | None = None, /, **keywords: Any) -> Result:
+            more = {p.name: keywords.pop(p.name) for p in own if p.name in keywords}
+            if settings is None:
+                settings = cls(**keywords)
+            elif keywords:
+                raise TypeError(f"give settings or keywords, not both: {', '.join(keywords)}")
+            return function(settings, **more)
+
+        fields = fields_of(cls)
+        hints = typing.get_type_hints(cls)
+        parameters = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hints[field.name],
+                default=inspect.Parameter.empty
+                if field.default is dataclasses.MISSING
+                else field.default,
+            )
+            for field in fields
+        ]
+        call.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
+        about = inspect.cleandoc(function.__doc__ or "")
+        call.__doc__ = "\n".join([about, "", "Keywords:", *lines])
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Base of the settings of what streams: the model."""
+
+    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
+    dtype: str = option(
+        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
+    )
+    device: str = option("cpu", help="cpu, cuda, mps, ...")
+
+
+NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)"

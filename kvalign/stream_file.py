@@ -8,58 +8,74 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner
-from kvalign.aligners.base import has_probe, probe
-from kvalign.cache import named
-from kvalign.files import write_whole
-from kvalign.methods import Method, make_method, method_class
+from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
+from kvalign.cache import expect_tensor
+from kvalign.errors import NotFoundError, UserError
+from kvalign.files import checked, write_whole
+from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Method
 from kvalign.text_stream import Sampling, TextStream
 
 _FORMAT = "kvalign stream 1"
-_FIELDS = {
-    "method": str,
-    "cache_size": int,
-    "num_sinks": int,
-    "num_evicted": int,
-    "aligner": str | None,
-    "base_model": str,
-    "probe": list,
-    "sampling": dict,
-    "device": str,
-    "num_fed": int,
-    "num_new": int,
-}
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class SavedStream(BaseModel):
+    """What a file says of its stream, beside its tensors.
+
+    Attributes:
+        aligner: SHA-256 of the weights of the method's aligner, if it has one.
+        embedding_fingerprint: of the base model (`probe` in files of version 0.1).
+        num_fed: tokens that the method has been fed.
+        num_new: tokens that were generated since the last input.
+    """
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    method: str
+    cache_size: Count
+    num_sinks: Count
+    num_evicted: Count
+    aligner: str | None
+    base_model: str
+    embedding_fingerprint: Annotated[
+        list[float], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
+    ]
+    sampling: dict[str, Any]
+    device: str
+    num_fed: Count
+    num_new: Count
 
 
 def save_stream(stream: TextStream, path: Path) -> None:
     """Write the stream; a file of that name is replaced when the new one is whole."""
     stream.check_whole()
     method, model = stream.method, stream.method.model
-    about = {
-        "method": method.name,
-        "cache_size": method.cache_size,
-        "num_sinks": method.num_sinks,
-        "num_evicted": method.num_evicted,
-        "aligner": _fingerprint(method),
-        "base_model": method.spec.name,
-        "probe": probe(model),
-        "sampling": asdict(stream.sampling),
-        "device": model.device.type,
-        "num_fed": stream.num_fed,
-        "num_new": len(stream.token_ids),
-    }
+    saved = SavedStream(
+        method=method.name,
+        **asdict(method.sizes),
+        aligner=_fingerprint(method),
+        base_model=method.spec.name,
+        embedding_fingerprint=list(embedding_fingerprint(model)),
+        sampling=asdict(stream.sampling),
+        device=model.device.type,
+        num_fed=stream.num_fed,
+        num_new=len(stream.token_ids),
+    )
     tensors = {f"method.{name}": x.cpu().contiguous() for name, x in method.state().items()}
     tensors["ids"] = torch.tensor(stream.ids, dtype=torch.int64)
     tensors["generator"] = stream.generator.get_state()
-    metadata = {"format": _FORMAT, "stream": json.dumps(about)}
+    metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
     write_whole(path, lambda partial: save_file(tensors, partial, metadata))
 
 
@@ -80,24 +96,24 @@ def load_stream(
         aligner: that the stream was made with, if it was another than the shipped default.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is not a stream, or one of another model, precision or aligner.
+        NotFoundError: no such file.
+        UserError: it is not a stream, or one of another model, precision or aligner.
     """
-    about, tensors = _read(Path(path))
+    saved, tensors = _read(Path(path))
     try:
-        if not has_probe(model, about["probe"]):
-            raise ValueError(
-                f"it is a stream of {about['base_model']}: probe (its embedding weights) differs "
-                "from this model's"
+        if not has_fingerprint(model, saved.embedding_fingerprint):
+            raise UserError(
+                f"it is a stream of {saved.base_model}: the embedding weights of this model are "
+                "others"
             )
-        _check_tokens(about, tensors, model.config.vocab_size)
-        sizes = {name: about[name] for name in ("cache_size", "num_sinks", "num_evicted")}
-        for name in method_class(about["method"]).fixed:
+        _check_tokens(saved, tensors, model.config.vocab_size)
+        sizes = {name: getattr(saved, name) for name in ("cache_size", "num_sinks", "num_evicted")}
+        for name in METHODS.find(saved.method).fixed:
             del sizes[name]
-        method = make_method(about["method"], model, aligner=aligner, **sizes)
-        if _fingerprint(method) != about["aligner"]:
-            raise ValueError("it was made with another aligner: name that one")
-        stream = TextStream(tokenizer, method, Sampling(**about["sampling"]))
+        method = make_method(saved.method, model, aligner=aligner, **sizes)
+        if _fingerprint(method) != saved.aligner:
+            raise UserError("it was made with another aligner: name that one")
+        stream = TextStream(tokenizer, method, Sampling(**saved.sampling))
         method.restore(
             {
                 name.removeprefix("method."): x.to(model.device)
@@ -105,45 +121,40 @@ def load_stream(
                 if name.startswith("method.")
             }
         )
-        if about["device"] == model.device.type:
+        if saved.device == model.device.type:
             stream.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
-        raise ValueError(f"cannot go on with the stream in {path}: {error}") from error
-    stream.resume(tensors["ids"].tolist(), about["num_fed"], about["num_new"])
+        raise UserError(f"cannot go on with the stream in {path}: {error}") from error
+    stream.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
     return stream
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     """What the file says of the stream, fields checked, and its tensors."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{path} is not a stream that kvalign saved")
+                raise UserError(f"{path} is not a stream that kvalign saved")
             about = json.loads(metadata.get("stream", ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise FileNotFoundError(f"no saved stream {path}") from None
+        raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, json.JSONDecodeError, RecursionError, IsADirectoryError) as error:
-        raise ValueError(f"{path} is not a stream that kvalign saved: {error}") from None
-    if not isinstance(about, dict) or about.keys() != _FIELDS.keys():
-        raise ValueError(f"{path} is not a stream that kvalign saved: its fields are others")
-    for name, kind in _FIELDS.items():
-        if not isinstance(about[name], kind):
-            raise ValueError(f"{path}: {name} must be {kind}, got {about[name]!r}")
-    return about, tensors
+        raise UserError(f"{path} is not a stream that kvalign saved: {error}") from None
+    return checked(SavedStream, about, f"{path} is not a stream that kvalign saved"), tensors
 
 
-def _check_tokens(about: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> None:
-    ids = named(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
+def _check_tokens(saved: SavedStream, tensors: dict[str, Tensor], vocab_size: int) -> None:
+    ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(f"its ids must be below {vocab_size}")
-    num_fed, num_new = about["num_fed"], about["num_new"]
+        raise UserError(f"its ids must be below {vocab_size}")
+    num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith("method.") for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
-        raise ValueError("its numbers of tokens do not fit together")
+        raise UserError("its numbers of tokens do not fit together")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
-        raise ValueError(f"num_fed must be below the number of its tokens, got {num_fed}")
+        raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
 
 
 def _fingerprint(method: Method) -> str | None:

@@ -24,8 +24,10 @@ from transformers import (
 )
 
 from kvalign.aligners import Aligner
+from kvalign.errors import RunError, UserError
 from kvalign.generation import stream_tokens
-from kvalign.methods import Method, make_method
+from kvalign.methods import make_method
+from kvalign.methods.base import Method
 
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
@@ -55,9 +57,9 @@ class Sampling:
         for name, least in low.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+                raise UserError(f"{name} must be at least {least}, got {value}")
         if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+            raise UserError(f"temperature must be above 0, got {self.temperature}")
 
     def processors(self) -> LogitsProcessorList:
         """transformers' own, in its order."""
@@ -89,7 +91,7 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
+            raise UserError(
                 f"a stream of text needs a fast tokenizer, got a {type(tokenizer).__name__}"
             )
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
@@ -109,7 +111,7 @@ class TextStream:
                 added to a text that begins the stream.
 
         Raises:
-            ValueError: nothing in it.
+            UserError: nothing in it.
         """
         self.check_whole()
         if isinstance(text, str):
@@ -118,7 +120,7 @@ class TextStream:
         else:
             ids = list(text)
         if len(ids) == 0:
-            raise ValueError("the input is empty: give at least one word")
+            raise UserError("the input is empty: give at least one word")
         if self.has_ended:
             self.ids.pop()  # the end token: it has not been fed, and the stream goes on
         self.ids += ids
@@ -127,7 +129,7 @@ class TextStream:
     def __iter__(self) -> Iterator[str]:
         self.check_whole()
         if not self.ids:
-            raise ValueError("this stream has no input: begin it with a prompt, or feed it first")
+            raise UserError("this stream has no input: begin it with a prompt, or feed it first")
         limit = self.sampling.max_new_tokens
         while not self.has_ended and (limit is None or len(self.token_ids) < limit):
             start = time.perf_counter()
@@ -171,9 +173,9 @@ class TextStream:
         save_stream(self, Path(path))
 
     def check_whole(self) -> None:
-        """Raise RuntimeError if an exception ended a step half-way: layers of the cache differ."""
+        """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
         if not self._is_whole:
-            raise RuntimeError(
+            raise RunError(
                 "this stream was interrupted inside a step and cannot go on: begin a new one or "
                 "load a saved one"
             )
@@ -245,7 +247,7 @@ def stream(
             `Sampling`. Without max_new_tokens the stream has no end.
 
     Raises:
-        ValueError, FileNotFoundError: as in `make_method`, or a tokenizer that cannot stream.
+        UserError: as in `make_method`, or a tokenizer that cannot stream.
         TypeError: an unknown setting.
     """
     made = make_method(

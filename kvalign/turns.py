@@ -12,6 +12,8 @@ from itertools import takewhile
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from kvalign.errors import UserError
+
 
 def turn_ids(
     tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
@@ -41,7 +43,7 @@ def turn_text(
         system: what the model is told before the first turn.
 
     Raises:
-        ValueError: a template that takes no such conversation.
+        UserError: a template that takes no such conversation.
     """
     if not tokenizer.chat_template:
         opening = "" if is_first and system is None else f"{system if is_first else ''}\n\n"
@@ -55,7 +57,7 @@ def turn_text(
     known = _render(tokenizer, before, to_answer=False)
     answer_end = known.rindex("!") + 1
     if not whole.startswith(known[:answer_end]):
-        raise ValueError(
+        raise UserError(
             "the chat template of this model changes earlier turns: they cannot be streamed"
         )
     return whole[answer_end:]
@@ -67,6 +69,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer:
             messages, tokenize=False, add_generation_prompt=to_answer
         )
     except TemplateError as error:
-        raise ValueError(f"the chat template of this model refuses: {error}") from None
+        raise UserError(f"the chat template of this model refuses: {error}") from None
     assert isinstance(text, str)
     return text

@@ -8,15 +8,15 @@ from typing import Any
 
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG, WEIGHTS
-from kvalign.app.commands.train import TrainSettings
-from kvalign.data_gen.store import MANIFEST, TARGETS, Store, sha256
-
-SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")
+from kvalign.aligners.network_sizes import SHARED_SIZES
+from kvalign.data_gen.store import KV, MANIFEST, Store
+from kvalign.files import sha256
+from kvalign.training.settings import TrainSettings
 
 
 def network_sizes(settings: TrainSettings) -> dict[str, int]:
     """The sizes of networks for keys and values, by the names that a config gives them."""
-    names = (*SHARED_SIZES, *(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)))
+    names = (*SHARED_SIZES, *(f"{kv}_hidden{i}" for kv in KV for i in (1, 2)))
     return {name: getattr(settings, name) for name in names}
 
 
@@ -29,7 +29,7 @@ def config_for(
         kind=kind,
         base_model=model["name"],
         **{name: model[name] for name in ("family", "num_layers", "num_kv_heads", "head_dim")},
-        probe=tuple(store.config["probe"]),
+        embedding_fingerprint=tuple(store.config["embedding_fingerprint"]),
         chunk_len=recorded["chunk_len"],
         num_sinks=recorded["num_sinks"],
         shifts=shifts,
@@ -51,7 +51,7 @@ def describe_data(store: Store) -> dict[str, Any]:
 
 def command_line(settings: TrainSettings) -> str:
     """The command that trains the same, without what only concerns how it runs and prints."""
-    asked = dataclasses.replace(settings, resume=True, overwrite=False, json=False)
+    asked = dataclasses.replace(settings, resume=True, overwrite=False)
     return asked.command_line("train")
 
 

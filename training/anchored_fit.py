@@ -19,7 +19,7 @@ from kvalign.training.table_objectives import draw
 from kvalign.training.training_text import Text
 
 CHUNKS = 8  # encoded a step
-ROWS = 16_384  # of each target a step
+ROWS = 16_384  # of each kv a step
 WEIGHT_DECAY = 0.01
 
 
@@ -39,7 +39,7 @@ def fit(
         num_steps.
     """
     rng = torch.Generator().manual_seed(seed)
-    nets = torch.nn.ModuleList(getattr(aligner, target) for target in targets)
+    nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in targets)
     nets.requires_grad_(True)
     optimizer = torch.optim.AdamW(nets.parameters(), lr=lr, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
@@ -64,7 +64,7 @@ def fit(
 def _pairs(
     model: PreTrainedModel, ids: Tensor, shift: int, targets: tuple[str, ...]
 ) -> list[tuple[str, tuple[Tensor, Tensor]]]:
-    """Of each target: entries [B, L, H, T - shift, D] of the whole chunks, and re-encoded."""
+    """Of each kv: entries [B, L, H, T - shift, D] of the whole chunks, and re-encoded."""
     whole, rest = positionless(model, ids), positionless(model, ids[:, shift:])
     both = {"key": (whole[0], rest[0]), "value": (whole[1], rest[1])}
     return [(t, (both[t][0][..., shift:, :], both[t][1])) for t in targets]
@@ -72,7 +72,7 @@ def _pairs(
 
 def _loss(
     aligner: AnchoredAligner,
-    target: str,
+    kv: str,
     stale: Tensor,
     clean: Tensor,
     shift: int,
@@ -83,10 +83,10 @@ def _loss(
         torch.randint(n, (ROWS,), generator=rng).to(stale.device)
         for n in (num_chunks, num_layers, num_heads, num_slots)
     )
-    means, scales = getattr(aligner.table, target), getattr(aligner.table, f"{target}_scale")
+    means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
     born = now + shift
     x = (stale[chunk, layer, head, now] - means[layer, head, born]) / scales[
         layer, head, born, None
     ]
-    found = rows_of(aligner, target, x, now, layer, head)
+    found = rows_of(aligner, kv, x, now, layer, head)
     return mse_loss(found, clean[chunk, layer, head, now])

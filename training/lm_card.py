@@ -4,7 +4,7 @@ import platform
 from importlib.metadata import version
 from typing import Any
 
-from kvalign.app.commands.pretrain import PretrainSettings
+from kvalign.training.settings import PretrainSettings
 
 _CARD = """---
 license: apache-2.0

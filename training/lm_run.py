@@ -25,11 +25,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvalign.app.commands.pretrain import PretrainSettings
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.errors import UserError
 from kvalign.files import locked, write_text, write_whole
 from kvalign.models import check_device
 from kvalign.training.lm_card import card
+from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
         evaluation corpus, bits per byte.
 
     Raises:
-        ValueError: a corpus too short, a checkpoint of other settings, a device that is not here.
+        UserError: a corpus too short, a checkpoint of other settings, a device that is not here.
     """
     parse_mix(settings.corpus)
     check_device(settings.device)
@@ -93,7 +94,7 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     """A random model of the asked shape; heads of 64 dimensions, Llama with half as many for KV."""
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
     if hidden % HEAD_DIM:
-        raise ValueError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
+        raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
     ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     if settings.arch == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -141,7 +142,7 @@ def bits_per_byte(
             break
     num_blocks = min(num_blocks, len(ids) // context_len)
     if num_blocks == 0:
-        raise ValueError(f"corpus {corpus!r} is shorter than one block of {context_len} tokens")
+        raise UserError(f"corpus {corpus!r} is shorter than one block of {context_len} tokens")
     blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
     nll = 0.0
     for block in blocks.to(model.device).split(4):
@@ -215,13 +216,13 @@ class Run:
         write_whole(self.path, lambda partial: torch.save(state, partial))
 
     def restore(self) -> None:
-        """Go on from the checkpoint, if there is one; ValueError if it is of other settings."""
+        """Go on from the checkpoint, if there is one; UserError if it is of other settings."""
         if not self.path.exists():
             return
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         for name, value in self.settings.as_dict().items():
             if name not in _FREE and state["settings"][name] != value:
-                raise ValueError(
+                raise UserError(
                     f"{self.settings.out} was begun with {name} {state['settings'][name]}, got "
                     f"{value}: name another --out"
                 )

@@ -24,8 +24,9 @@ from torch.nn.functional import mse_loss
 from tqdm.auto import tqdm
 
 from kvalign.aligners import RealignNet
-from kvalign.app.commands.train import TrainSettings
-from kvalign.training.network_rows import Batch, RowsOfTarget
+from kvalign.errors import UserError
+from kvalign.training.network_rows import Batch, RecordedRows
+from kvalign.training.settings import TrainSettings
 
 BEST, LAST = "best.ckpt", "last.ckpt"
 LR = 7e-4
@@ -58,7 +59,7 @@ class Realignment(pl.LightningModule):
 
 def fit(
     net: RealignNet,
-    rows: RowsOfTarget,
+    rows: RecordedRows,
     settings: TrainSettings,
     work_dir: Path,
     callbacks: Sequence[pl.Callback] = (),
@@ -69,7 +70,7 @@ def fit(
         callbacks: called after our own, but before the checkpoints are written.
 
     Raises:
-        ValueError: a device or a number of devices that this machine does not have.
+        UserError: a device or a number of devices that this machine does not have.
         KeyboardInterrupt: stopped by the user; the next call resumes at the last validation report.
     """
     last = work_dir / LAST
@@ -84,7 +85,7 @@ def fit(
                 weights_only=True,
             )
         except MisconfigurationException as error:
-            raise ValueError(
+            raise UserError(
                 f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"
             ) from error
         except SystemExit as end:  # Lightning's answer to Ctrl-C, which it also switches off
@@ -118,7 +119,7 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
 
 
 def _trainer(
-    rows: RowsOfTarget,
+    rows: RecordedRows,
     settings: TrainSettings,
     work_dir: Path,
     callbacks: Sequence[pl.Callback],
@@ -144,7 +145,7 @@ def _trainer(
             _checkpoint(work_dir, BEST, monitor="val_loss"),
             _checkpoint(work_dir, LAST, monitor=None),
             Timer(),
-            _Progress(rows.target),
+            _Progress(rows.kv),
             *callbacks,
         ],
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvalign.data_gen.store import Shard, Store
+from kvalign.errors import UserError
 
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2
 
@@ -46,13 +47,13 @@ class InOrder:
     def __init__(
         self,
         shards: list[Shard],
-        target: str,
+        kv: str,
         batch_size: int,
         *,
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.shards, self.target = shards, target
+        self.shards, self.kv = shards, kv
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
         self.plan = [
             (i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)
@@ -63,7 +64,7 @@ class InOrder:
 
     def __iter__(self) -> Iterator[Batch]:
         for i, steps in groupby(self.plan, key=lambda step: step[0]):
-            stale, aligned = self.shards[i].tensors(self.target)
+            stale, aligned = self.shards[i].tensors(self.kv)
             parts = torch.arange(self.shards[i].num_rows).tensor_split(self.parts[i])
             for _, part in steps:
                 yield gather(stale, aligned, parts[part])
@@ -81,14 +82,14 @@ class Shuffled:
     def __init__(
         self,
         shards: list[Shard],
-        target: str,
+        kv: str,
         batch_size: int,
         seed: int,
         *,
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.shards, self.target, self.seed = shards, target, seed
+        self.shards, self.kv, self.seed = shards, kv, seed
         self.rank, self.world_size = rank, world_size
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
         self.drawn = 0
@@ -107,7 +108,7 @@ class Shuffled:
                         self.shards[i].num_rows
                     )
                     parts = torch.from_numpy(rows).tensor_split(self.parts[i])
-                    opened[i] = (*self.shards[i].tensors(self.target), parts)
+                    opened[i] = (*self.shards[i].tensors(self.kv), parts)
                 stale, aligned, parts = opened[i]
                 self.drawn += 1
                 yield gather(stale, aligned, parts[part])
@@ -151,43 +152,41 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
     )
 
 
-class RowsOfTarget(pl.LightningDataModule):
+class RecordedRows(pl.LightningDataModule):
     """Training and validation batches of `key` or `value` vectors, all recorded shifts together.
 
     Raises:
-        ValueError: the store lacks training or validation data.
+        UserError: the store lacks training or validation data.
     """
 
-    def __init__(self, store: Store, target: str, batch_size: int, seed: int = 0):
+    def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
         super().__init__()
         self.shards = {split: store.shards(split) for split in ("train", "val")}
         for split, shards in self.shards.items():
             if not shards:
-                raise ValueError(
+                raise UserError(
                     f"{store.folder} has no {split} shards: record more with kvalign gen-data"
                 )
-        self.target, self.batch_size, self.seed = target, batch_size, seed
+        self.kv, self.batch_size, self.seed = kv, batch_size, seed
 
     def num_batches(self, world_size: int) -> int:
-        """Training batches an epoch of each device; ValueError if there are none."""
+        """Training batches an epoch of each device; UserError if there are none."""
         found = len(
             Shuffled(
-                self.shards["train"], self.target, self.batch_size, self.seed, world_size=world_size
+                self.shards["train"], self.kv, self.batch_size, self.seed, world_size=world_size
             )
         )
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
             )
         return found
 
     def train_dataloader(self) -> Shuffled:
-        return Shuffled(
-            self.shards["train"], self.target, self.batch_size, self.seed, **self._share()
-        )
+        return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed, **self._share())
 
     def val_dataloader(self) -> InOrder:
-        return InOrder(self.shards["val"], self.target, self.batch_size, **self._share())
+        return InOrder(self.shards["val"], self.kv, self.batch_size, **self._share())
 
     def _share(self) -> dict[str, int]:
         if self.trainer is None:

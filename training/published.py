@@ -21,12 +21,13 @@ from torch import Tensor
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
 from kvalign.aligners.base import CONFIG
-from kvalign.aligners.network import TARGETS
-from kvalign.app.commands.import_published import ImportPublishedSettings
-from kvalign.data_gen.store import sha256
-from kvalign.models import ModelSpec, inv_freq, load_model
-from kvalign.rope import rerotate
+from kvalign.aligners.network_sizes import KV
+from kvalign.errors import ExistsError, NotFoundError, UserError
+from kvalign.files import sha256
+from kvalign.models import ModelSpec, load_model, rotation_of
+from kvalign.rope import Rotation
 from kvalign.training.aligner_folder import SHARED_SIZES, save
+from kvalign.training.settings import ImportPublishedSettings
 
 SOURCE = "github.com/eecs585projectorg/kv-align"
 
@@ -44,32 +45,32 @@ def import_published(settings: ImportPublishedSettings) -> AlignerConfig:
         the aligner's config.
 
     Raises:
-        FileExistsError: `out` holds an aligner, and `overwrite` is not set.
-        FileNotFoundError: a file is missing.
-        ValueError: a file that is no such network, or one for another model.
+        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        NotFoundError: a file is missing.
+        UserError: a file that is no such network, or one for another model.
     """
     if (settings.out / CONFIG).exists() and not settings.overwrite:
-        raise FileExistsError(
+        raise ExistsError(
             f"{settings.out} already holds an aligner: give --overwrite or another --out"
         )
-    paths = dict(zip(TARGETS, (settings.keys, settings.values), strict=True))
-    states = {target: read_network(path) for target, path in paths.items()}
+    paths = dict(zip(KV, (settings.keys, settings.values), strict=True))
+    states = {kv: read_network(path) for kv, path in paths.items()}
     loaded = load_model(settings.model)
-    for target, path in paths.items():
-        _check_fit(states[target], path, loaded.spec, settings)
-    shared = [_shared_sizes(states[target]) for target in TARGETS]
+    for kv, path in paths.items():
+        _check_fit(states[kv], path, loaded.spec, settings)
+    shared = [_shared_sizes(states[kv]) for kv in KV]
     if shared[0] != shared[1]:
-        raise ValueError(
+        raise UserError(
             f"{settings.values}: embedding sizes are {shared[1]}, needed {shared[0]} as in "
             f"{settings.keys}"
         )
-    nets = {target: _renamed(states[target]) for target in TARGETS}
-    if loaded.spec.family == "rotary":
-        nets["key"] = with_rotation(nets["key"], inv_freq(loaded.model))
+    nets = {kv: _renamed(states[kv]) for kv in KV}
+    if rotation := rotation_of(loaded.model):
+        nets["key"] = with_rotation(nets["key"], rotation)
     sizes = dict(shared[0])
-    for target, net in nets.items():
+    for kv, net in nets.items():
         for i in (1, 2):
-            sizes[f"{target}_hidden{i}"] = len(net[f"fc{i}.bias"])
+            sizes[f"{kv}_hidden{i}"] = len(net[f"fc{i}.bias"])
     config = new_config(
         "network",
         loaded.model,
@@ -78,13 +79,13 @@ def import_published(settings: ImportPublishedSettings) -> AlignerConfig:
         num_sinks=settings.num_sinks,
         shifts=(1,),
         sizes=sizes,
-        training={target: _origin(path, settings) for target, path in paths.items()},
+        training={kv: _origin(path, settings) for kv, path in paths.items()},
     )
     for net in nets.values():
         net["position.weight"] = net["position.weight"][: config.num_positions]
     aligner = NetworkAligner(config)
-    for target in TARGETS:
-        getattr(aligner, target).load_state_dict(nets[target])
+    for kv in KV:
+        getattr(aligner, kv).load_state_dict(nets[kv])
     save(aligner, settings.out)
     return config
 
@@ -93,25 +94,25 @@ def read_network(path: Path) -> dict[str, Tensor]:
     """The weights in a file, by the authors' names, in float32; nothing in it is executed.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not what torch saves, holds more than tensors and plain values, or no
+        NotFoundError: there is no such file.
+        UserError: it is not what torch saves, holds more than tensors and plain values, or no
             network of this layout with finite weights.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
+        raise NotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged or holds more than tensors and plain values, which is not run"
         ) from None
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
-        raise ValueError(f"{path} has no model_state_dict: it is not a file that the authors saved")
+        raise UserError(f"{path} has no model_state_dict: it is not a file that the authors saved")
     missing = [name for name in _NAMES if name not in state]
     unknown = sorted(str(name) for name in state.keys() - set(_NAMES))
     if missing or unknown:
-        raise ValueError(
+        raise UserError(
             f"{path} holds no KV-Align network: missing {missing or 'none'}, unknown "
             f"{unknown or 'none'}"
         )
@@ -119,18 +120,18 @@ def read_network(path: Path) -> dict[str, Tensor]:
         num_dims = 2 if name.endswith("weight") else 1
         x = state[name]
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
-            raise ValueError(f"{path}: {name} must be a dense tensor of real numbers")
+            raise UserError(f"{path}: {name} must be a dense tensor of real numbers")
         if x.ndim != num_dims or not x.numel():
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} must have {num_dims} dimensions that are not empty, found "
                 f"{tuple(x.shape)}"
             )
         if not torch.isfinite(x.float()).all():
-            raise ValueError(f"{path}: {name} has weights that are not finite")
+            raise UserError(f"{path}: {name} has weights that are not finite")
     return {name: state[name].float() for name in _NAMES}
 
 
-def with_rotation(net: dict[str, Tensor], inv_freq: Tensor) -> dict[str, Tensor]:
+def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tensor]:
     """The network F of a rotary model's keys as x -> F(R x), R the rotation away from the start by
     one position that undoes the cache's own.
 
@@ -140,11 +141,11 @@ def with_rotation(net: dict[str, Tensor], inv_freq: Tensor) -> dict[str, Tensor]
 
     Args:
         net: weights by the names of `RealignNet`.
-        inv_freq: [rotary_dim / 2] float32, the model's own.
+        rotation: the model's own.
     """
     head_dim = len(net["fc3.bias"])
     one = torch.eye(head_dim)
-    turn = rerotate(one, -1, inv_freq).T  # [D, D], R
+    turn = rotation.shift(one, -1).T  # [D, D], R
     vector, places = net["fc1.weight"].split(
         [head_dim, net["fc1.weight"].shape[1] - head_dim], dim=1
     )
@@ -165,7 +166,7 @@ def with_rotation(net: dict[str, Tensor], inv_freq: Tensor) -> dict[str, Tensor]
 def _check_fit(
     state: dict[str, Tensor], path: Path, spec: ModelSpec, settings: ImportPublishedSettings
 ) -> None:
-    """Raise ValueError for shapes that do not fit each other, the model or the caches."""
+    """Raise UserError for shapes that do not fit each other, the model or the caches."""
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     hidden1, hidden2 = shapes["fc1.weight"][0], shapes["fc2.weight"][0]
     embedded = [shapes[f"{name}.weight"] for name in _EMBEDDINGS]  # [rows, size] each
@@ -181,13 +182,13 @@ def _check_fit(
     }
     for name, shape in needed.items():
         if shapes[name] != shape:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} is {shapes[name]}, needed {shape} for {spec.name} "
                 f"({spec.num_layers} layers, {spec.num_kv_heads} KV heads of size {spec.head_dim})"
             )
     num_positions, longest = settings.chunk_len - settings.num_sinks - 1, embedded[0][0]
     if num_positions > longest:
-        raise ValueError(
+        raise UserError(
             f"{path}: emb_pos.weight has {longest} positions, needed {num_positions} for "
             f"--chunk-len {settings.chunk_len}: at most {longest + settings.num_sinks + 1}"
         )
@@ -207,7 +208,7 @@ def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _origin(path: Path, settings: ImportPublishedSettings) -> dict[str, object]:
     """What the config and the card say of where a network is from."""
     return {
-        "command": settings.command_line("import-published", leave_out=("overwrite", "json")),
+        "command": settings.command_line("import-published", leave_out=("overwrite",)),
         "versions": {name: version(name) for name in ("kvalign", "torch")},
         "data": {
             "weights": f"trained and published by the authors of KV-Align ({SOURCE})",

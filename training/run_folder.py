@@ -13,14 +13,16 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from kvalign.aligners.network import TARGETS
-from kvalign.app.commands.train import TrainSettings
-from kvalign.data_gen.store import Store, read_json, write_json
+from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.store import Store
+from kvalign.errors import ExistsError
+from kvalign.files import read_json, write_json
 from kvalign.training.aligner_folder import describe_data
+from kvalign.training.settings import TrainSettings
 
 _RUN, _RESULT = "run.json", "result.json"
 # What may differ between a run and its resumption.
-_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite", "json")
+_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
 
 
 class RunFolder:
@@ -42,7 +44,7 @@ class RunFolder:
             the result of a run that was finished but is not in the aligner yet; else nothing.
 
         Raises:
-            FileExistsError: the folder holds another unfinished run, and `overwrite` is not set.
+            ExistsError: the folder holds another unfinished run, and `overwrite` is not set.
         """
         found = read_json(self.path / _RUN) if (self.path / _RUN).exists() else None
         result = read_json(self.path / _RESULT) if (self.path / _RESULT).exists() else {}
@@ -58,9 +60,9 @@ class RunFolder:
 
     def _check_replaceable(self, found: dict[str, Any] | None, run: dict[str, Any]) -> None:
         if found is None and self.path.exists() and any(self.path.iterdir()):
-            raise FileExistsError(f"{self.path} holds files that are no run: name another --out")
+            raise ExistsError(f"{self.path} holds files that are no run: name another --out")
         if found not in (None, run):
-            raise FileExistsError(
+            raise ExistsError(
                 f"{self.path} holds an unfinished run of other settings "
                 f"({difference(found, run)}): give --overwrite or another --out"
             )
@@ -69,9 +71,9 @@ class RunFolder:
         write_json(self.path / _RESULT, result)
 
 
-def describe(settings: TrainSettings, store: Store, target: str) -> dict[str, Any]:
-    """What a run of one target depends on, as JSON holds it."""
-    other = TARGETS[1 - TARGETS.index(target)]
+def describe(settings: TrainSettings, store: Store, kv: str) -> dict[str, Any]:
+    """What a run of one kv depends on, as JSON holds it."""
+    other = KV[1 - KV.index(kv)]
     run = {
         "settings": {
             name: value

@@ -14,21 +14,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.commands.train import TrainSettings
-from kvalign.app.commands.tune import TuneSettings
-from kvalign.data_gen.store import Store, open_store, read_json, write_json
-from kvalign.files import LOCK, locked
+from kvalign.data_gen.store import Store, open_store
+from kvalign.errors import ExistsError, RunError
+from kvalign.files import LOCK, locked, read_json, write_json
 from kvalign.training.aligner_folder import describe_data
-from kvalign.training.network_rows import RowsOfTarget
+from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import train
 from kvalign.training.run_folder import difference
+from kvalign.training.settings import TrainSettings, TuneSettings
 from kvalign.training.sweep_ray import TRIALS, run_trials
 from kvalign.training.sweep_report import ranked, write
 from kvalign.training.sweep_trial import settings_at
 
 _SWEEP, _RESULT, _ALIGNER = "sweep.json", "result.json", "aligner"
 # What may differ between a sweep and its resumption.
-_FREE = ("data", "out", "ray_address", "resume", "overwrite", "json")
+_FREE = ("data", "out", "ray_address", "resume", "overwrite")
 
 
 def sweep(settings: TuneSettings) -> dict[str, Any]:
@@ -39,15 +39,15 @@ def sweep(settings: TuneSettings) -> dict[str, Any]:
         folder), `aligner_val_loss`, and `input_label_mse` and `used` as `align_run.train`.
 
     Raises:
-        FileNotFoundError: no recorded data.
-        FileExistsError: the folder holds something else, and `overwrite` is not set.
-        ValueError: unfinished data or data without rows; resources that the machine has not.
-        RuntimeError: all trials failed.
+        NotFoundError: no recorded data.
+        ExistsError: the folder holds something else, and `overwrite` is not set.
+        UserError: unfinished data or data without rows; resources that the machine has not.
+        RunError: all trials failed.
         KeyboardInterrupt: stopped by the user; the same settings resume.
     """
     began, out = time.perf_counter(), settings.out.absolute()
     store = open_store(settings.data)
-    RowsOfTarget(store, settings.target, settings.min_batch_size).num_batches(1)
+    RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
     what = describe(settings, store)
     result = _finished(out, what, settings)
     if result:
@@ -60,7 +60,7 @@ def sweep(settings: TuneSettings) -> dict[str, Any]:
         best = trials[0]
         if best.state == "failed":
             what_failed = best.error or "no validation loss that is finite"
-            raise RuntimeError(f"all trials failed, trial {best.name} with: {what_failed}")
+            raise RunError(f"all trials failed, trial {best.name} with: {what_failed}")
         write(out, trials, settings.target)
         (trained,) = train(settings_at(base, best.point)).values()
         result = {
@@ -105,17 +105,17 @@ def _finished(out: Path, what: dict[str, Any], settings: TuneSettings) -> dict[s
     """The result of this very sweep, if `out` has it.
 
     Raises:
-        FileExistsError: `out` holds something else, and `overwrite` is not set.
+        ExistsError: `out` holds something else, and `overwrite` is not set.
     """
     if settings.overwrite:
         return {}
     if not (out / _SWEEP).exists():
         if out.exists() and any(path.name != LOCK for path in out.iterdir()):
-            raise FileExistsError(f"{out} holds files that are no sweep: name another --out")
+            raise ExistsError(f"{out} holds files that are no sweep: name another --out")
         return {}
     found = read_json(out / _SWEEP)
     if found != what and (out / TRIALS).exists():
-        raise FileExistsError(
+        raise ExistsError(
             f"{out} holds a sweep of other settings ({difference(found, what)}): give --overwrite "
             "or another --out"
         )

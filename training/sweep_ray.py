@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.commands.train import TrainSettings
-from kvalign.app.commands.tune import TuneSettings
 from kvalign.cluster import ray_session
+from kvalign.errors import UserError
 from kvalign.training.network_fit import LR
+from kvalign.training.settings import TrainSettings, TuneSettings
 from kvalign.training.sweep_report import Trial
 from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, run_trial
 
@@ -31,7 +31,7 @@ def run_trials(out: Path, settings: TuneSettings, base: TrainSettings) -> list[T
         base: what all trials share.
 
     Raises:
-        ValueError: no such Ray cluster, or a trial that this machine is too small for.
+        UserError: no such Ray cluster, or a trial that this machine is too small for.
         KeyboardInterrupt: stopped by the user.
     """
     with _quiet(), ray_session(settings.ray_address) as ray:
@@ -137,7 +137,7 @@ def _check_resources(settings: TuneSettings, there: dict[str, float]) -> None:
     for name in ("CPU", "GPU"):
         asked = getattr(settings, f"{name.lower()}s_per_trial")
         if asked > there.get(name, 0):
-            raise ValueError(
+            raise UserError(
                 f"--{name.lower()}s-per-trial {asked}: this machine has {there.get(name, 0):g}"
             )
 

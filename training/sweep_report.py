@@ -73,14 +73,14 @@ def ranked(trials: list[Trial]) -> list[Trial]:
     return sorted(trials, key=key)
 
 
-def write(out: Path, trials: list[Trial], target: str) -> None:
+def write(out: Path, trials: list[Trial], kv: str) -> None:
     """Write trials.csv and .md, reports.csv, and the plots; the first of `trials` is the best."""
     rows = [trial.row for trial in trials]
     reports = [{"trial": t.name} | {k: r[k] for k in _REPORT} for t in trials for r in t.reports]
     write_text(out / "trials.csv", pd.DataFrame(rows).to_csv(index=False))
     write_text(out / "trials.md", as_markdown(rows))
     write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
-    title = f"{target} network: {len(trials)} trials"
+    title = f"{kv} network: {len(trials)} trials"
     lines, points = _lines(trials), _points(trials)
     figures = {
         "loss-by-report": draw(

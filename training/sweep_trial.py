@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.callbacks import Timer
 
 from kvalign.aligners import NetworkAligner
-from kvalign.app.commands.train import TrainSettings
 from kvalign.data_gen.store import open_store
 from kvalign.training.aligner_folder import config_for, network_sizes
 from kvalign.training.network_fit import fit
-from kvalign.training.network_rows import RowsOfTarget
+from kvalign.training.network_rows import RecordedRows
+from kvalign.training.settings import TrainSettings
 
 HIDDEN = ("hidden1", "hidden2")
 POINT = (*HIDDEN, "batch_size", "lr")
@@ -50,7 +50,7 @@ def train_trial(settings: TrainSettings, work_dir: Path, reports: "Reports") -> 
     torch.manual_seed(settings.seed)
     config = config_for(NetworkAligner.kind, store, store.shifts, network_sizes(settings))
     net = getattr(NetworkAligner(config), settings.target)
-    rows = RowsOfTarget(store, settings.target, settings.batch_size, settings.seed)
+    rows = RecordedRows(store, settings.target, settings.batch_size, settings.seed)
     fit(net, rows, settings, work_dir, callbacks=[reports])
     reports.send_rest()
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import TableAligner
 from kvalign.realign import FromBirth
 from kvalign.relative import Stream
+from kvalign.sizes import CacheSizes
 from kvalign.training.training_text import Text
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
@@ -76,7 +77,9 @@ def tune(
             )
             row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
             ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1).to(model.device)
-            stream = Stream(model, cache_size, 0, num_evicted, FromBirth(model, aligner))
+            stream = Stream(
+                model, CacheSizes(cache_size, 0, num_evicted), FromBirth(model, aligner)
+            )
             with parametrize.cached():
                 logits = stream.feed(ids[:, :-1], logits_to_keep=row_len - cache_size).float()
                 optimizer.zero_grad()
@@ -147,7 +150,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
             rows = torch.stack([ids[s : s + row_len + 1] for s in starts]).to(model.device)
-            stream = Stream(model, cache_size, 0, 1, FromBirth(model, aligner))
+            stream = Stream(model, CacheSizes(cache_size, 0), FromBirth(model, aligner))
             logits = stream.feed(rows[:, :-1], logits_to_keep=row_len - cache_size).float()
             found.append(loss(stream, rows, logits, rng).item())
     return sum(found) / len(found)
@@ -161,12 +164,12 @@ def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Te
 def kl(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
     """KL(recompute || stream) at random places of each row, given the tokens that both see."""
     num_rows, num_logits = logits.shape[:2]
-    num_places = max(num_rows, TEACHER_TOKENS // stream.cache_size)
+    num_places = max(num_rows, TEACHER_TOKENS // stream.sizes.cache_size)
     row = torch.arange(num_places) % num_rows
     place = torch.randint(num_logits, (num_places,), generator=rng)
-    last = place + stream.cache_size
-    first = stream.num_dropped(last)
-    offsets = torch.arange(stream.cache_size + 1)
+    last = place + stream.sizes.cache_size
+    first = stream.sizes.num_dropped(last)
+    offsets = torch.arange(stream.sizes.cache_size + 1)
     windows = (first[:, None] + offsets).clamp(
         max=ids.shape[1] - 1
     )  # what lies beyond `last` is not seen

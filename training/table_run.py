@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, AnchoredAligner, Move, TableAligner, new_config
 from kvalign.aligners.base import CONFIG
-from kvalign.app.commands.train import TrainSettings
+from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
-from kvalign.data_gen.store import TARGETS
+from kvalign.errors import ExistsError, UserError
 from kvalign.models import LoadedModel, load_model
 from kvalign.realign import FromBirth
 from kvalign.relative import is_exact
+from kvalign.sizes import CacheSizes
 from kvalign.training.aligner_folder import SHARED_SIZES, command_line, network_sizes, save
 from kvalign.training.anchored_fit import fit
+from kvalign.training.settings import TrainSettings
 from kvalign.training.table_objectives import nll, tune, validate
 from kvalign.training.training_text import Text, read
 
@@ -41,7 +43,7 @@ READ: tuple[str, ...] = (
     "corpus",
     "num_tokens",
 )
-READ += ("chunk_len", "accelerator", "num_threads", "overwrite", "json", "resume")
+READ += ("chunk_len", "accelerator", "num_threads", "overwrite", "resume")
 OF_STEPS = ("max_steps", "lr", "seed")
 
 
@@ -49,25 +51,25 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     """Estimate tables, tune them if an objective other than `mse` is asked, save the aligner.
 
     Returns:
-        for each target what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
+        for each kv what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
         squared errors per number of moving validation chunks by half their length), `ratio` of the
         two, `val_nll` and `val_nll_stale` (of streams of validation text, with the tables and
         without), `used` (an aligner that lowers neither is saved as one that changes nothing),
         seconds, data; and with `nll` or `kl` what `kvalign.training.table_objectives.tune` reports.
 
     Raises:
-        FileExistsError: `out` holds an aligner, and `overwrite` is not set.
-        ValueError: no model, or a corpus that is too short.
+        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        UserError: no model, or a corpus that is too short.
     """
     anchored = settings.aligner_kind == "anchored"
     known = READ + (OF_STEPS if anchored or settings.objective != "mse" else ())
-    known += tuple(f"{target}_hidden{i}" for target in TARGETS for i in (1, 2)) if anchored else ()
+    known += tuple(f"{kv}_hidden{i}" for kv in KV for i in (1, 2)) if anchored else ()
     known += SHARED_SIZES if anchored else ()
     for name, value in settings.changed().items():
         if name not in known:
             log.warning("kind %s has no %s: %s has no effect", settings.aligner_kind, name, value)
     if (settings.out / CONFIG).exists() and not settings.overwrite:
-        raise FileExistsError(
+        raise ExistsError(
             f"{settings.out} already holds an aligner: give --overwrite or another --out"
         )
     if settings.num_threads:
@@ -78,7 +80,7 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
     _check(settings, loaded)
     text = read(settings.corpus, loaded.tokenizer, settings.num_tokens, settings.chunk_len)
-    targets = TARGETS if settings.target == "both" else (settings.target,)
+    targets = KV if settings.target == "both" else (settings.target,)
     aligner = _new(settings, loaded)
     table = aligner.table if isinstance(aligner, AnchoredAligner) else aligner
     made = {
@@ -105,31 +107,29 @@ def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
     errors = measure(aligner, loaded.model, text.chunks("val", settings.chunk_len))
     stale, aligned = losses
     if stale is None or aligned is None:
-        used = all(
-            errors[target]["val_loss"] < errors[target]["input_label_mse"] for target in targets
-        )
+        used = all(errors[kv]["val_loss"] < errors[kv]["input_label_mse"] for kv in targets)
     else:
         used = aligned < stale
         made |= {"val_nll": aligned, "val_nll_stale": stale}
     if not used:
         aligner.clear()
     made |= {"used": used, "seconds": round(time.perf_counter() - start, 1)}
-    results = {target: {**errors[target], **made} for target in targets}
+    results = {kv: {**errors[kv], **made} for kv in targets}
     aligner.config.training.update(results)
     save(aligner.cpu(), settings.out)
     return results
 
 
 def _check(settings: TrainSettings, loaded: LoadedModel) -> None:
-    """Raise ValueError for what the model cannot do."""
+    """Raise UserError for what the model cannot do."""
     longest = loaded.spec.context_len
     if longest is not None and settings.chunk_len > longest:
-        raise ValueError(
+        raise UserError(
             f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "
             f"{settings.chunk_len}"
         )
     if settings.objective != "mse" and not _splits(loaded, settings.chunk_len):
-        raise ValueError(
+        raise UserError(
             f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "
             "attention does not go through transformers' registry; use mse"
         )
@@ -173,11 +173,11 @@ def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
     """Copy the tables of another aligner, which must be for the same model and as long."""
     found = Aligner.from_pretrained(name)
     if not isinstance(found, TableAligner) or found.config.chunk_len != table.config.chunk_len:
-        raise ValueError(
+        raise UserError(
             f"--init {name}: a table of chunk_len {table.config.chunk_len} is needed, found "
             f"{found.config.kind} of {found.config.chunk_len}"
         )
-    found.check(model, cache_size=found.config.chunk_len - 1, num_sinks=0, num_evicted=1)
+    found.check(model, CacheSizes(found.config.chunk_len - 1, 0))
     table.load_state_dict(found.state_dict())
 
 
@@ -190,20 +190,20 @@ def standardise(
     A scale is relative to that of the last position: 1 leaves an entry's size as it is.
     """
     shape = aligner.key.shape
-    sums = {target: torch.zeros(shape, dtype=torch.float64) for target in targets}
-    squares = {target: torch.zeros(shape, dtype=torch.float64) for target in targets}
+    sums = {kv: torch.zeros(shape, dtype=torch.float64) for kv in targets}
+    squares = {kv: torch.zeros(shape, dtype=torch.float64) for kv in targets}
     for ids in tqdm(chunks.split(BATCH_SIZE), desc="means", unit="batch"):
-        entries = dict(zip(TARGETS, positionless(model, ids), strict=True))
-        for target in targets:
-            sums[target] += entries[target].sum(0, dtype=torch.float64).cpu()
-            squares[target] += entries[target].square().sum(0, dtype=torch.float64).cpu()
-    for target in targets:
-        means = sums[target] / len(chunks)
-        spread = (squares[target] / len(chunks) - means.square()).mean(-1).clamp(min=0).sqrt()
+        entries = dict(zip(KV, positionless(model, ids), strict=True))
+        for kv in targets:
+            sums[kv] += entries[kv].sum(0, dtype=torch.float64).cpu()
+            squares[kv] += entries[kv].square().sum(0, dtype=torch.float64).cpu()
+    for kv in targets:
+        means = sums[kv] / len(chunks)
+        spread = (squares[kv] / len(chunks) - means.square()).mean(-1).clamp(min=0).sqrt()
         scales = (spread / spread[..., -1:]).nan_to_num(1, 1, 1)
-        getattr(aligner, target).copy_(means)
+        getattr(aligner, kv).copy_(means)
         # Where nothing varies (a single chunk, a fixed first token) there is nothing to scale by.
-        getattr(aligner, f"{target}_scale").copy_(torch.where(scales > 0, scales, 1))
+        getattr(aligner, f"{kv}_scale").copy_(torch.where(scales > 0, scales, 1))
 
 
 @torch.no_grad()
@@ -229,10 +229,10 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         for i in range(2):
             unmoved[i] += (stale[i] - clean[i]).square().sum().cpu()
     return {
-        target: {
+        kv: {
             "val_loss": (moved[i] / num_numbers).item(),
             "input_label_mse": (unmoved[i] / num_numbers).item(),
             "ratio": (moved[i] / unmoved[i]).item() if unmoved[i] else None,
         }
-        for i, target in enumerate(TARGETS)
+        for i, kv in enumerate(KV)
     }

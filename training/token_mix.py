@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvalign.app.commands.pretrain import PretrainSettings
 from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
+from kvalign.training.settings import PretrainSettings
 
 END = "<|endoftext|>"
 _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
@@ -55,9 +56,9 @@ def parse_mix(specs: tuple[str, ...]) -> dict[str, float]:
         try:
             weights[name if at else spec] = float(weight) if at else 1.0
         except ValueError:
-            raise ValueError(f"--corpus takes SPEC or SPEC@WEIGHT, got {spec!r}") from None
+            raise UserError(f"--corpus takes SPEC or SPEC@WEIGHT, got {spec!r}") from None
     if not all(0 < weight < float("inf") for weight in weights.values()):
-        raise ValueError(f"--corpus weights must be above 0, got {', '.join(specs)}")
+        raise UserError(f"--corpus weights must be above 0, got {', '.join(specs)}")
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
@@ -67,7 +68,7 @@ def open_mix(
     """Tokenise each corpus once into a file of `work_dir`, and open the files.
 
     Raises:
-        ValueError: a corpus shorter than one row.
+        UserError: a corpus shorter than one row.
     """
     mix = parse_mix(settings.corpus)
     vocabulary = tokenizer.get_vocab()
@@ -82,7 +83,7 @@ def open_mix(
             write_whole(path, partial(np.save, arr=np.concatenate(pieces)))
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:
-            raise ValueError(
+            raise UserError(
                 f"corpus {spec!r} has {len(ids[-1])} tokens, more than --context-len "
                 f"({settings.context_len}) are needed"
             )
@@ -94,7 +95,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out
         if not (folder / "tokenizer.json").exists():
-            raise FileNotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
+            raise NotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
         return AutoTokenizer.from_pretrained(folder)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.errors import UserError
 
 VAL_SHARE = 0.1
 
@@ -40,7 +41,7 @@ def read(
     """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
 
     Raises:
-        ValueError: a share too short to give a row of `row_len` tokens to each split.
+        UserError: a share too short to give a row of `row_len` tokens to each split.
     """
     train, val = [], []
     for corpus in corpora:
@@ -48,7 +49,7 @@ def read(
         ids = torch.tensor([token for piece in pieces for token in piece])
         num_val = int(len(ids) * VAL_SHARE)
         if num_val < row_len:
-            raise ValueError(
+            raise UserError(
                 f"corpus {corpus!r} gives {num_val} tokens for validation, {row_len} are needed: "
                 "raise --num-tokens or lower --chunk-len"
             )

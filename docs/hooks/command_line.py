@@ -1,13 +1,12 @@
 """The reference of the command line: every command's text, example and flags, from its settings."""
 
 import dataclasses
-import importlib
 import inspect
 import typing
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.cli import COMMANDS, module_name, settings_class
+from kvalign.app.catalogue import COMMANDS, Command
 from kvalign.settings import Settings, flag, without_none
 
 _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
@@ -19,7 +18,7 @@ def reference() -> str:
 
 
 def _section(command: str) -> str:
-    settings = settings_class(importlib.import_module(module_name(command)))
+    settings = Command(command).settings_for()
     about, _, example = inspect.cleandoc(settings.__doc__ or "").partition("Example:")
     hints = typing.get_type_hints(settings)
     lines = [

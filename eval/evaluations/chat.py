@@ -12,13 +12,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from kvalign.app.commands.eval_chat import ChatSettings
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.document import document
 from kvalign.eval.fluency import judge
 from kvalign.eval.grid import check_names, make_grid, sizes_of
+from kvalign.eval.settings import ChatSettings
 from kvalign.eval.words import load_words
-from kvalign.methods import Method
+from kvalign.methods.base import Method
 from kvalign.models import LoadedModel, load_model
 from kvalign.text_stream import Sampling, TextStream
 from kvalign.turns import turn_ids
@@ -33,7 +33,7 @@ def evaluate(settings: ChatSettings) -> dict[str, Any]:
         (tokens of the stream before it), the measures of `kvalign.eval.fluency.judge`, and text.
 
     Raises:
-        ValueError, FileNotFoundError: wrong settings, said before any work.
+        UserError: wrong settings, said before any work.
     """
     started = time.perf_counter()
     check_names(settings)
@@ -45,7 +45,7 @@ def evaluate(settings: ChatSettings) -> dict[str, Any]:
     rows = []
     with tqdm(total=len(methods) * len(talk), unit="answer") as bar:
         for method in methods:
-            bar.set_description(f"{method.title} C={method.cache_size}")
+            bar.set_description(f"{method.title} C={method.sizes.cache_size}")
             for number, answer in enumerate(_answers(loaded, method, talk, settings)):
                 judged = judge(loaded, answer.prompt_ids, answer.token_ids, words.words)
                 place = {"answer": number, "num_fed": answer.num_fed}

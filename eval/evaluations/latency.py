@@ -15,21 +15,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner, new_config
-from kvalign.app.commands.eval_latency import LatencySettings
-from kvalign.app.commands.train import TrainSettings
+from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.data_gen.prompts import conversations
+from kvalign.errors import UserError
 from kvalign.eval import shapes
 from kvalign.eval.document import document
 from kvalign.eval.grid import check_names, make_grid, nums_evicted, sizes_of
 from kvalign.eval.memory import peak_bytes
+from kvalign.eval.settings import LatencySettings
 from kvalign.eval.timing import filling, random_ids, time_first, time_steps
-from kvalign.methods import Method, method_class
+from kvalign.methods import METHODS
+from kvalign.methods.base import Method
 from kvalign.models import load_model, spec_of
+from kvalign.training.settings import TrainSettings
 
 log = logging.getLogger(__name__)
 
-KINDS = ("table", "network")
+DEFAULT_KINDS = ("table", "network")
 SIZES: tuple[str, ...] = ("position_dim", "layer_dim", "head_embed_dim")
 SIZES += ("key_hidden1", "key_hidden2", "value_hidden1", "value_hidden2")
 
@@ -53,13 +55,13 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
                        device does not tell
 
     Raises:
-        ValueError, FileNotFoundError: wrong settings, said before any work.
+        UserError: wrong settings, said before any work.
     """
     started = time.perf_counter()
     check_names(settings)
-    method_class(settings.reference)
+    METHODS.find(settings.reference)
     if settings.reference not in settings.methods:
-        raise ValueError(f"--reference {settings.reference} is not among --methods")
+        raise UserError(f"--reference {settings.reference} is not among --methods")
     num_threads = torch.get_num_threads()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -67,7 +69,7 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
         model, prompts = _load(settings)
         groups: dict[int, list[Method]] = {}
         for method in make_grid(settings, model, _aligners(model, settings)):
-            groups.setdefault(method.cache_size, []).append(method)
+            groups.setdefault(method.sizes.cache_size, []).append(method)
         rows = []
         num_turns = sum(map(len, groups.values())) * len(settings.batch_sizes)
         num_turns *= 2 * settings.num_trials + 1
@@ -102,15 +104,13 @@ def _load(settings: LatencySettings) -> tuple[PreTrainedModel, list[Tensor]]:
 
 def _aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
     """Untrained ones of the kinds asked for; None where trained ones are named, or none at all."""
-    if settings.aligner or not any(method_class(name).takes_aligner for name in settings.methods):
+    if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None
-    return [_untrained(kind, model, settings) for kind in settings.aligner_kinds or KINDS]
+    return [_untrained(kind, model, settings) for kind in settings.aligner_kinds or DEFAULT_KINDS]
 
 
 def _untrained(kind: str, model: PreTrainedModel, settings: LatencySettings) -> Aligner:
     """An aligner that changes nothing and takes as long as one that does."""
-    if kind not in Aligner.kinds:
-        raise ValueError(f"unknown aligner kind {kind!r} (known: {', '.join(Aligner.kinds)})")
     defaults = TrainSettings.__dataclass_fields__
     sizes = settings.cache_sizes
     num_sinks = settings.num_sinks
@@ -125,7 +125,7 @@ def _untrained(kind: str, model: PreTrainedModel, settings: LatencySettings) -> 
         shifts=tuple({n for size in sizes for n in nums_evicted(settings, size)} or {1}),
         sizes={} if kind == "table" else {name: defaults[name].default for name in SIZES},
     )
-    return Aligner.kinds[kind](config).requires_grad_(False).eval()
+    return KINDS.find(kind)(config).requires_grad_(False).eval()
 
 
 def _rows(

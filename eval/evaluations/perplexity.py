@@ -20,14 +20,17 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from kvalign.app.commands.eval_perplexity import PerplexitySettings
 from kvalign.data_gen.corpora import token_pieces
+from kvalign.errors import UserError
 from kvalign.eval.cells import Cells, key_of
 from kvalign.eval.document import document
 from kvalign.eval.grid import check_names, make_grid, sizes_of
+from kvalign.eval.settings import PerplexitySettings
 from kvalign.eval.statistics import by_quarter, by_segment, interval
-from kvalign.methods import Method
+from kvalign.methods.base import Method
 from kvalign.models import LoadedModel, load_model
+from kvalign.scoring import score as score_fast
+from kvalign.scoring import score_stepwise
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +48,13 @@ def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
         1: not) and the ratio of each segment.
 
     Raises:
-        ValueError: wrong settings, or a corpus shorter than the largest cache and the labels;
+        UserError: wrong settings, or a corpus shorter than the largest cache and the labels;
             before any work.
     """
     started = time.perf_counter()
     check_names(settings)
     if settings.reference and settings.reference not in settings.methods:
-        raise ValueError(f"--reference {settings.reference} is not among --methods")
+        raise UserError(f"--reference {settings.reference} is not among --methods")
     loaded = load_model(settings.model, settings.device, settings.dtype)
     methods = make_grid(settings, loaded.model)
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
@@ -75,7 +78,7 @@ def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
         ids += piece
         if len(ids) >= num_ids:
             return torch.tensor([ids[:num_ids]], device=loaded.model.device)
-    raise ValueError(
+    raise UserError(
         f"corpus {corpus!r} has {len(ids)} tokens, {num_ids} are needed: lower --num-tokens"
     )
 
@@ -94,8 +97,8 @@ def score(
     rows, losses = [], []
     with tqdm(total=len(methods) * num_labels, unit="label", smoothing=0.05) as bar:
         for method in methods:
-            bar.set_description(f"{method.name} C={method.cache_size}")
-            own = ids[:, : method.cache_size + 1 + num_labels]
+            bar.set_description(f"{method.name} C={method.sizes.cache_size}")
+            own = ids[:, : method.sizes.cache_size + 1 + num_labels]
             key = key_of(method, own, stepwise)
             kept = cells.get(key, own[0, -num_labels:])
             if kept is not None:
@@ -103,7 +106,7 @@ def score(
                 bar.update(num_labels)
             else:
                 start = time.perf_counter()
-                nll = (method.score_stepwise if stepwise else method.score)(own, bar.update)
+                nll = (score_stepwise if stepwise else score_fast)(method, own, bar.update)
                 seconds = time.perf_counter() - start
                 cells.put(key, own[0, -num_labels:], nll, seconds)
             losses.append(nll.cpu())
@@ -124,7 +127,7 @@ def _row(method: Method, nll: torch.Tensor, seconds: float) -> dict[str, Any]:
         "low": low,
         "high": high,
         "quarters": by_quarter(nll),
-        "segments": by_segment(nll, method.cache_size),
+        "segments": by_segment(nll, method.sizes.cache_size),
         "seconds": seconds,
     }
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from kvalign.app.commands.eval_readability import ReadabilitySettings
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.document import document
 from kvalign.eval.fluency import judge
 from kvalign.eval.grid import check_names, make_grid, sizes_of
+from kvalign.eval.settings import ReadabilitySettings
 from kvalign.eval.words import load_words
 from kvalign.models import load_model
 from kvalign.text_stream import Sampling, TextStream
@@ -27,7 +27,7 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
         no_repeat_ngram_size, prompt (index), and the measures of `kvalign.eval.fluency.judge`.
 
     Raises:
-        ValueError, FileNotFoundError: wrong settings, said before any work.
+        UserError: wrong settings, said before any work.
     """
     started = time.perf_counter()
     check_names(settings)
@@ -44,7 +44,7 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
     rows = []
     with tqdm(total=len(runs) * settings.max_new_tokens, unit="token", smoothing=0.05) as bar:
         for method, ngram, number in runs:
-            bar.set_description(f"{method.title} C={method.cache_size}")
+            bar.set_description(f"{method.title} C={method.sizes.cache_size}")
             sampling = Sampling(
                 max_new_tokens=settings.max_new_tokens,
                 top_k=settings.top_k,

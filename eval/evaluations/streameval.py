@@ -28,12 +28,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.app.commands.eval_streameval import StreamEvalSettings
+from kvalign.errors import UserError
 from kvalign.eval.document import document
 from kvalign.eval.grid import check_names, make_grid, sizes_of
-from kvalign.methods import Method
-from kvalign.methods.base import OnLabels
+from kvalign.eval.settings import StreamEvalSettings
+from kvalign.methods.base import Method
 from kvalign.models import load_model
+from kvalign.scoring import OnLabels
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
         accuracy (share of answers that are right), answer_nll_nats (mean of an answer), seconds.
 
     Raises:
-        ValueError, FileNotFoundError: wrong settings, or a stream too long for a method that does
+        UserError: wrong settings, or a stream too long for a method that does
             not evict; before any work.
     """
     started = time.perf_counter()
@@ -119,7 +120,9 @@ def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
     with tqdm(total=len(methods) * num_queries, unit="query") as bar:
         for method in methods:
             for distance, stream in streams.items():
-                bar.set_description(f"{method.title} C={method.cache_size} distance={distance}")
+                bar.set_description(
+                    f"{method.title} C={method.sizes.cache_size} distance={distance}"
+                )
                 rows.append(score(method, stream, bar.update))
     return document("eval streameval", settings, rows, started=started)
 
@@ -157,13 +160,13 @@ def encode(
 
 
 def check_room(method: Method, streams: Iterable[Sequence[EncodedPiece]]) -> None:
-    """Raise ValueError for a method that cannot take in a whole stream."""
+    """Raise UserError for a method that cannot take in a whole stream."""
     method.reset()
     longest = max(stream[-1].start + len(stream[-1].ids) for stream in streams)
-    if method.room is not None and longest > method.room:
-        raise ValueError(
-            f"{method.name} has room for {method.room} tokens, the stream has {longest}: lower "
-            "--num-lines or choose a streaming method"
+    if method.tokens_left is not None and longest > method.tokens_left:
+        raise UserError(
+            f"{method.name} has room for {method.tokens_left} tokens, the stream has {longest}: "
+            "lower --num-lines or choose a streaming method"
         )
 
 
@@ -220,11 +223,11 @@ def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
     """Whether a line is wholly among what the step of the `num_fed`-th token attends to: the sinks
     and the latest, cache_size + 1 at most, less up to num_evicted - 1 that went with the others.
     """
-    excess = num_fed - (method.cache_size + 1)
-    if excess <= 0 or method.room is not None:
+    dropped = method.sizes.num_dropped(num_fed - 1)
+    if not dropped or method.tokens_left is not None:
         return True
-    dropped = -(-excess // method.num_evicted) * method.num_evicted
-    return line.start >= method.num_sinks + dropped or line.answer_end <= method.num_sinks
+    num_sinks = method.sizes.num_sinks
+    return line.start >= num_sinks + dropped or line.answer_end <= num_sinks
 
 
 def _num_queries(stream: Sequence[EncodedPiece]) -> int:

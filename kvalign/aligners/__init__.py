@@ -1,20 +1,7 @@
-"""Aligners: what realigns kept entries after an eviction. One file a kind; the config of an
-artifact names its kind.
+"""Aligners: what realigns the entries that stay after an eviction. One file a kind; `kinds.py` has
+a line each, and the config in an aligner's folder names its kind.
 """
 
-from kvalign.aligners.anchored import AnchoredAligner
-from kvalign.aligners.base import Aligner, AlignerConfig, Move, new_config, probe
-from kvalign.aligners.network import NetworkAligner, RealignNet
-from kvalign.aligners.table import TableAligner
+import lazy_loader
 
-__all__ = [
-    "Aligner",
-    "AlignerConfig",
-    "AnchoredAligner",
-    "Move",
-    "NetworkAligner",
-    "RealignNet",
-    "TableAligner",
-    "new_config",
-    "probe",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Move
-from kvalign.aligners.network import RealignNet, hidden_sizes
+from kvalign.aligners.network import KV, NETWORK_SIZES, RealignNet, hidden_sizes
 from kvalign.aligners.table import TableAligner
+from kvalign.sizes import CacheSizes
 
 
 class AnchoredAligner(Aligner):
@@ -17,6 +18,7 @@ class AnchoredAligner(Aligner):
 
     kind = "anchored"
     recursive = False
+    default_sizes = NETWORK_SIZES
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
@@ -24,20 +26,17 @@ class AnchoredAligner(Aligner):
         hidden, sizes = hidden_sizes(config)
         shape = (config.head_dim, config.chunk_len, config.num_layers, config.num_kv_heads)
         self.key, self.value = (
-            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
-            for target in ("key", "value")
+            RealignNet(*shape, hidden1=hidden[kv][0], hidden2=hidden[kv][1], **sizes) for kv in KV
         )
 
-    def check(
-        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
-    ) -> None:
-        super().check(model, cache_size, num_sinks, num_evicted)
-        self.table.check(model, cache_size, num_sinks, num_evicted)
+    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+        super().check(model, sizes)
+        self.table.check(model, sizes)
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        return self.table.anchor(layer, keys, values, born)
+        return self.table.anchor(layer, keys, values, birth)
 
     def realign(
         self, layer: int, keys: Tensor, values: Tensor, move: Move
@@ -56,10 +55,10 @@ class AnchoredAligner(Aligner):
 
 
 def rows_of(
-    aligner: AnchoredAligner, target: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
+    aligner: AnchoredAligner, kv: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
 ) -> Tensor:
     """Rows x [N, D] as `anchor` leaves them, for their positions now: [N, D]; for training."""
-    means, scales = getattr(aligner.table, target), getattr(aligner.table, f"{target}_scale")
+    means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
     placed = means[layer, head, now] + x * scales[layer, head, now, None]
-    net: RealignNet = getattr(aligner, target)
+    net: RealignNet = getattr(aligner, kv)
     return placed + (net(x, now, layer, head) - x)

@@ -5,17 +5,16 @@ An aligner corrects the kept entries of the cache after an eviction. The rotatio
 is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
 """
 
-import dataclasses
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,73 +22,57 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints, hub
 from kvalign.aligners.card import card_text
-from kvalign.files import write_text, write_whole
+from kvalign.aligners.kinds import KINDS
+from kvalign.errors import NotFoundError, UserError
+from kvalign.files import checked, read_json, write_json, write_whole
 from kvalign.models import ModelSpec, spec_of
+from kvalign.sizes import CacheSizes
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-_PROBE_LEN = 16
+FINGERPRINT_LEN = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlignerConfig:
-    """What an aligner was made for, and how.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Text = Annotated[str, Field(strict=True)]
+
+
+class AlignerConfig(BaseModel):
+    """What an aligner was made for, and how: the `config.json` of its folder.
 
     Attributes:
-        kind: name in the registry of aligner kinds.
+        kind: name in `kvalign.aligners.kinds.KINDS`.
         base_model: the model's name when it was recorded; informative, a folder may have moved.
-        probe: 16 embedding weights of the base model, by which its weights are recognised.
+        embedding_fingerprint: 16 embedding weights of the base model, by which it is recognised
+            (`probe` in folders of version 0.1).
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
+        num_sinks: of the recorded caches.
         shifts: numbers of entries evicted at once that it was trained on.
         sizes: sizes of the kind's own parts.
-        training: data, settings and versions it came from; informative.
+        training: data, settings and versions it came from, by part; informative.
     """
 
-    kind: str
-    base_model: str
-    family: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    probe: tuple[float, ...]
-    chunk_len: int
-    num_sinks: int
-    shifts: tuple[int, ...]
-    sizes: dict[str, int] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "AlignerConfig":
-        """Raises ValueError naming what is missing, unknown or of the wrong type."""
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"an aligner's config must be an object, got {type(values).__name__}")
-        missing = [
-            n
-            for n, f in known.items()
-            if n not in values and f.default_factory is dataclasses.MISSING
-        ]
-        if missing or values.keys() - known:
-            unknown = sorted(values.keys() - known)
-            raise ValueError(
-                f"not an aligner's config: missing {missing or 'none'}, unknown {unknown or 'none'}"
-            )
-        for name in ("kind", "base_model", "family"):
-            if not isinstance(values[name], str):
-                raise ValueError(f"aligner config: {name} must be a text, got {values[name]!r}")
-        if not isinstance(values.get("training", {}), dict):
-            raise ValueError("aligner config: training must be an object, by target")
-        for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_len", "num_sinks"):
-            if not isinstance(values[name], int) or not 0 <= values[name] < 2**31:
-                raise ValueError(f"aligner config: {name} must be a count, got {values[name]!r}")
-        shifts, probe_weights, sizes = values["shifts"], values["probe"], values.get("sizes", {})
-        if not _are(int, shifts) or min(shifts) < 1:
-            raise ValueError(f"aligner config: shifts must be counts, got {shifts!r}")
-        if not _are(float, probe_weights) or len(probe_weights) != _PROBE_LEN:
-            raise ValueError(f"aligner config: probe must be {_PROBE_LEN} numbers")
-        if not isinstance(sizes, dict) or (sizes and not _are(int, list(sizes.values()))):
-            raise ValueError(f"aligner config: sizes must be counts by name, got {sizes!r}")
-        return cls(**{**values, "shifts": tuple(shifts), "probe": tuple(probe_weights)})
+    kind: Text
+    base_model: Text
+    family: Text
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    embedding_fingerprint: Annotated[
+        tuple[float, ...],
+        Field(
+            min_length=FINGERPRINT_LEN,
+            max_length=FINGERPRINT_LEN,
+            validation_alias=AliasChoices("embedding_fingerprint", "probe"),
+        ),
+    ]
+    chunk_len: Count
+    num_sinks: Count
+    shifts: Annotated[tuple[Annotated[Count, Field(ge=1)], ...], Field(min_length=1)]
+    sizes: dict[str, Count] = {}
+    training: dict[str, Any] = {}
 
     @property
     def num_positions(self) -> int:
@@ -122,15 +105,13 @@ class Aligner(
     kind: ClassVar[str]
     recursive: ClassVar[bool]
     """True: `realign` is given its own last output; False: what `anchor` returned at birth."""
-    kinds: ClassVar[dict[str, type["Aligner"]]] = {}
+    default_sizes: ClassVar[Mapping[str, int]] = {}
+    """Sizes of the kind's own parts, by the names that `AlignerConfig.sizes` gives them."""
+    default_num_sinks: ClassVar[int] = 0
 
     def __init__(self, config: AlignerConfig):
         super().__init__()
         self.config = config
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Aligner.kinds[cls.kind] = cls
 
     @property
     def label(self) -> str:
@@ -140,7 +121,7 @@ class Aligner(
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
         """What to keep of new entries, from which `realign` starts unless it is recursive.
 
@@ -148,7 +129,7 @@ class Aligner(
             layer: index of the layer.
             keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
             values: [B, H, S, D].
-            born: the positions they were computed at, [S] int64 or a slice of length S.
+            birth: the positions they were computed at, [S] int64 or a slice of length S.
 
         Returns:
             keys and values of the same shape.
@@ -172,25 +153,22 @@ class Aligner(
             keys and values of the same shape.
         """
 
-    def check(
-        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
-    ) -> None:
-        """Raise ValueError, naming the field, if this aligner was not made for such a model or
+    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+        """Raise UserError, naming the field, if this aligner was not made for such a model or
         cache.
         """
         spec = spec_of(model.config)
         for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
             _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
-        if not has_probe(model, self.config.probe):
-            raise ValueError(
-                f"this aligner was made for {self.config.base_model}: probe (its embedding "
-                "weights) differs from this model's; train an aligner for it with gen-data and "
-                "train"
+        if not has_fingerprint(model, self.config.embedding_fingerprint):
+            raise UserError(
+                f"this aligner was made for {self.config.base_model}: the embedding weights "
+                "of this model are others; train an aligner for it with kvalign train"
             )
-        if cache_size >= self.config.chunk_len:
-            raise ValueError(
+        if sizes.cache_size >= self.config.chunk_len:
+            raise UserError(
                 f"cache_size must be at most {self.config.chunk_len - 1} with this aligner (it was "
-                f"recorded with chunk_len {self.config.chunk_len}), got {cache_size}"
+                f"recorded with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
@@ -198,8 +176,7 @@ class Aligner(
         return ModelCard(card_text(self.config))
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        config = json.dumps(dataclasses.asdict(self.config), indent=1) + "\n"
-        write_text(save_directory / CONFIG, config)
+        write_json(save_directory / CONFIG, self.config.model_dump(mode="json"))
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
         write_whole(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
 
@@ -209,43 +186,34 @@ class Aligner(
         """Load an aligner of any kind: a shipped name, a local folder or a hub id.
 
         Raises:
-            FileNotFoundError: there is none of that name.
-            ValueError: its config or weights are damaged or do not fit together.
+            NotFoundError: there is none of that name.
+            UserError: its config or weights are damaged or do not fit together.
         """
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
         if not folder.is_dir():
             folder = _download(str(model_id), revision)
-        try:
-            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"no aligner in {str(model_id)!r}: it has no {CONFIG}"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
-        config = AlignerConfig.from_dict(values)
-        if config.kind not in Aligner.kinds:
-            raise ValueError(
-                f"unknown aligner kind {config.kind!r} (known: {', '.join(Aligner.kinds)})"
-            )
+        if not (folder / CONFIG).is_file():
+            raise NotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}")
+        config = checked(AlignerConfig, read_json(folder / CONFIG), folder / CONFIG)
+        kind = KINDS.find(config.kind)
         try:
             weights = load_file(folder / WEIGHTS)
         except (FileNotFoundError, SafetensorError) as error:
-            raise ValueError(
+            raise UserError(
                 f"cannot read the weights of aligner {str(model_id)!r}: {error}"
             ) from None
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
-                aligner = Aligner.kinds[config.kind](config)
+                aligner = kind(config)
         except (KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"aligner {str(model_id)!r}: sizes do not make a {config.kind}: {error}"
             ) from None
         for name, expected in aligner.state_dict().items():
             found = weights.get(name)
             if found is None or found.shape != expected.shape:
                 shape = "nothing" if found is None else tuple(found.shape)
-                raise ValueError(
+                raise UserError(
                     f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found "
                     f"{shape}"
                 )
@@ -253,17 +221,17 @@ class Aligner(
         return aligner.requires_grad_(False).eval()
 
 
-def probe(model: PreTrainedModel) -> tuple[float, ...]:
+def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     """A few embedding weights, spread over the vocabulary: nearly the same in any precision."""
     weight = model.get_input_embeddings().weight
-    rows = torch.linspace(0, weight.shape[0] - 1, _PROBE_LEN).long().to(weight.device)
-    columns = torch.linspace(0, weight.shape[1] - 1, _PROBE_LEN).long().to(weight.device)
+    rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
+    columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)
     return tuple(round(x, 6) for x in weight.detach()[rows, columns].float().tolist())
 
 
-def has_probe(model: PreTrainedModel, expected: Sequence[float]) -> bool:
-    """Whether the model's embedding weights are those that `probe` gave, in any precision."""
-    found = torch.tensor(probe(model))
+def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
+    """Whether the model has the embedding weights of a fingerprint, in any precision."""
+    found = torch.tensor(embedding_fingerprint(model))
     return len(expected) == len(found) and torch.allclose(
         torch.tensor(expected, dtype=found.dtype), found, rtol=2e-2, atol=1e-4
     )
@@ -278,24 +246,14 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        probe=probe(model),
+        embedding_fingerprint=embedding_fingerprint(model),
         **fields,
-    )
-
-
-def _are(kind: type, values: Any) -> bool:
-    """Whether JSON gave a list of numbers of a kind, with at least one of them."""
-    kinds = (int, float) if kind is float else (kind,)
-    return (
-        isinstance(values, list | tuple)
-        and len(values) > 0
-        and all(type(x) in kinds for x in values)
     )
 
 
 def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
     if expected != found:
-        raise ValueError(
+        raise UserError(
             f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this "
             f"model"
         )
@@ -312,6 +270,4 @@ def _download(model_id: str, revision: str | None) -> Path:
             )
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"no aligner {model_id!r}: neither a folder nor on the hub"
-        ) from error
+        raise NotFoundError(f"no aligner {model_id!r}: neither a folder nor on the hub") from error

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Move
-
-TARGETS = ("key", "value")
+from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
+from kvalign.errors import UserError
+from kvalign.sizes import CacheSizes
 
 
 class RealignNet(nn.Module):
@@ -29,11 +30,11 @@ class RealignNet(nn.Module):
         num_layers: int,
         num_heads: int,
         *,
-        hidden1: int = 256,
-        hidden2: int = 64,
-        position_dim: int = 32,
-        layer_dim: int = 8,
-        head_embed_dim: int = 4,
+        hidden1: int,
+        hidden2: int,
+        position_dim: int = NETWORK_SIZES["position_dim"],
+        layer_dim: int = NETWORK_SIZES["layer_dim"],
+        head_embed_dim: int = NETWORK_SIZES["head_embed_dim"],
     ):
         super().__init__()
         self.position = nn.Embedding(num_positions, position_dim)
@@ -93,36 +94,35 @@ class NetworkAligner(Aligner):
     """Two `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`,
     `position_dim`, ...
 
-    Trained on shift s, it takes a longer move as several moves of s; a target without training
-    stays zero and leaves its entries as they are.
+    Trained on shift s, it takes a longer move as several moves of s; keys or values without
+    training stay and leaves its entries as they are.
     """
 
     kind = "network"
     recursive = True
+    default_sizes = NETWORK_SIZES
+    default_num_sinks = 4
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         hidden, sizes = hidden_sizes(config)
         shape = (config.head_dim, config.num_positions, config.num_layers, config.num_kv_heads)
         self.key, self.value = (
-            RealignNet(*shape, hidden1=hidden[target][0], hidden2=hidden[target][1], **sizes)
-            for target in TARGETS
+            RealignNet(*shape, hidden1=hidden[kv][0], hidden2=hidden[kv][1], **sizes) for kv in KV
         )
 
-    def check(
-        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
-    ) -> None:
-        super().check(model, cache_size, num_sinks, num_evicted)
-        if num_sinks != self.config.num_sinks:
-            raise ValueError(
+    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+        super().check(model, sizes)
+        if sizes.num_sinks != self.config.num_sinks:
+            raise UserError(
                 f"num_sinks must be {self.config.num_sinks} with this aligner (its positions count "
-                f"from there), got {num_sinks}"
+                f"from there), got {sizes.num_sinks}"
             )
         shifts = self.config.shifts
-        if all(num_evicted % shift for shift in shifts):
-            raise ValueError(
+        if all(sizes.num_evicted % shift for shift in shifts):
+            raise UserError(
                 f"num_evicted must be a multiple of {' or '.join(map(str, shifts))} with this "
-                f"aligner (the shifts it was trained on), got {num_evicted}"
+                f"aligner (the shifts it was trained on), got {sizes.num_evicted}"
             )
 
     def realign(
@@ -137,7 +137,7 @@ class NetworkAligner(Aligner):
 
 
 def hidden_sizes(config: AlignerConfig) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Of a config's sizes: the two hidden sizes of each target, and those that both share."""
+    """Of a config's sizes: the two hidden sizes of keys and of values, and the shared ones."""
     sizes = dict(config.sizes)
-    hidden = {t: [sizes.pop(f"{t}_hidden1"), sizes.pop(f"{t}_hidden2")] for t in TARGETS}
+    hidden = {kv: [sizes.pop(f"{kv}_hidden1"), sizes.pop(f"{kv}_hidden2")] for kv in KV}
     return hidden, sizes

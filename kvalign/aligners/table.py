@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Move
+from kvalign.errors import UserError
+from kvalign.sizes import CacheSizes
 
 
 class TableAligner(Aligner):
@@ -41,24 +43,22 @@ class TableAligner(Aligner):
             nn.init.zeros_(means)
             nn.init.ones_(scales)
 
-    def check(
-        self, model: PreTrainedModel, cache_size: int, num_sinks: int, num_evicted: int
-    ) -> None:
-        super().check(model, cache_size, num_sinks, num_evicted)
-        if num_sinks < self.config.num_sinks:
-            raise ValueError(
+    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+        super().check(model, sizes)
+        if sizes.num_sinks < self.config.num_sinks:
+            raise UserError(
                 f"num_sinks must be at least {self.config.num_sinks} with this aligner (earlier "
-                f"positions were not recorded), got {num_sinks}"
+                f"positions were not recorded), got {sizes.num_sinks}"
             )
 
     def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, born: Tensor | slice
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        assert not isinstance(born, slice) or born.stop <= self.config.chunk_len
+        assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         return (
-            (keys - self.key[layer, :, born]) / self.key_scale[layer, :, born, None],
-            (values - self.value[layer, :, born]) / self.value_scale[layer, :, born, None],
+            (keys - self.key[layer, :, birth]) / self.key_scale[layer, :, birth, None],
+            (values - self.value[layer, :, birth]) / self.value_scale[layer, :, birth, None],
         )
 
     def realign(

@@ -1,54 +1,23 @@
-"""The command line: `kvalign VERB [--flags]`. A command is one module of `kvalign.app.commands` and
-one line here, in the group of what it is for.
+"""The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
 
-A command module declares a `Settings` class (its flags) and `run(settings)`; it imports what is
-heavy inside `run`, so that help answers at once. Results go to stdout, progress and timings to
-stderr. Exit code 0: done; 1: failed; 2: wrong use, said in one line.
+Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed; 2: something
+that the user can mend, said in one line. Help answers at once: what is heavy is imported by the
+command that runs.
 """
 
 import errno
-import importlib
-import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from kvalign.settings import Settings, parse
+from kvalign.app import catalogue
+from kvalign.app.arguments import parse
+from kvalign.app.catalogue import COMMANDS, GROUPS
+from kvalign.errors import RunError, UserError
 
-GROUPS = {
-    "stream": {
-        "generate": "stream text past the context length with any method",
-        "chat": "hold one endless conversation in the terminal",
-        "demo-ui": "watch methods write side by side, on a page served here",
-        "lanes": "a page that shows the cache step by step, for any method",
-    },
-    "train": {
-        "gen-data": "record KV caches before and after eviction",
-        "train": "train an aligner on text or on recorded caches",
-        "tune": "sweep the networks' sizes and learning rate with Ray Tune",
-        "import-published": "make an aligner of the networks that the paper's authors publish",
-        "pretrain": "train a small reference language model from scratch",
-    },
-    "evaluate": {
-        "eval perplexity": "compare methods on perplexity and time",
-        "eval latency": "time per token of all methods, taking turns",
-        "eval readability": "let methods write, and judge what they wrote",
-        "eval streameval": "ask for values registered some lines back in an endless stream",
-        "eval chat": "many conversations through one stream, each answer judged",
-        "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
-        "report": "a page, plots and tables of the results in a folder",
-    },
-    "look around": {
-        "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
-        "models": "models at hand, and the architectures that are supported",
-        "methods": "ways to stream",
-        "aligners": "aligners at hand: for which model, of which kind, trained on what",
-        "corpora": "texts to train and evaluate on",
-        "completion": "a script for the shell that completes commands, flags and names",
-    },
-}
-COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
+ISSUES = "https://github.com/eecs585projectorg/kv-align/issues"
 
 _HELP = ("-h", "--help")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
@@ -56,6 +25,10 @@ _USAGE = """usage: kvalign COMMAND [--help] [flags]
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
 
 {commands}
+with any command:
+  --help    its flags, and an example
+  --debug   the whole traceback of an error
+
 example:
   kvalign generate --model gpt2-mini --cache-size 64 --prompt "The history of the island"
 """
@@ -68,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete()
     args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if args[:1] == ["--debug"]:
+        del args[0]
     if not args or args[0] in _HELP or args in [["eval", word] for word in _HELP]:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -76,41 +52,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("kvalign", version("kvalign"))
         return 0
-    name = " ".join(args[:2]) if args[0] == "eval" else args[0]
-    if name not in COMMANDS:
-        return _wrong_use(_unknown(name))
-    module = importlib.import_module(module_name(name))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    name = ""
     try:
-        module.run(parse(settings_class(module), args[len(name.split()) :], f"kvalign {name}"))
-    except (
-        ValueError,
-        FileNotFoundError,
-        FileExistsError,
-        IsADirectoryError,
-        NotADirectoryError,
-    ) as error:
-        return _wrong_use(str(error), name)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output has left
-            sys.stderr.close()
-            return 0
-        refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        _wrong_use(f"{error}; what was finished before is kept", name)
-        return 2 if refused else 1
-    except ModuleNotFoundError as error:
-        if (error.name or "kvalign").startswith("kvalign"):
-            raise
-        from kvalign.app.requirements import how_to_install
-
-        needed = (error.name or "").partition(".")[0]
-        return _wrong_use(f"it needs {needed}: {how_to_install(needed)}", name)
-    except SystemExit as end:  # argparse's --help and errors
+        command, flags = catalogue.find(args)
+        name = command.name
+        cls = command.settings_for(flags)
+        settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
+        command.run(settings, as_json)
+    except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
         return int(end.code or 0)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code, message = explain(error)
+        print(f"kvalign {name}".strip() + f": error: {' '.join(message.split())}", file=sys.stderr)
+        return code
     return 0
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and message of an error that ended a command."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, RunError):
+        return 1, str(error)
+    if isinstance(error, OSError):  # the machine's: a path that is none, a full disk, no permission
+        refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        is_path = isinstance(
+            error, FileNotFoundError | FileExistsError | IsADirectoryError | NotADirectoryError
+        )
+        kept = "" if is_path else "; what was finished before is kept"
+        return 2 if refused or is_path else 1, f"{error}{kept}"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "kvalign").startswith(
+        "kvalign"
+    ):
+        from kvalign.app.requirements import how_to_install
+
+        needed = (error.name or "").partition(".")[0]
+        return 2, f"it needs {needed}: {how_to_install(needed)}"
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return (
+        1,
+        f"a fault of ours, not yours ({what}): --debug shows where; please report it at {ISSUES}",
+    )
 
 
 def usage() -> str:
@@ -120,35 +111,3 @@ def usage() -> str:
     for title, group in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:{width}}{about}" for name, about in group.items()), ""]
     return _USAGE.format(commands="\n".join(lines))
-
-
-def module_name(command: str) -> str:
-    """Where a command lives: `eval perplexity` is `kvalign.app.commands.eval_perplexity`."""
-    return "kvalign.app.commands." + command.replace(" ", "_").replace("-", "_")
-
-
-def settings_class(module) -> type[Settings]:
-    """The `Settings` class that a command module declares."""
-    own = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Settings)
-        and value.__module__ == module.__name__
-    ]
-    assert len(own) == 1, f"{module.__name__} must declare one Settings class"
-    return own[0]
-
-
-def _unknown(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})"
-
-
-def _wrong_use(message: str, command: str = "") -> int:
-    line = " ".join(message.split())
-    print(f"kvalign {command}".strip() + f": error: {line}", file=sys.stderr)
-    return 2

@@ -6,7 +6,6 @@ imported.
 """
 
 import argparse
-import importlib
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -17,8 +16,9 @@ from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
 from kvalign import checkpoints
 from kvalign.app import listing
-from kvalign.app.cli import COMMANDS, module_name, settings_class
-from kvalign.settings import add_arguments, fields_of, without_none
+from kvalign.app.arguments import add_arguments
+from kvalign.app.catalogue import COMMANDS, Command
+from kvalign.settings import fields_of, without_none
 
 Completer = Callable[..., Iterable[str]]
 
@@ -40,9 +40,11 @@ def parser() -> argparse.ArgumentParser:
         group, _, name = command.rpartition(" ")
         if group not in groups:
             groups[group] = groups[""].add_parser(group, help="evaluate").add_subparsers()
-        cls = settings_class(importlib.import_module(module_name(command)))
+        cls = Command(command).settings_for()
         hints = typing.get_type_hints(cls)
-        actions = add_arguments(groups[group].add_parser(name, help=about), cls)
+        actions = add_arguments(
+            groups[group].add_parser(name, help=about), cls, has_json=Command(command).has_json
+        )
         for field in fields_of(cls):
             hint = without_none(hints[field.name])
             if hint is not bool:
@@ -63,8 +65,8 @@ def _completer(name: str, choices: tuple[str, ...] | None, hint: typing.Any) -> 
 
 def _names() -> dict[str, tuple[str, ...]]:
     """Of fields, the names that they may be given."""
-    from kvalign.app.commands.train import TrainSettings
     from kvalign.data_gen import corpora, prompts
+    from kvalign.training.settings import TrainSettings
 
     kinds = {field.name: field.metadata["choices"] for field in fields_of(TrainSettings)}
     methods = listing.method_names()

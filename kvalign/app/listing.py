@@ -64,10 +64,10 @@ def method_names() -> tuple[str, ...]:
 
 def aligners() -> list[Row]:
     """The shipped aligners, then those of the hub's cache."""
-    from kvalign.aligners import Aligner
+    from kvalign.aligners import KINDS, Aligner
 
     def row(name: str, folder: Path) -> Row | None:
-        if _config(folder).get("kind") not in Aligner.kinds:
+        if _config(folder).get("kind") not in KINDS:
             return None
         aligner = Aligner.from_pretrained(folder)
         config = aligner.config

@@ -5,7 +5,6 @@ repeated by hand. It is finished when its document is there; a run that was inte
 there, and perplexity within its cell (`--keep`).
 """
 
-import importlib
 import json
 import shlex
 import subprocess
@@ -16,12 +15,13 @@ from typing import Any
 
 import yaml
 
-from kvalign.app.cli import COMMANDS, module_name, settings_class
+from kvalign.app import catalogue
+from kvalign.app.arguments import parse
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.listing import suites
+from kvalign.errors import RunError, UserError
 from kvalign.eval.results_folder import SUITE_FILE
 from kvalign.files import locked, write_text
-from kvalign.settings import Settings, parse
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         By cell: `kept` or `run`.
 
     Raises:
-        ValueError: an unknown or wrong suite, a wrong command in it, or a folder with the results
+        UserError: an unknown or wrong suite, a wrong command in it, or a folder with the results
             of another one; before any work.
-        RuntimeError: a cell failed; those finished before it are kept.
+        RunError: a cell failed; those finished before it are kept.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override)
     missing = [cell for cell in cells if not is_finished(cell, settings.out)]
     there = settings.out / SUITE_FILE
     if there.exists() and there.read_text(encoding="utf-8") != text:
-        raise ValueError(f"{settings.out} has the results of another suite: name another --out")
+        raise UserError(f"{settings.out} has the results of another suite: name another --out")
     with locked(settings.out):
         write_text(there, text)
         _run(missing, settings)
@@ -80,7 +80,7 @@ def read_suite(name: str) -> str:
     """The text of a shipped suite or of a file.
 
     Raises:
-        ValueError: no such suite.
+        UserError: no such suite.
     """
     shipped = suites()
     if name in shipped:
@@ -88,7 +88,7 @@ def read_suite(name: str) -> str:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path.read_text(encoding="utf-8")
-    raise ValueError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
+    raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
 
 
 def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
@@ -101,7 +101,7 @@ def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
         override: flags that replace those of the cells which know them.
 
     Raises:
-        ValueError: anything that is wrong in it, or a flag to override that no cell has.
+        UserError: anything that is wrong in it, or a flag to override that no cell has.
     """
     try:
         suite = yaml.safe_load(text)
@@ -109,29 +109,33 @@ def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
         steps += [(step, False) for step in suite["cells"]]
         named = [(step["name"], step["command"], first) for step, first in steps]
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"suite {name} is not understood ({error}): it needs a list `cells` of name and command"
         ) from error
     if len({name for name, _, _ in named}) < len(named):
-        raise ValueError(f"suite {name} has two cells of one name")
+        raise UserError(f"suite {name} has two cells of one name")
     new = _groups(shlex.split(override))
     cells, known = [], set[str]()
     for cell, command, first in named:
         if not str(cell).replace("-", "").isalnum():
-            raise ValueError(f"suite {name}: a cell's name has letters, digits and -, got {cell!r}")
+            raise UserError(f"suite {name}: a cell's name has letters, digits and -, got {cell!r}")
         words = shlex.split(command)
-        verb, cls = _command(words, f"suite {name}, cell {cell}")
-        own = _groups(words[len(verb.split()) :])
+        try:
+            known_command, flags = catalogue.find(words)
+        except UserError as error:
+            raise UserError(f"suite {name}, cell {cell}: {error}") from error
+        verb, cls = known_command.name, known_command.settings_for(flags)
+        own = _groups(flags)
         own |= {flag: values for flag, values in new.items() if flag in cls.flags()}
         arguments = [word for flag, values in own.items() for word in (flag, *values)]
         try:
-            settings = parse(cls, arguments, f"suite {name}, cell {cell}: kvalign {verb}")
-        except ValueError as error:
-            raise ValueError(f"suite {name}, cell {cell}: {error}") from error
+            settings, _ = parse(cls, arguments, f"suite {name}, cell {cell}: kvalign {verb}")
+        except UserError as error:
+            raise UserError(f"suite {name}, cell {cell}: {error}") from error
         cells.append(Cell(cell, settings.command_line(verb), first))
         known |= cls.flags()
     if useless := set(new) - known:
-        raise ValueError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
+        raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
     return cells
 
 
@@ -139,7 +143,7 @@ def is_finished(cell: Cell, out: Path) -> bool:
     """Whether the cell's document is there.
 
     Raises:
-        ValueError: a document of another command, or a damaged one.
+        UserError: a document of another command, or a damaged one.
     """
     path = _path(cell, out)
     if not path.exists():
@@ -147,9 +151,9 @@ def is_finished(cell: Cell, out: Path) -> bool:
     try:
         command = json.loads(path.read_text(encoding="utf-8"))["command"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it") from error
+        raise UserError(f"{path} is damaged ({error}): delete it") from error
     if command != cell.command:
-        raise ValueError(f"{path} has another command's result: delete it or name another --out")
+        raise UserError(f"{path} has another command's result: delete it or name another --out")
     return True
 
 
@@ -157,13 +161,13 @@ def run_cell(command: str, out: Path) -> str:
     """Run a cell's command in a process of its own: what it prints, a JSON document.
 
     Raises:
-        RuntimeError: it failed; its own message has been on stderr.
+        RunError: it failed; its own message has been on stderr.
     """
     words = [word.replace("{out}", str(out)) for word in shlex.split(command)]
     words = [sys.executable, "-m", *words, "--json"]
     done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode} of {shlex.join(words[2:])}")
+        raise RunError(f"exit code {done.returncode} of {shlex.join(words[2:])}")
     return done.stdout
 
 
@@ -181,14 +185,6 @@ def _path(cell: Cell, out: Path) -> Path:
     return out / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
 
 
-def _command(words: list[str], place: str) -> tuple[str, type[Settings]]:
-    """The name and the settings of the command that words begin with."""
-    for verb in COMMANDS:
-        if words[: len(verb.split())] == verb.split():
-            return verb, settings_class(importlib.import_module(module_name(verb)))
-    raise ValueError(f"{place}: no such command: {' '.join(words[:2])}")
-
-
 def _groups(words: list[str]) -> dict[str, list[str]]:
     """Flags, each with the words after it."""
     groups: dict[str, list[str]] = {}
@@ -196,7 +192,7 @@ def _groups(words: list[str]) -> dict[str, list[str]]:
         if word.startswith("--"):
             groups[word] = []
         elif not groups:
-            raise ValueError(f"flags begin with --, got {word!r}")
+            raise UserError(f"flags begin with --, got {word!r}")
         else:
             groups[list(groups)[-1]].append(word)
     return groups

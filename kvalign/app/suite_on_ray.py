@@ -9,14 +9,15 @@ from tqdm.auto import tqdm
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suite import Cell, run_cell
 from kvalign.cluster import ray_session
+from kvalign.errors import RunError
 
 
 def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
     """Yield each cell with what its command printed, in the order in which they end.
 
     Raises:
-        RuntimeError: a cell failed; the others are stopped.
-        ValueError: no cluster at the address.
+        RunError: a cell failed; the others are stopped.
+        UserError: no cluster at the address.
     """
     with ray_session(settings.ray_address) as ray:
         task = ray.remote(
@@ -29,7 +30,7 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
                 output, error = ray.get(done)
                 if error:
-                    raise RuntimeError(error)
+                    raise RunError(error)
                 bar.update()
                 yield waiting.pop(done), output
 
@@ -40,5 +41,5 @@ def _run(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, s
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
         return run_cell(command, out), ""
-    except RuntimeError as error:
+    except RunError as error:
         return "", str(error)

@@ -2,32 +2,37 @@
 registry.
 """
 
-import difflib
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
+from kvalign.errors import UserError
+from kvalign.registry import Registry
 
-from kvalign import checkpoints
-from kvalign.aligners import Aligner
-from kvalign.cache import StreamingCache
-from kvalign.methods.base import Cached, Method
-from kvalign.methods.dense import Dense
-from kvalign.methods.discard_half import DiscardHalf
-from kvalign.methods.kvalign import KVAlign
-from kvalign.methods.recompute import Recompute
-from kvalign.methods.streaming_llm import StreamingLLM
-from kvalign.methods.window import Window
-from kvalign.models import spec_of
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvalign.aligners import Aligner
+    from kvalign.cache import StreamingCache
+    from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)
 
-METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (Dense, Window, StreamingLLM, Recompute, DiscardHalf, KVAlign)
-}
-"""Methods by the name that the command line knows them by."""
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    {
+        "dense": "kvalign.methods.dense:Dense",
+        "window": "kvalign.methods.window:Window",
+        "streaming-llm": "kvalign.methods.streaming_llm:StreamingLLM",
+        "recompute": "kvalign.methods.recompute:Recompute",
+        "discard-half": "kvalign.methods.discard_half:DiscardHalf",
+        "kvalign": "kvalign.methods.kvalign:KVAlign",
+    },
+)
+"""Method classes by the name that the command line knows them by."""
 
 
 def make_method(
@@ -44,14 +49,13 @@ def make_method(
     Args:
         name: key of `METHODS`.
         model: a causal LM of transformers.
-        cache_size, num_sinks, num_evicted: entries; None takes the method's default.
+        cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
 
     Raises:
-        ValueError: unknown method, sizes that do not fit, no aligner, or one made for another
+        UserError: unknown method, sizes that do not fit, no aligner, or one made for another
             model.
-        FileNotFoundError: no aligner of that name.
         TypeError: the model is none.
     """
     if not hasattr(model, "config"):
@@ -59,27 +63,29 @@ def make_method(
             f"the model must be a causal LM of transformers, got {type(model).__name__}: "
             "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
         )
-    cls = method_class(name)
-    sizes: dict[str, Any] = {
-        "cache_size": cache_size,
-        "num_sinks": num_sinks,
-        "num_evicted": num_evicted,
-    }
+    cls = METHODS.find(name)
+    asked = {"num_sinks": num_sinks, "num_evicted": num_evicted}
     for size in cls.fixed:
-        if sizes[size] is not None:
-            log.warning("%s %s: %s=%s has no effect", name, cls.about, size, sizes[size])
-            sizes[size] = None
+        if asked[size] is not None:
+            log.warning("%s %s: %s=%s has no effect", name, cls.about, size, asked[size])
+            asked[size] = None
     if cls.takes_aligner:
-        sizes["aligner"] = (
-            aligner if isinstance(aligner, Aligner) else _load_aligner(aligner, model)
-        )
-    elif aligner is not None:
+        loaded = _load_aligner(aligner, model)
+        sizes = cls.sizes_for(cache_size, asked["num_sinks"], asked["num_evicted"], loaded)
+        return cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
+    if aligner is not None:
         log.warning("%s takes no aligner: the one given has no effect", name)
-    return cls(model, **sizes)
+    return cls(model, cls.sizes_for(cache_size, asked["num_sinks"], asked["num_evicted"]))
 
 
 def make_cache(
-    model: PreTrainedModel, *, cache_size: int, method: str = "kvalign", **options: Any
+    model: PreTrainedModel,
+    *,
+    cache_size: int,
+    method: str = "kvalign",
+    num_sinks: int | None = None,
+    num_evicted: int | None = None,
+    aligner: Aligner | str | Path | None = None,
 ) -> StreamingCache:
     """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
     nor position ids.
@@ -89,15 +95,24 @@ def make_cache(
         cache_size: entries stored between steps. The first input may have one more; feed a longer
             one in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window.
-        options: num_sinks, num_evicted, aligner: as in `make_method`.
+        num_sinks, num_evicted, aligner: as in `make_method`.
 
     Raises:
-        ValueError, FileNotFoundError: as in `make_method`, or a method without such a cache.
+        UserError: as in `make_method`, or a method without such a cache.
     """
-    made = make_method(method, model, cache_size=cache_size, **options)
+    from kvalign.methods.base import Cached
+
+    made = make_method(
+        method,
+        model,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        aligner=aligner,
+    )
     if not isinstance(made, Cached):
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
-        raise ValueError(
+        raise UserError(
             f"{method} {made.about}: it has no streaming cache (these have: {', '.join(cached)})"
         )
     return made.cache
@@ -107,34 +122,42 @@ def make_methods(
     names: Iterable[str],
     model: PreTrainedModel,
     *,
+    cache_size: int,
+    num_sinks: int | None = None,
+    num_evicted: int | None = None,
     aligners: Sequence[Aligner | str] | None = None,
-    **sizes: Any,
 ) -> list[Method]:
-    """Methods to compare: one a name, and of `kvalign` one an aligner (None: the shipped one)."""
+    """Methods to compare: one a name, and of those that take an aligner one for each (None: the
+    shipped one).
+    """
     return [
-        make_method(name, model, aligner=aligner, **sizes)
+        make_method(
+            name,
+            model,
+            cache_size=cache_size,
+            num_sinks=num_sinks,
+            num_evicted=num_evicted,
+            aligner=aligner,
+        )
         for name in names
-        for aligner in ((aligners or (None,)) if method_class(name).takes_aligner else (None,))
+        for aligner in ((aligners or (None,)) if METHODS.find(name).takes_aligner else (None,))
     ]
 
 
-def method_class(name: str) -> type[Method]:
-    """The class of a method; ValueError with the nearest and all known names."""
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown method {name!r}{hint} (known: {', '.join(METHODS)})")
-    return METHODS[name]
+def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
+    from kvalign import checkpoints
+    from kvalign.aligners import Aligner
+    from kvalign.models import spec_of
 
-
-def _load_aligner(aligner: str | Path | None, model: PreTrainedModel) -> Aligner:
-    aligner = aligner or checkpoints.default_aligner(model.config.name_or_path)
-    if aligner is None:
+    if isinstance(aligner, Aligner):
+        return aligner
+    name = aligner or checkpoints.default_aligner(model.config.name_or_path)
+    if name is None:
         spec = spec_of(model.config)
         without = "discard-half" if spec.family == "learned" else "streaming-llm"
-        raise ValueError(
+        raise UserError(
             f"no aligner ships for {spec.name or 'this model'} ({spec.family} positions): take "
             f"method {without}, which needs none, or train one (kvalign train --aligner-kind "
             "table) and name its folder as aligner"
         )
-    return Aligner.from_pretrained(aligner)
+    return Aligner.from_pretrained(name)

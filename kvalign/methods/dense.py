@@ -2,14 +2,14 @@
 for tests.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.cache import entries_of, read_entries
+from kvalign.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.sizes import CacheSizes
 
 
 class Dense(Method):
@@ -17,8 +17,8 @@ class Dense(Method):
     about = "keeps everything and stops at the context length"
     default_num_sinks = 0
 
-    def __init__(self, model: PreTrainedModel, **sizes: Any):
-        super().__init__(model, **sizes)
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
+        super().__init__(model, sizes)
         self.reset()
 
     @property
@@ -35,20 +35,20 @@ class Dense(Method):
         self.reset()
         if state:
             length = state["0.keys"].shape[2] if "0.keys" in state else 0
-            if self.room is not None and length > self.room:
-                raise ValueError(f"a stream of {length} entries is more than {self.spec.name} has")
+            if self.tokens_left is not None and length > self.tokens_left:
+                raise UserError(f"a stream of {length} entries is more than {self.spec.name} has")
             self.cache = DynamicCache(read_entries(state, self.model, length))
 
     @property
-    def room(self) -> int | None:
+    def tokens_left(self) -> int | None:
         limit = self.spec.context_len
         return None if limit is None else limit - self.cache.get_seq_length()
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        if self.room is not None and ids.shape[1] > self.room:
-            raise ValueError(
-                f"dense has room for {self.room} more tokens before the context length of "
+        if self.tokens_left is not None and ids.shape[1] > self.tokens_left:
+            raise UserError(
+                f"dense has room for {self.tokens_left} more tokens before the context length of "
                 f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
                 "choose a streaming method"
             )

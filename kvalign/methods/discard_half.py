@@ -5,14 +5,13 @@ The default of llama.cpp's and LLM Runtime's endless generation. Between two ref
 never stale, but a step sees only three quarters of the cache on average.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.cache import entries_of, read_entries
 from kvalign.methods.base import Reencoding
+from kvalign.sizes import CacheSizes
 
 
 class DiscardHalf(Reencoding):
@@ -20,12 +19,13 @@ class DiscardHalf(Reencoding):
     about = "drops half of the window when full and re-encodes the rest"
     fixed = ("num_evicted",)
 
-    def __init__(self, model: PreTrainedModel, **sizes: Any):
-        super().__init__(model, **sizes)
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
+        super().__init__(model, sizes)
         self.reset()
 
-    def default_num_evicted(self) -> int:
-        return max(1, (self.cache_size - self.num_sinks) // 2)
+    @classmethod
+    def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
+        return max(1, (cache_size - num_sinks) // 2)
 
     def reset(self) -> None:
         self.seen = None

@@ -2,13 +2,12 @@
 (KV-Align 2024).
 """
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.methods.base import Cached
 from kvalign.realign import Realigner, trained
+from kvalign.sizes import CacheSizes
 
 
 class KVAlign(Cached):
@@ -18,12 +17,10 @@ class KVAlign(Cached):
     )
     takes_aligner = True
 
-    def __init__(self, model: PreTrainedModel, *, aligner: Aligner, **sizes: Any):
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):
         self.aligner = aligner
-        if sizes.get("num_sinks") is None:
-            sizes["num_sinks"] = aligner.config.num_sinks
-        super().__init__(model, **sizes)
-        aligner.check(model, self.cache_size, self.num_sinks, self.num_evicted)
+        super().__init__(model, sizes)
+        aligner.check(model, sizes)
 
     @property
     def aligner_name(self) -> str | None:

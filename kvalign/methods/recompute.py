@@ -4,13 +4,12 @@ grows with C.
 The oracle of both papers. It keeps no sinks (the paper's protocol); `num_sinks` adds them.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.methods.base import Reencoding
+from kvalign.sizes import CacheSizes
 
 
 class Recompute(Reencoding):
@@ -18,8 +17,8 @@ class Recompute(Reencoding):
     about = "re-encodes the window at every step"
     default_num_sinks = 0
 
-    def __init__(self, model: PreTrainedModel, **sizes: Any):
-        super().__init__(model, **sizes)
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
+        super().__init__(model, sizes)
         self.reset()
 
     def reset(self) -> None:

@@ -60,7 +60,7 @@ def test_the_system_prompt_stays(tmp_path):
         assert chat(*flags, *(["--system", system] if not path.exists() else [])) == 0
     stream = load_stream(path, loaded.model, loaded.tokenizer)
     method = stream.method
-    assert method.num_sinks == len(opening) and len(stream.ids) > method.cache_size + 10
+    assert method.sizes.num_sinks == len(opening) and len(stream.ids) > method.sizes.cache_size + 10
     assert method.cache.slots.index[: len(opening)].tolist() == list(range(len(opening)))
     assert stream.ids[: len(opening)] == opening
 

@@ -2,7 +2,6 @@
 import.
 """
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -14,7 +13,8 @@ from helpers.published_files import random_network
 from helpers.smaller import INSIDE, example, output_of, run_cell, smaller
 
 from kvalign import checkpoints
-from kvalign.app.cli import COMMANDS, GROUPS, main, module_name, settings_class
+from kvalign.app.catalogue import COMMANDS, Command
+from kvalign.app.cli import GROUPS, main
 
 # In this order: a later example reads what an earlier one wrote.
 EXAMPLES = ["pretrain", "gen-data", "train", "tune", "import-published", "generate", "chat"]
@@ -51,8 +51,7 @@ def test_examples_run(tmp_path, monkeypatch):
 def test_help_names_every_flag(command, capsys):
     assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
-    module = importlib.import_module(module_name(command))
-    for name, field in settings_class(module).__dataclass_fields__.items():
+    for name, field in Command(command).settings_for().__dataclass_fields__.items():
         shown = name.upper() if field.metadata["positional"] else "--" + name.replace("_", "-")
         assert shown in out
     assert "example:\n  kvalign" in out

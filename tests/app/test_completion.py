@@ -1,6 +1,5 @@
 """TAB offers every command, flag and name, and imports nothing heavy."""
 
-import importlib
 import io
 import os
 import shutil
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvalign import checkpoints
-from kvalign.aligners import Aligner
-from kvalign.app.cli import COMMANDS, main, module_name, settings_class
+from kvalign.aligners import KINDS
+from kvalign.app.catalogue import COMMANDS, Command
+from kvalign.app.cli import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.completion import _names, complete
 from kvalign.app.listing import suites
@@ -46,9 +46,9 @@ LINES = [
     ("kvalign eval perplexity --reference re", {"recompute"}),
     ("kvalign eval perplexity --corpus ", CORPORA),
     ("kvalign train --corpus wikitext,text:n", {"wikitext,text:notes.txt"}),
-    ("kvalign eval latency --aligner-kinds table,", {f"table,{name}" for name in Aligner.kinds}),
+    ("kvalign eval latency --aligner-kinds table,", {f"table,{name}" for name in KINDS}),
     ("kvalign eval chat --prompts ", {"own", "mt-bench"}),
-    ("kvalign train --aligner-kind ", set(Aligner.kinds)),
+    ("kvalign train --aligner-kind ", set(KINDS)),
     ("kvalign train --no-", {"--no-resume"}),
     ("kvalign eval run q", {"quick"}),
     ("kvalign eval run ", set(suites())),
@@ -99,13 +99,13 @@ def test_names_are_offered(line, offered, folder, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_offered(command, monkeypatch):
-    cls = settings_class(importlib.import_module(module_name(command)))
+    cls = Command(command).settings_for()
     on = {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
     assert offers(f"kvalign {command} --", monkeypatch) == {"--help", *cls.flags(), *on}
 
 
 def test_every_field_with_names_is_one_of_a_command():
-    classes = [settings_class(importlib.import_module(module_name(c))) for c in COMMANDS]
+    classes = [Command(c).settings_for() for c in COMMANDS]
     assert _names().keys() <= {field.name for cls in classes for field in fields_of(cls)}
 
 

@@ -7,24 +7,25 @@ import torch
 from helpers.tiny_models import ROTARY_KINDS, tiny_model
 
 from kvalign.cache import Slots, StreamingCache
-from kvalign.models import inv_freq, spec_of
+from kvalign.models import rotation_of, spec_of
 from kvalign.realign import FromBirth
 from kvalign.rope import rerotate
+from kvalign.sizes import CacheSizes
 
 
 def test_slots_keep_sinks_and_the_newest():
-    slots = Slots(cache_size=7, num_sinks=3, num_evicted=1)
+    slots = Slots(CacheSizes(cache_size=7, num_sinks=3, num_evicted=1))
     for _ in range(10):
         slots.append(1)
     assert slots.index.tolist() == [0, 1, 2, 6, 7, 8, 9]
-    assert slots.born.tolist() == [0, 1, 2, 6, 7, 7, 7]
+    assert slots.birth.tolist() == [0, 1, 2, 6, 7, 7, 7]
 
 
 def test_evictions_are_counted_one_in_k():
     """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
     token).
     """
-    slots = Slots(cache_size=10, num_sinks=2, num_evicted=3)
+    slots = Slots(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3))
     lengths = []
     for _ in range(40):
         slots.append(1)
@@ -37,7 +38,7 @@ def test_evictions_are_counted_one_in_k():
 @pytest.mark.parametrize("num_evicted", [1, 2, 5, 8])
 def test_slots_do_not_depend_on_chunks(chunks, num_evicted):
     """Two moves are one long move (llama.cpp issue 3825: only the last was kept)."""
-    slots = Slots(cache_size=11, num_sinks=3, num_evicted=num_evicted)
+    slots = Slots(CacheSizes(cache_size=11, num_sinks=3, num_evicted=num_evicted))
     for chunk in chunks:
         slots.append(chunk)
     dropped = -(-(25 - 11) // num_evicted) * num_evicted
@@ -57,14 +58,14 @@ def test_slots_do_not_depend_on_chunks(chunks, num_evicted):
 def test_impossible_sizes_are_refused(models, sizes, message):
     """Sinks that fill the cache looped for ever in llama.cpp (issue 3969)."""
     with pytest.raises(ValueError, match=message):
-        StreamingCache(spec_of(models["gpt2"].config, "tiny"), **sizes)
+        StreamingCache(spec_of(models["gpt2"].config, "tiny"), CacheSizes(**sizes))
 
 
 def test_mask_length_is_key_length(models, ids):
     """What the model is told of the cache's length is what attention gets (VeloxQuant-MLX issue
     370).
     """
-    cache = StreamingCache(spec_of(models["gpt2"].config), 16)
+    cache = StreamingCache(spec_of(models["gpt2"].config), CacheSizes(16))
     for i in range(40):
         told = cache.get_mask_sizes(1, 0)[0]
         models["gpt2"](input_ids=ids[:, i : i + 1], past_key_values=cache)
@@ -74,7 +75,7 @@ def test_mask_length_is_key_length(models, ids):
 
 def test_batch_rows_are_independent(model, ids):
     """Rows of a batch do not mix (llama.cpp issue 6002)."""
-    both, one = (StreamingCache(spec_of(model.config), 12) for _ in range(2))
+    both, one = (StreamingCache(spec_of(model.config), CacheSizes(12)) for _ in range(2))
     for i in range(30):
         wide = model(input_ids=ids[:, i : i + 1], past_key_values=both).logits[1]
         narrow = model(input_ids=ids[1:, i : i + 1], past_key_values=one).logits[0]
@@ -83,12 +84,12 @@ def test_batch_rows_are_independent(model, ids):
 
 def test_rows_can_be_selected(models, ids):
     model = models["llama"]
-    cache = StreamingCache(spec_of(model.config), 12, realigner=FromBirth(model))
+    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner=FromBirth(model))
     for i in range(20):
         model(input_ids=ids[:, i : i + 1], past_key_values=cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
-    again = StreamingCache(spec_of(model.config), 12, realigner=FromBirth(model))
+    again = StreamingCache(spec_of(model.config), CacheSizes(12), realigner=FromBirth(model))
     for i in range(21):
         straight = model(input_ids=ids[:, i : i + 1], past_key_values=again).logits
     assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
@@ -96,13 +97,12 @@ def test_rows_can_be_selected(models, ids):
 
 def test_cropping_is_refused(models):
     with pytest.raises(ValueError, match="cannot be cropped"):
-        StreamingCache(spec_of(models["gpt2"].config), 12).crop(-1)
+        StreamingCache(spec_of(models["gpt2"].config), CacheSizes(12)).crop(-1)
 
 
 def test_reset_begins_a_new_stream(models, ids):
-    cache = StreamingCache(
-        spec_of(models["llama"].config), 12, realigner=FromBirth(models["llama"])
-    )
+    spec = spec_of(models["llama"].config)
+    cache = StreamingCache(spec, CacheSizes(12), FromBirth(models["llama"]))
     first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
     assert torch.equal(first, second)
 
@@ -114,9 +114,8 @@ def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_
     re-encoding gives.
     """
     model = models[kind]
-    cache = StreamingCache(
-        spec_of(model.config), 14, num_evicted=num_evicted, realigner=FromBirth(model)
-    )
+    sizes = CacheSizes(14, num_evicted=num_evicted)
+    cache = StreamingCache(spec_of(model.config), sizes, FromBirth(model))
     _stream(model, cache, ids, 50)
     kept = ids[:, :50][:, cache.slots.index]
     clean = model(input_ids=kept, use_cache=True).past_key_values.layers[0]
@@ -130,12 +129,12 @@ def test_half_precision_does_not_drift(dtype, ids):
     12 %).
     """
     model = tiny_model("llama").to(dtype)
-    cache = StreamingCache(spec_of(model.config), 48, realigner=FromBirth(model))
+    cache = StreamingCache(spec_of(model.config), CacheSizes(48), realigner=FromBirth(model))
     _stream(model, cache, ids, 180)
     layer, first = cache.layers[1], cache.slots.num_sinks
     now = torch.arange(first, 48)
-    assert (cache.slots.born[first:] - now).max() == 44
-    exact = rerotate(layer.kept[0].entries.float(), -now, inv_freq(model))
+    assert (cache.slots.birth[first:] - now).max() == 44
+    exact = rerotate(layer.sources[0].entries.float(), -now, rotation_of(model).inv_freq)
     error = (layer.keys[:, :, first:].float() - exact).norm() / exact.norm()
     assert error < torch.finfo(dtype).eps / 2
 

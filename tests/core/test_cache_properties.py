@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvalign.cache import StreamingCache
 from kvalign.models import ModelSpec
 from kvalign.realign import Realigner
+from kvalign.sizes import CacheSizes
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 3
 # A key is token * _TOKEN + position + what marks row, layer, head and target: whole numbers that
@@ -65,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_sinks, self.cache_size = num_sinks, num_sinks + window
         self.num_evicted = data.draw(st.integers(1, window), label="num_evicted")
         sizes = (self.cache_size, num_sinks, self.num_evicted)
-        self.cache = StreamingCache(SPEC, *sizes, realigner=realigner)
+        self.cache = StreamingCache(SPEC, CacheSizes(*sizes), realigner)
         self.realigns = realigner is not None
         self.rows = list(range(num_rows))
         self.entries: list[Born] = []
@@ -115,10 +116,10 @@ class CacheMachine(RuleBasedStateMachine):
     def cache_is_the_list(self):
         slots, stored = self.cache.slots, len(self.entries)
         assert slots.index.tolist() == [entry.token for entry in self.entries]
-        assert slots.born.tolist() == [entry.position for entry in self.entries]
+        assert slots.birth.tolist() == [entry.position for entry in self.entries]
         assert stored == len(slots) == min(stored, self.cache_size)
         first = min(self.num_tokens, self.num_sinks)
-        assert slots.index[:first].tolist() == slots.born[:first].tolist() == list(range(first))
+        assert slots.index[:first].tolist() == slots.birth[:first].tolist() == list(range(first))
         assert (slots.index.diff() > 0).all()
         if stored:
             assert slots.index[-1] == self.num_tokens - 1
@@ -160,4 +161,4 @@ def test_fakes_are_told_apart():
     assert (SPEC.context_len - 1, (NUM_HEADS - 1) * _HEAD) < (_HEAD, _LAYER)
     assert (NUM_LAYERS - 1) * _LAYER < _ROW and 2 * _ROW + _ROW <= _TOKEN
     with pytest.raises(ValueError, match="cache_size must be at most 63 for fake"):
-        StreamingCache(SPEC, MAX_POSITION + 1)
+        StreamingCache(SPEC, CacheSizes(MAX_POSITION + 1))

@@ -5,7 +5,7 @@ import torch
 from helpers.tiny_models import CONTEXT_LEN, KINDS, ROTARY_KINDS, tiny_model
 from transformers import AutoConfig
 
-from kvalign.models import FAMILIES, inv_freq, load_model, spec_of
+from kvalign.models import FAMILIES, load_model, rotation_of, spec_of
 from kvalign.rope import rerotate
 
 SCALINGS = {
@@ -43,7 +43,7 @@ def test_spec_is_what_the_cache_holds(model, ids):
 
 @pytest.mark.parametrize("kind", ROTARY_KINDS)
 def test_rotary_models_have_fewer_kv_heads_than_heads_or_partial_rotation(models, kind):
-    spec, pairs = spec_of(models[kind].config), len(inv_freq(models[kind]))
+    spec, pairs = spec_of(models[kind].config), len(rotation_of(models[kind]).inv_freq)
     if kind == "gpt_neox":
         assert 2 * pairs < spec.head_dim
     else:
@@ -66,7 +66,7 @@ def test_shifted_keys_are_the_keys_of_earlier_positions(scaling, theta, ids):
         .keys
         for start in (0, shift)
     ]
-    assert torch.allclose(rerotate(at[1], shift, inv_freq(model)), at[0], atol=1e-4)
+    assert torch.allclose(rerotate(at[1], shift, rotation_of(model).inv_freq), at[0], atol=1e-4)
     assert not torch.allclose(at[1], at[0], atol=1e-2)
 
 

@@ -5,7 +5,7 @@ import torch
 from helpers.tiny_models import ROTARY_KINDS, VOCAB
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvalign.models import inv_freq
+from kvalign.models import rotation_of
 from kvalign.rope import rerotate
 
 FREQ = 1e4 ** (-torch.arange(4) / 4)
@@ -25,7 +25,7 @@ def test_evicting_then_rerotating_is_encoding_without_the_evicted(models, kind, 
     stale, aligned = (
         model(input_ids=x, use_cache=True).past_key_values.layers[0].keys for x in (ids, left)
     )
-    moved = rerotate(stale[:, :, num_sinks + shift :], shift, inv_freq(model))
+    moved = rerotate(stale[:, :, num_sinks + shift :], shift, rotation_of(model).inv_freq)
     assert torch.allclose(moved, aligned[:, :, num_sinks:], atol=2e-5)
     assert not torch.allclose(stale[:, :, num_sinks + shift :], aligned[:, :, num_sinks:], atol=0.1)
 

@@ -31,7 +31,7 @@ def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks,
         births.append(record_births(layer))
     step(method, ids[:, :180], CACHE_SIZE + 1)
     slots = method.cache.slots
-    born, now = slots.born[num_sinks:], torch.arange(num_sinks, len(slots))
+    born, now = slots.birth[num_sinks:], torch.arange(num_sinks, len(slots))
     assert (born - now).max() >= CACHE_SIZE - num_sinks - num_evicted
     tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
     for i, layer in enumerate(method.cache.layers):

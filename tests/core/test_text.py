@@ -125,7 +125,7 @@ def test_a_table_with_sinks_is_saved_whole(gpt2, tmp_path):
     list(itertools.islice(stream, 40))
     stream.save(path)
     again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
-    assert again.method.num_sinks == 3 and list(again) == list(stream)
+    assert again.method.sizes.num_sinks == 3 and list(again) == list(stream)
 
 
 def _changed(path, change):
@@ -137,7 +137,10 @@ def _changed(path, change):
 
 
 WRONG_FILES = {
-    "another model": (lambda t, a: a.update(probe=[0.0] * 16), "it is a stream of gpt2-mini"),
+    "another model": (
+        lambda t, a: a.update(embedding_fingerprint=[0.0] * 16),
+        "it is a stream of gpt2-mini",
+    ),
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "unknown method": (lambda t, a: a.update(method="sinks"), "unknown method 'sinks'"),
     "too large": (lambda t, a: a.update(cache_size=600), "cache_size must be at most 511"),

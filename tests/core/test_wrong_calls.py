@@ -9,6 +9,7 @@ from kvalign import Aligner, StreamingCache, load_model, make_method, stream_gen
 from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.words import load_words
+from kvalign.sizes import CacheSizes
 
 PROMPT = torch.tensor([[5, 6, 7]])
 
@@ -60,7 +61,7 @@ CALLS = [
     (lambda m: conversations("bench"), "unknown prompts 'bench'"),
     (lambda m: load_words("webster"), "unknown word list 'webster'"),
     (lambda m: kvalign.Streamer, "module 'kvalign' has no attribute 'Streamer'"),
-    (lambda m: StreamingCache(m.spec, 8, 8, 1), "cache_size must be above num_sinks"),
+    (lambda m: StreamingCache(m.spec, CacheSizes(8, 8, 1)), "cache_size must be above num_sinks"),
 ]
 
 

@@ -10,13 +10,13 @@ from helpers.tiny_corpus import TEXT, byte_tokenizer
 from helpers.tiny_models import CONTEXT_LEN, KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.app.commands.gen_data import GenDataSettings, run
 from kvalign.data_gen import workers
 from kvalign.data_gen.chunks import chunks, equal_shares, first_of_val, split_of
 from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.recording import record
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import SPLITS, open_store
-from kvalign.models import LoadedModel, inv_freq, spec_of
+from kvalign.models import LoadedModel, rotation_of, spec_of
 from kvalign.rope import rerotate
 
 
@@ -49,7 +49,7 @@ def gpt2(wrap) -> LoadedModel:
 
 @pytest.fixture
 def settings(text_file, tmp_path):
-    def make(**changes) -> GenDataSettings:
+    def make(**changes) -> RecordSettings:
         small = {
             "corpus": (f"text:{text_file}",),
             "out": tmp_path / "pairs",
@@ -59,7 +59,7 @@ def settings(text_file, tmp_path):
             "batch_size": 2,
             "shard_mb": 0.08,
         }
-        return GenDataSettings(**small | changes)
+        return RecordSettings(**small | changes)
 
     return make
 
@@ -88,7 +88,7 @@ def test_pairs_are_plain_encodings(models, wrap, kind):
         left = torch.tensor([*chunk[:4].tolist(), *chunk[7:].tolist()])
         key_aligned, value_aligned = (x[..., 4:, :] for x in _encode(model, left))
         if hasattr(model.base_model, "rotary_emb"):
-            key_stale = rerotate(key_stale, shift, inv_freq(model))
+            key_stale = rerotate(key_stale, shift, rotation_of(model).inv_freq)
         expected = (key_stale, key_aligned, value_stale, value_aligned)
         for a, b in zip(found, expected, strict=True):
             assert a.shape == (2, *b.shape)
@@ -135,10 +135,10 @@ def test_store_holds_the_pairs_of_its_chunks(gpt2, tokenizer, text_file, setting
 
 def test_mse_is_that_of_the_stored_numbers(gpt2, settings):
     store, _ = record(settings(), gpt2)
-    for target in ("key", "value"):
+    for kv in ("key", "value"):
         for shift in store.shifts:
             pairs = [
-                shard.tensors(target)
+                shard.tensors(kv)
                 for split in SPLITS
                 for shard in store.shards(split)
                 if shard.num_evicted == shift
@@ -147,7 +147,7 @@ def test_mse_is_that_of_the_stored_numbers(gpt2, settings):
                 torch.cat([x.double() for x in side]) for side in zip(*pairs, strict=True)
             )
             expected = torch.nn.functional.mse_loss(stale, aligned).item()
-            assert store.manifest["input_label_mse"][target][str(shift)] == pytest.approx(expected)
+            assert store.manifest["input_label_mse"][kv][str(shift)] == pytest.approx(expected)
     num_rows = {split: sum(s.num_rows for s in store.shards(split)) for split in SPLITS}
     assert num_rows == store.manifest["num_rows"]
 
@@ -287,7 +287,7 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
     for line, split in zip(lines, SPLITS, strict=False):
         assert line.startswith(f"{split}: {store.manifest['num_rows'][split]} rows each of key")
     assert [line.split()[0] + line.split()[-1] for line in lines[2:]] == [
-        f"{target}:(k={shift})" for target in ("key", "value") for shift in (1, 3)
+        f"{kv}:(k={shift})" for kv in ("key", "value") for shift in (1, 3)
     ]
     run(settings(json=True))
     captured = capsys.readouterr()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvalign.data_gen.store import (
+    KV,
     PAIRS,
-    TARGETS,
     open_store,
     sha256,
     shard_at,
@@ -54,11 +54,11 @@ def test_what_was_written_is_read(folder):
     assert [s.num_rows for s in store.shards("train") + store.shards("val")] == [60, 30, 30]
     for split in ("train", "val"):
         for index, shard in enumerate(store.shards(split)):
-            for target in TARGETS:
-                stale, aligned = shard.tensors(target)
+            for kv in KV:
+                stale, aligned = shard.tensors(kv)
                 place = (split, index, shard.num_chunks)
-                assert torch.equal(stale, _numbers(f"{target}_stale", *place))
-                assert torch.equal(aligned, _numbers(f"{target}_aligned", *place))
+                assert torch.equal(stale, _numbers(f"{kv}_stale", *place))
+                assert torch.equal(aligned, _numbers(f"{kv}_aligned", *place))
             assert shard.notes() == {"note": index}
             assert shard.chunks().tolist() == list(range(shard.num_chunks))
 

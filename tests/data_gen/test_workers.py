@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvalign.app.cli import main
-from kvalign.app.commands.gen_data import GenDataSettings
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.data_gen.workers import _Worker
 from kvalign.files import locked, write_whole
@@ -77,7 +77,7 @@ def test_a_worker_tells_what_went_wrong(tmp_path, monkeypatch):
         raise ValueError("numbers do not fit")
 
     monkeypatch.setattr("kvalign.data_gen.workers.write_task", refuse)
-    worker = _Worker(GenDataSettings(out=tmp_path / "out"), str(tmp_path))
+    worker = _Worker(RecordSettings(out=tmp_path / "out"), str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert worker.write(None) == (0, "numbers do not fit")
 

@@ -16,6 +16,7 @@ from kvalign.app.cli import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
+from kvalign.scoring import score
 
 ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "num_labels"]
 ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds"]
@@ -95,7 +96,7 @@ def test_command_equals_an_independent_loop(name, capsys):
 def test_same_labels_at_every_cache_size_start_after_the_first_input(ids):
     model = tiny_model("gpt2")
     for cache_size in (10, 20):
-        nll = make_method("recompute", model, cache_size=cache_size).score(ids[:1, :50])
+        nll = score(make_method("recompute", model, cache_size=cache_size), ids[:1, :50])
         logits = model(input_ids=ids[:1, : cache_size + 1]).logits[0, -1]
         assert len(nll) == 50 - cache_size - 1
         assert torch.isclose(nll[0], -logits.log_softmax(-1)[ids[0, cache_size + 1]], atol=1e-5)

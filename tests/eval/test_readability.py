@@ -7,10 +7,10 @@ import torch
 
 from kvalign import load_model, make_method
 from kvalign.app.cli import main
-from kvalign.app.commands.eval_chat import ChatSettings
 from kvalign.eval.evaluations.chat import evaluate as chat
 from kvalign.eval.fluency import measures
 from kvalign.eval.rows import means
+from kvalign.eval.settings import ChatSettings
 from kvalign.eval.words import load_words
 
 SHORT = [

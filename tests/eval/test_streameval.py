@@ -13,9 +13,7 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.app.cli import settings_class
-from kvalign.app.commands import eval_streameval
-from kvalign.app.commands.eval_streameval import StreamEvalSettings, run
+from kvalign.app.arguments import parse
 from kvalign.eval.evaluations.streameval import (
     ask,
     check_room,
@@ -25,9 +23,9 @@ from kvalign.eval.evaluations.streameval import (
     score,
     sees,
 )
+from kvalign.eval.settings import StreamEvalSettings
 from kvalign.generation import stream_tokens
 from kvalign.methods import METHODS, Method, make_method
-from kvalign.settings import parse
 
 ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "distance_lines"]
 ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]
@@ -294,7 +292,7 @@ def spy(monkeypatch, cls, name, streams):
 
 def test_command_prints_one_document_or_a_table(capsys):
     argv = ["--num-lines", "4", "--query-every", "2", "--distances", "1", "--cache-sizes", "32"]
-    settings = parse(settings_class(eval_streameval), [*argv, "--methods", "recompute"], "kvalign")
+    settings = parse(StreamEvalSettings, [*argv, "--methods", "recompute"], "kvalign")[0]
     run(settings)
     assert capsys.readouterr().out.split()[:2] == ["method", "aligner"]
     run(replace(settings, json=True))

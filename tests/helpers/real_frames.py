@@ -10,6 +10,7 @@ from helpers.tiny_models import tiny_model
 from kvalign.cache import Slots
 from kvalign.methods import make_method
 from kvalign.methods.base import Cached
+from kvalign.sizes import CacheSizes
 
 NUM_TOKENS = 40
 
@@ -39,11 +40,11 @@ def frames_of_cached(slots):
     """What the cache of a method has in its slots, by `Slots` alone."""
     frames = []
     for token in range(NUM_TOKENS):
-        before = list(zip(slots.index.tolist(), slots.born.tolist(), strict=True))
+        before = list(zip(slots.index.tolist(), slots.birth.tolist(), strict=True))
         seen = [*before, (token, len(slots))]
         slots.append(1)
         assert slots.evicted == len(seen) - len(slots)
-        stored = list(zip(slots.index.tolist(), slots.born.tolist(), strict=True))
+        stored = list(zip(slots.index.tolist(), slots.birth.tolist(), strict=True))
         frames.append([placed(seen), placed(stored), 1])
     return frames
 
@@ -56,7 +57,7 @@ def frames_of_fed(method):
         try:
             method.feed(torch.tensor([[token]]))
         except ValueError:
-            assert method.room == 0  # dense, at the context length
+            assert method.tokens_left == 0  # dense, at the context length
             seen.append(None)
             break
         seen.append(([*encoder.entries], encoder.encoded))
@@ -75,7 +76,7 @@ def gpt2(context_len):
 def real_frames(name, cache_size, num_sinks, num_evicted):
     """[seen, stored, encoded] of each token by the real classes; an entry is [index, born, now]."""
     if name == "kvalign":
-        return frames_of_cached(Slots(cache_size, num_sinks, num_evicted))
+        return frames_of_cached(Slots(CacheSizes(cache_size, num_sinks, num_evicted)))
     method = make_method(
         name,
         gpt2(cache_size + 1),

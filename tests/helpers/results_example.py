@@ -73,7 +73,7 @@ def write_folder(folder):
 
 
 def _document(kind, rows, more=None):
-    settings = {"model": HOSTILE, "device": "cpu", "json": False, **(more or {})}
+    settings = {"model": HOSTILE, "device": "cpu", **(more or {})}
     return {
         "kind": f"eval {kind}",
         "command": f"kvalign eval {kind} --model '{HOSTILE}'",

@@ -4,15 +4,15 @@ little text in place of Python's documentation.
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
 import io
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvalign.app.cli import COMMANDS, main, module_name, settings_class
-from kvalign.settings import parse
+from kvalign.app.arguments import parse
+from kvalign.app.catalogue import COMMANDS, Command
+from kvalign.app.cli import main
 
 # Settings of a command that are no larger, given or not.
 SMALLER = {
@@ -59,8 +59,9 @@ INSIDE = {
 
 def example(command: str) -> list[str]:
     """The words after `kvalign` of the example in a command's help."""
-    module = importlib.import_module(module_name(command))
-    text = inspect.cleandoc(settings_class(module).__doc__).partition("Example:")[2].strip()
+    text = (
+        inspect.cleandoc(Command(command).settings_for().__doc__).partition("Example:")[2].strip()
+    )
     assert "\n" not in text, "an example is one line, to be copied as it stands"
     words = shlex.split(text)
     assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
@@ -81,15 +82,15 @@ def smaller(
     """
     command = command_of(words)
     assert command in COMMANDS, f"no command {command!r}"
-    settings_type = settings_class(importlib.import_module(module_name(command)))
-    settings = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
+    settings_type = Command(command).settings_for()
+    settings, as_json = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
     changes = {}
     for (of, name), limit in limits.items():
         value = getattr(settings, name) if of == command else limit
         if value is None or value > limit:
             changes[name] = limit
     made = dataclasses.replace(settings, **changes).command_line(command)
-    return shlex.split(made)[1:], {(command, name) for name in changes}
+    return [*shlex.split(made)[1:], *["--json"] * as_json], {(command, name) for name in changes}
 
 
 def run_cell(command, out, kept={}):  # noqa: B006

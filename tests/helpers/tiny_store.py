@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvalign.app.commands.gen_data import GenDataSettings
 from kvalign.data_gen.recording import record
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Store, open_store
 from kvalign.models import LoadedModel, spec_of
 
@@ -43,7 +43,7 @@ def record_tiny(folder: Path, **changes) -> Recorded:
             parameter.mul_(8 if parameter.ndim > 1 else 1)
     text = folder.with_suffix(".txt")
     text.write_text("".join(chr(32 + (7 * n * n + n // 3) % 90) for n in range(2000)))
-    settings = GenDataSettings(
+    settings = RecordSettings(
         corpus=(f"text:{text}",),
         out=folder,
         num_tokens=12 * CHUNK_LEN,

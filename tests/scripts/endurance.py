@@ -29,8 +29,9 @@ from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 from torch import Tensor
 
+from kvalign.app.arguments import parse
 from kvalign.methods import make_method
-from kvalign.settings import Settings, option, parse
+from kvalign.settings import Settings, option
 
 METHODS, KINDS, DTYPES = ("streaming-llm", "kvalign"), ("gpt2", "llama"), ("float32", "bfloat16")
 MEASURED = (2, 10)  # tenths

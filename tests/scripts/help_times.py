@@ -12,8 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from kvalign.app.arguments import parse
 from kvalign.app.cli import COMMANDS
-from kvalign.settings import Settings, option, parse
+from kvalign.settings import Settings, option
 
 LIMIT_S, COMMAND_LIMIT_S = 0.5, 1.0
 

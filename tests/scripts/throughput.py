@@ -22,8 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvalign.aligners import RealignNet
+from kvalign.app.arguments import parse
 from kvalign.data_gen.store import Shard
-from kvalign.settings import Settings, option, parse
+from kvalign.settings import Settings, option
 from kvalign.training.network_fit import Realignment, loss
 from kvalign.training.network_rows import Batch, Shuffled
 
@@ -151,8 +152,6 @@ def _batches(settings: ThroughputSettings, folder: Path):
 if __name__ == "__main__":
     print(
         json.dumps(
-            measure(
-                parse(ThroughputSettings, sys.argv[1:], "python tests/scripts/throughput.py")
-            )
+            measure(parse(ThroughputSettings, sys.argv[1:], "python tests/scripts/throughput.py"))
         )
     )

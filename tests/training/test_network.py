@@ -10,11 +10,11 @@ from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.aligners import Aligner, NetworkAligner, RealignNet
 from kvalign.app.cli import main
-from kvalign.app.commands.train import TrainSettings
 from kvalign.training import network_fit as align
 from kvalign.training.network_fit import losses
 from kvalign.training.network_rows import InOrder, gather
 from kvalign.training.network_run import _config, train
+from kvalign.training.settings import TrainSettings
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +97,16 @@ def test_correction_of_a_layer_is_that_row_by_row(net):
 
 
 @pytest.mark.parametrize("target", ["key", "value"])
-def test_zero_initialised_loss_is_the_input_label_mse(recorded, make_settings, target):
+def test_zero_initialised_loss_is_the_input_label_mse(recorded, make_settings, kv):
     store = recorded.store
     aligner = NetworkAligner(_config(store, make_settings()))
     shards = store.shards("train") + store.shards("val")
-    realigned, unchanged = losses(getattr(aligner, target), InOrder(shards, target, 100))
+    realigned, unchanged = losses(getattr(aligner, kv), InOrder(shards, kv, 100))
     assert realigned == unchanged
     num_rows = {
         shift: sum(s.num_rows for s in shards if s.num_evicted == shift) for shift in store.shifts
     }
-    by_shift = store.manifest["input_label_mse"][target]
+    by_shift = store.manifest["input_label_mse"][kv]
     mse = sum(by_shift[str(shift)] * n for shift, n in num_rows.items()) / sum(num_rows.values())
     assert unchanged == pytest.approx(mse, rel=1e-5)
 
@@ -116,12 +116,12 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(recorded, make_sett
     results = train(settings)
     aligner = Aligner.from_pretrained(settings.out)
     aligner.check(recorded.model, 15, 4, 1)
-    for target, found in results.items():
+    for kv, found in results.items():
         assert found["val_loss"] < 0.97 * found["input_label_mse"]
         assert found["ratio"] == found["val_loss"] / found["input_label_mse"]
-        batches = InOrder(recorded.store.shards("val"), target, 8192)
+        batches = InOrder(recorded.store.shards("val"), kv, 8192)
         # Float32 sums in another order on another processor; the file itself is exact.
-        assert losses(getattr(aligner, target), batches) == pytest.approx(
+        assert losses(getattr(aligner, kv), batches) == pytest.approx(
             (found["val_loss"], found["input_label_mse"]), rel=1e-6
         )
     assert aligner.config.training == results
@@ -178,9 +178,9 @@ def test_interrupted_and_resumed_ends_in_the_same_weights(
         weights(Aligner.from_pretrained(disturbed.out)),
         weights(Aligner.from_pretrained(undisturbed.out)),
     )
-    for target in expected:
+    for kv in expected:
         for name in ("val_loss", "num_steps"):
-            assert found[target][name] == expected[target][name]
+            assert found[kv][name] == expected[kv][name]
 
 
 def test_early_stopping_counts_reports(make_settings):

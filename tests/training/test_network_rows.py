@@ -7,7 +7,7 @@ import torch
 from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.data_gen.store import open_store
-from kvalign.training.network_rows import OPEN_SHARDS, InOrder, RowsOfTarget, Shuffled
+from kvalign.training.network_rows import OPEN_SHARDS, InOrder, RecordedRows, Shuffled
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def places(batches) -> Counter:
     return rows
 
 
-def places_one_by_one(shards, target) -> Counter:
+def places_one_by_one(shards, kv) -> Counter:
     rows = Counter()
     for shard in shards:
-        stale, aligned = (t.float() for t in shard.tensors(target))
+        stale, aligned = (t.float() for t in shard.tensors(kv))
         for chunk, layer, head, slot in torch.cartesian_prod(
             *map(torch.arange, stale.shape[:4])
         ).tolist():
@@ -47,10 +47,10 @@ def places_one_by_one(shards, target) -> Counter:
 
 @pytest.mark.parametrize("target", ["key", "value"])
 @pytest.mark.parametrize("batch_size", [7, 64, 10**6])
-def test_every_row_comes_once_with_its_place(shards, target, batch_size):
-    expected = places_one_by_one(shards, target)
-    shuffled = Shuffled(shards, target, batch_size, seed=0)
-    assert places(InOrder(shards, target, batch_size)) == expected
+def test_every_row_comes_once_with_its_place(shards, kv, batch_size):
+    expected = places_one_by_one(shards, kv)
+    shuffled = Shuffled(shards, kv, batch_size, seed=0)
+    assert places(InOrder(shards, kv, batch_size)) == expected
     assert places(shuffled) == expected  # first epoch
     assert places(shuffled) == expected  # second
 
@@ -111,7 +111,7 @@ def test_ranks_share_the_rows(shards):
 
 
 def test_too_few_batches_for_the_devices(recorded):
-    rows = RowsOfTarget(recorded.store, "key", 10**6)
+    rows = RecordedRows(recorded.store, "key", 10**6)
     with pytest.raises(
         ValueError, match="--batch-size 1000000 leaves no batch for each of 99 devices"
     ):
@@ -122,4 +122,4 @@ def test_no_validation_data(recorded, monkeypatch):
     store = open_store(recorded.folder)
     monkeypatch.setattr(type(store), "shards", lambda self, split: [] if split == "val" else [1])
     with pytest.raises(ValueError, match="has no val shards"):
-        RowsOfTarget(store, "key", 32)
+        RecordedRows(store, "key", 32)

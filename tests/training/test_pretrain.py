@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvalign.app.commands.pretrain import PretrainSettings
 from kvalign.models import load_model
 from kvalign.training import lm_run as recipe
 from kvalign.training.lm_run import bits_per_byte, pretrain
+from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import parse_mix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))

@@ -13,12 +13,12 @@ from helpers.published_files import random_network, save_model, write_networks
 
 from kvalign.aligners import Aligner, Move, NetworkAligner
 from kvalign.app.cli import COMMANDS, main
-from kvalign.app.commands.import_published import ImportPublishedSettings
 from kvalign.methods import make_method
 from kvalign.models import load_model
 from kvalign.realign import Recursive
 from kvalign.rope import rerotate
 from kvalign.training.published import import_published
+from kvalign.training.settings import ImportPublishedSettings
 
 PUBLISHED = os.environ.get("KVALIGN_TEST_PUBLISHED")
 CHUNK_LEN = 40
@@ -104,7 +104,7 @@ def test_imported_is_published(kind, workplace):
 @pytest.mark.parametrize("name", REAL)
 def test_their_files_are_imported(name, tmp_path):
     save_model(tmp_path / "model", REAL[name][0], **REAL[name][1])
-    paths = [Path(PUBLISHED) / f"{target}_network_{name}.pth" for target in ("keys", "values")]
+    paths = [Path(PUBLISHED) / f"{kv}_network_{name}.pth" for kv in ("keys", "values")]
     settings = ImportPublishedSettings(
         keys=paths[0], values=paths[1], model=str(tmp_path / "model"), out=tmp_path / "out"
     )
@@ -131,8 +131,8 @@ def test_example_runs_and_the_card_names_the_authors(workplace, capsys):
     save_model(folder, "gpt2", n_positions=256)
     state = random_network(24, 12)
     state["model_state_dict"]["emb_pos.weight"] = torch.randn(256, 32)
-    for target in ("keys", "values"):
-        torch.save(state, workplace / f"{target}_network_distilgpt2.pth")
+    for kv in ("keys", "values"):
+        torch.save(state, workplace / f"{kv}_network_distilgpt2.pth")
     assert main(shlex.split(example)[1:]) == 0
     assert "the authors' networks for distilbert/distilgpt2" in capsys.readouterr().out
     card = (workplace / "published" / "README.md").read_text()

@@ -18,9 +18,8 @@ from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.aligners import Aligner
 from kvalign.app.cli import main
-from kvalign.app.commands.train import TrainSettings
-from kvalign.app.commands.tune import TuneSettings
 from kvalign.training.network_run import train
+from kvalign.training.settings import TrainSettings, TuneSettings
 from kvalign.training.sweep_report import Trial, as_markdown, ranked, write
 from kvalign.training.sweep_trial import PLACE, Reports, settings_at, train_trial
 

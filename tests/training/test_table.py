@@ -44,11 +44,11 @@ def test_moments_are_plain_moments(models):
     aligner, chunks = untrained(model), text.chunks("train", CONTEXT_LEN)
     standardise(aligner, model, chunks, ("key", "value"))
     entries = dict(zip(("key", "value"), encode(model, chunks), strict=True))
-    for target, x in entries.items():
+    for kv, x in entries.items():
         means = x.double().mean(0)
-        assert torch.allclose(getattr(aligner, target).double(), means, atol=1e-5)
+        assert torch.allclose(getattr(aligner, kv).double(), means, atol=1e-5)
         spread = (x.double() - means).square().mean((0, -1)).sqrt()
-        scales = getattr(aligner, f"{target}_scale").double()
+        scales = getattr(aligner, f"{kv}_scale").double()
         assert torch.allclose(scales, spread / spread[..., -1:], rtol=1e-3)
         assert (scales[..., -1] == 1).all()
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +14,11 @@ class AlignersSettings(Settings):
         kvalign aligners
     """
 
-    json: bool = option(False, help="print one JSON document")
+
+SETTINGS = AlignersSettings
 
 
-def run(settings: AlignersSettings) -> None:
+def run(settings: AlignersSettings, as_json: bool) -> None:
     from kvalign.app.listing import aligners, show
 
-    show(settings.json, aligners=aligners())
+    show(as_json, aligners=aligners())

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.commands.stream_settings import StreamSettings
-from kvalign.settings import option
+from kvalign.errors import UserError
+from kvalign.settings import ModelSettings, option
 
 _SAMPLING = (
     "max_new_tokens",
@@ -18,7 +18,7 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationSettings(StreamSettings):
+class ConversationSettings(ModelSettings):
     """Hold one endless conversation in the terminal, with the model's chat template if it has one.
 
     Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, each line of stdin is a turn.
@@ -29,7 +29,7 @@ class ConversationSettings(StreamSettings):
 
     method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
     cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
-    num_sinks: str = option(  # type: ignore[assignment]
+    num_sinks: str = option(
         "auto",
         help="first entries that stay; auto: what comes before the user's first word if there is a "
         "--system, else the method's default",
@@ -55,23 +55,25 @@ class ConversationSettings(StreamSettings):
     )
     stop_at_end: bool = option(True, help="an answer ends at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
-    json: bool = option(False, help="print one JSON document at the end instead of the answers")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_sinks != "auto" and not (self.num_sinks.isascii() and self.num_sinks.isdigit()):
-            raise ValueError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
+            raise UserError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
 
 
-def run(settings: ConversationSettings) -> None:
+SETTINGS = ConversationSettings
+
+
+def run(settings: ConversationSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from kvalign.methods import method_class
+    from kvalign.methods import METHODS
     from kvalign.models import load_model
     from kvalign.turns import turn_ids
 
-    method_class(settings.method)  # before the model is loaded
+    METHODS.find(settings.method)  # before the model is loaded
     loaded = load_model(settings.model, settings.device, settings.dtype)
     stream = _resumed(settings, loaded) or _begun(settings, loaded)
     answers = []
@@ -79,7 +81,7 @@ def run(settings: ConversationSettings) -> None:
         stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids, settings.system))
         with _StopOnInterrupt() as stop:
             for piece in stream:
-                if not settings.json:
+                if not as_json:
                     print(piece, end="", flush=True)
                 if stop.asked:
                     break
@@ -87,14 +89,14 @@ def run(settings: ConversationSettings) -> None:
             stream.save(settings.state)
         timing = stream.timing()
         answers.append({"turn": turn, "text": stream.text, **timing})
-        if not settings.json:
+        if not as_json:
             print(flush=True)
             print(
                 "[{num_tokens} tokens by {method}, {ms_per_token:.2f} ms/token; {num_ids} in all]"
                 "".format(method=stream.method.title, num_ids=len(stream.ids), **timing),
                 file=sys.stderr,
             )
-    if settings.json:
+    if as_json:
         print(json.dumps({"settings": settings.as_dict(), "answers": answers}))
 
 
@@ -106,7 +108,7 @@ def _begun(settings: ConversationSettings, loaded):
     if num_sinks is None and settings.system is not None:
         num_sinks = opening_len(loaded.tokenizer, settings.system)
         if num_sinks >= settings.cache_size:
-            raise ValueError(
+            raise UserError(
                 f"--system takes {num_sinks} entries, so --cache-size must be above that, got "
                 f"{settings.cache_size}"
             )
@@ -131,11 +133,11 @@ def _resumed(settings: ConversationSettings, loaded):
     stream = load_stream(settings.state, loaded.model, loaded.tokenizer, aligner=settings.aligner)
     method = stream.method
     held = {name: getattr(stream.sampling, name) for name in _SAMPLING}
-    held |= {"method": method.name, "system": None, "num_sinks": str(method.num_sinks)}
-    held |= {"cache_size": method.cache_size, "num_evicted": method.num_evicted}
+    held |= {"method": method.name, "system": None, "num_sinks": str(method.sizes.num_sinks)}
+    held |= {"cache_size": method.sizes.cache_size, "num_evicted": method.sizes.num_evicted}
     for name, value in settings.changed().items():
         if name in held and value != held[name]:
-            raise ValueError(
+            raise UserError(
                 f"the conversation in {settings.state} has its own --{name.replace('_', '-')}: "
                 "leave it out, or name another --state"
             )
@@ -148,7 +150,7 @@ def _turns(settings: ConversationSettings) -> Iterator[str]:
 
     if settings.say is not None:
         if not settings.say.strip():
-            raise ValueError("--say is empty: give at least one word")
+            raise UserError("--say is empty: give at least one word")
         yield settings.say
         return
     if not sys.stdin.isatty():

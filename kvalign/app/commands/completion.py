@@ -25,7 +25,11 @@ class CompletionSettings(Settings):
     shell: str = option(help="bash, zsh or fish", choices=("bash", "zsh", "fish"), positional=True)
 
 
-def run(settings: CompletionSettings) -> None:
+HAS_JSON = False
+SETTINGS = CompletionSettings
+
+
+def run(settings: CompletionSettings, as_json: bool) -> None:
     from argcomplete import shellcode
 
     print(shellcode(["kvalign"], shell=settings.shell), end="")

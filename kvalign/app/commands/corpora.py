@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +13,11 @@ class CorporaSettings(Settings):
         kvalign corpora
     """
 
-    json: bool = option(False, help="print one JSON document")
+
+SETTINGS = CorporaSettings
 
 
-def run(settings: CorporaSettings) -> None:
+def run(settings: CorporaSettings, as_json: bool) -> None:
     from kvalign.app.listing import corpora, show
 
-    show(settings.json, corpora=corpora())
+    show(as_json, corpora=corpora())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvalign.errors import UserError
 from kvalign.settings import Settings, option
 
 
@@ -27,7 +28,11 @@ class PageSettings(Settings):
     open: bool = option(False, help="open the page in a browser")
 
 
-def run(settings: PageSettings) -> None:
+HAS_JSON = False
+SETTINGS = PageSettings
+
+
+def run(settings: PageSettings, as_json: bool) -> None:
     import os
 
     port = free_port(settings.host, settings.port)
@@ -42,7 +47,7 @@ def run(settings: PageSettings) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """The port if it can be listened at, for 0 any that can; ValueError otherwise."""
+    """The port if it can be listened at, for 0 any that can; UserError otherwise."""
     import errno
     import socket
 
@@ -51,7 +56,7 @@ def free_port(host: str, port: int) -> int:
             return server.getsockname()[1]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(
+            raise UserError(
                 f"port {port} is taken: name another with --port, or 0 for any free one"
             ) from None
-        raise ValueError(f"cannot listen at --host {host}: {error.strerror}") from None
+        raise UserError(f"cannot listen at --host {host}: {error.strerror}") from None

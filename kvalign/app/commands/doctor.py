@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +16,18 @@ class DoctorSettings(Settings):
         kvalign doctor
     """
 
-    json: bool = option(False, help="print one JSON document")
+
+SETTINGS = DoctorSettings
 
 
-def run(settings: DoctorSettings) -> None:
+def run(settings: DoctorSettings, as_json: bool) -> None:
     import dataclasses
     import json
 
     from kvalign.app.doctor import as_text, examine, is_fit
 
     checks = examine()
-    if settings.json:
+    if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
         print(json.dumps({"fit": is_fit(checks), "checks": rows}))
     else:

@@ -26,10 +26,12 @@ class RunSettings(Settings):
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
     cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1)
     gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0)
-    json: bool = option(False, help="print one JSON document")
 
 
-def run(settings: RunSettings) -> None:
+SETTINGS = RunSettings
+
+
+def run(settings: RunSettings, as_json: bool) -> None:
     import json
     import sys
 
@@ -42,7 +44,7 @@ def run(settings: RunSettings) -> None:
         print(f"kvalign eval run: stopped: {error}; finished cells are kept", file=sys.stderr)
         raise SystemExit(1) from error
     page = write(settings.out)
-    if settings.json:
+    if as_json:
         print(json.dumps({"out": str(settings.out), "cells": found, "report": str(page)}))
         return
     kept = sum(state == "kept" for state in found.values())

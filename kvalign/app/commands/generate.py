@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.commands.stream_settings import StreamSettings
-from kvalign.settings import option
+from kvalign.errors import UserError
+from kvalign.settings import NUM_SINKS, ModelSettings, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(StreamSettings):
+class GenerateSettings(ModelSettings):
     """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
 
     Example:
@@ -20,6 +20,7 @@ class GenerateSettings(StreamSettings):
     prompt_file: Path | None = option(None, help="file with the text to continue")
     max_new_tokens: int = option(200, help="tokens to generate", at_least=1)
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     num_evicted: int | None = option(
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
@@ -35,21 +36,21 @@ class GenerateSettings(StreamSettings):
     )
     stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
-    json: bool = option(
-        False, help="print one JSON document at the end instead of the text as it comes"
-    )
 
 
-def run(settings: GenerateSettings) -> None:
+SETTINGS = GenerateSettings
+
+
+def run(settings: GenerateSettings, as_json: bool) -> None:
     import json
     import sys
 
     prompt = read_prompt(settings.prompt, settings.prompt_file)  # before the heavy imports
-    from kvalign.methods import method_class
+    from kvalign.methods import METHODS
     from kvalign.models import load_model
     from kvalign.text_stream import stream
 
-    method_class(settings.method)  # before the model is loaded
+    METHODS.find(settings.method)  # before the model is loaded
     loaded = load_model(settings.model, settings.device, settings.dtype)
     text_stream = stream(
         loaded.model,
@@ -67,16 +68,16 @@ def run(settings: GenerateSettings) -> None:
         stop_at_end=settings.stop_at_end,
         seed=settings.seed,
     )
-    if not settings.json:
+    if not as_json:
         print(prompt, end="", flush=True)
     try:
         for piece in text_stream:
-            if not settings.json:
+            if not as_json:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         pass
     timing = text_stream.timing()
-    if settings.json:
+    if as_json:
         document = {"settings": settings.as_dict(), "prompt": prompt, "text": text_stream.text}
         print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
@@ -89,17 +90,17 @@ def run(settings: GenerateSettings) -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from one of the two flags; ValueError unless exactly one is given and it is not
+    """The prompt from one of the two flags; UserError unless exactly one is given and it is not
     empty.
     """
     if (prompt is None) == (prompt_file is None):
-        raise ValueError("give the text to continue with either --prompt or --prompt-file")
+        raise UserError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{prompt_file} is not UTF-8 text: {error}") from None
+            raise UserError(f"{prompt_file} is not UTF-8 text: {error}") from None
     assert prompt is not None
     if not prompt.strip():
-        raise ValueError("the prompt is empty: give at least one word")
+        raise UserError("the prompt is empty: give at least one word")
     return prompt

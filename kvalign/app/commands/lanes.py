@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvalign.errors import ExistsError
 from kvalign.settings import Settings, option
 
 
@@ -27,14 +28,16 @@ class LanesSettings(Settings):
     num_evicted: int = option(1, help="entries evicted at once", at_least=1)
     controls: bool = option(True, help="let the reader choose method and sizes")
     overwrite: bool = option(False, help="replace the file")
-    json: bool = option(False, help="print one JSON document with the path written")
 
 
-def run(settings: LanesSettings) -> None:
+SETTINGS = LanesSettings
+
+
+def run(settings: LanesSettings, as_json: bool) -> None:
     import json
 
     if settings.out.exists() and not settings.overwrite:
-        raise FileExistsError(f"{settings.out} already exists: give --overwrite or another --out")
+        raise ExistsError(f"{settings.out} already exists: give --overwrite or another --out")
 
     from kvalign.app.pages.lanes import page
     from kvalign.files import write_text
@@ -49,4 +52,4 @@ def run(settings: LanesSettings) -> None:
     )
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(settings.out, source)
-    print(json.dumps({"page": str(settings.out)}) if settings.json else f"page: {settings.out}")
+    print(json.dumps({"page": str(settings.out)}) if as_json else f"page: {settings.out}")

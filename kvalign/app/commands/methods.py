@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +13,11 @@ class MethodsSettings(Settings):
         kvalign methods
     """
 
-    json: bool = option(False, help="print one JSON document")
+
+SETTINGS = MethodsSettings
 
 
-def run(settings: MethodsSettings) -> None:
+def run(settings: MethodsSettings, as_json: bool) -> None:
     from kvalign.app.listing import methods, show
 
-    show(settings.json, methods=methods())
+    show(as_json, methods=methods())

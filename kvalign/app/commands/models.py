@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +14,11 @@ class ModelsSettings(Settings):
         kvalign models
     """
 
-    json: bool = option(False, help="print one JSON document")
+
+SETTINGS = ModelsSettings
 
 
-def run(settings: ModelsSettings) -> None:
+def run(settings: ModelsSettings, as_json: bool) -> None:
     from kvalign.app.listing import architectures, models, show
 
-    show(settings.json, models=models(), architectures=architectures())
+    show(as_json, models=models(), architectures=architectures())

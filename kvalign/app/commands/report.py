@@ -18,10 +18,12 @@ class ReportSettings(Settings):
 
     folder: Path = option(help="folder with results", positional=True)
     terminal: bool = option(False, help="show the results here instead of writing the page")
-    json: bool = option(False, help="print one JSON document with the paths written")
 
 
-def run(settings: ReportSettings) -> None:
+SETTINGS = ReportSettings
+
+
+def run(settings: ReportSettings, as_json: bool) -> None:
     import json
 
     if settings.terminal:
@@ -32,4 +34,4 @@ def run(settings: ReportSettings) -> None:
     from kvalign.eval.report import write
 
     page = write(settings.folder)
-    print(json.dumps({"report": str(page)}) if settings.json else f"report: {page}")
+    print(json.dumps({"report": str(page)}) if as_json else f"report: {page}")

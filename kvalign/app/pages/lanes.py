@@ -13,9 +13,11 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from kvalign.cache import check_sizes
-from kvalign.methods import METHODS, Method, method_class
+from kvalign.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.methods.base import Method
 from kvalign.models import Family, ModelSpec
+from kvalign.sizes import CacheSizes
 
 MAX_CACHE_SIZE = 24
 SCRIPTS = ("frames.js", "words.js", "lanes.js")
@@ -41,24 +43,26 @@ def page(
         family: how the model encodes positions: learned, rotary or alibi.
 
     Raises:
-        ValueError: unknown method or family, or sizes that do not fit together or into the lane.
+        UserError: unknown method or family, or sizes that do not fit together or into the lane.
     """
     sizes = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
     for name, size in sizes.items():
         if type(size) is not int:
-            raise ValueError(f"{name} must be a whole number, got {size!r:.80}")
+            raise UserError(f"{name} must be a whole number, got {size!r:.80}")
     if type(controls) is not bool:
-        raise ValueError(f"controls must be True or False, got {controls!r:.80}")
+        raise UserError(f"controls must be True or False, got {controls!r:.80}")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
+        raise UserError(f"family must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
     if not isinstance(method, str):
-        raise ValueError(f"method must be a name, got {method!r:.80}")
-    fixed = method_class(method).fixed
-    check_sizes(
-        ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, MAX_CACHE_SIZE + 1),
+        raise UserError(f"method must be a name, got {method!r:.80}")
+    fixed = METHODS.find(method).fixed
+    shown = CacheSizes(
         cache_size,
         0 if "num_sinks" in fixed else num_sinks,
         1 if "num_evicted" in fixed else num_evicted,
+    )
+    shown.check_fits(
+        ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, MAX_CACHE_SIZE + 1)
     )
     return _render(
         {
@@ -73,14 +77,14 @@ def page(
 
 def frame(method: Method) -> str:
     """The page in an iframe, with a method's own sizes as far as they go into the lane."""
-    cache_size = min(method.cache_size, MAX_CACHE_SIZE)
-    num_sinks = min(method.num_sinks, cache_size - 1)
-    num_evicted = min(method.num_evicted, cache_size - num_sinks)
+    cache_size = min(method.sizes.cache_size, MAX_CACHE_SIZE)
+    num_sinks = min(method.sizes.num_sinks, cache_size - 1)
+    num_evicted = min(method.sizes.num_evicted, cache_size - num_sinks)
     source = page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family)
     note = ""
-    if cache_size < method.cache_size:
+    if cache_size < method.sizes.cache_size:
         note = f"The lane has room for {cache_size} entries: it shows them in place of "
-        note = f'<p class="note">{note}{method.cache_size}.</p>'
+        note = f'<p class="note">{note}{method.sizes.cache_size}.</p>'
     return f'{note}<iframe title="The cache" srcdoc="{escape(source)}"></iframe>'
 
 

@@ -13,6 +13,7 @@ from kvalign.app.pages.cards import cards, message
 from kvalign.app.pages.side_by_side import begin, side_by_side
 from kvalign.eval.words import load_words
 from kvalign.models import load_model
+from kvalign.sizes import CacheSizes
 
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 CHOSEN = ("streaming-llm", "kvalign", "recompute")
@@ -55,13 +56,14 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         aligner: folder, shipped name or hub id of one to offer for the first model.
 
     Raises:
-        ValueError, FileNotFoundError: the first model or its aligner cannot be used.
+        UserError: the first model or its aligner cannot be used.
     """
     load = functools.cache(functools.partial(load_model, device=device))
     load(models[0])
     if aligner:
         config = (made := Aligner.from_pretrained(aligner)).config
-        made.check(load(models[0]).model, config.chunk_len - 1, config.num_sinks, config.shifts[0])
+        sizes = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
+        made.check(load(models[0]).model, sizes)
     words = load_words("english-words").words  # it asks nothing of the network
     newest: dict[str, object] = {}  # the run of each page that is open
 
@@ -72,7 +74,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         return list(dict.fromkeys([*own, DEFAULT, *shipped]))
 
     def settle(prompt: str, methods: list[str], model: str, aligner: str, **settings: Any) -> list:
-        """Streams of what is chosen; ValueError where it does not fit together."""
+        """Streams of what is chosen; UserError where it does not fit together."""
         chosen = [name for name in METHODS if name in methods]
         named = None if aligner == DEFAULT else aligner
         return begin(load(model), prompt, chosen, aligner=named, **settings)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvalign.errors import UserError
 from kvalign.eval.fluency import Chunk, chunks
-from kvalign.methods import method_class
+from kvalign.methods import METHODS
 from kvalign.models import LoadedModel
 from kvalign.text_stream import TextStream, stream
 
@@ -78,17 +79,17 @@ def begin(
         sampling: as in `kvalign.stream`.
 
     Raises:
-        ValueError: wrong settings, with the method that refuses them.
+        UserError: wrong settings, with the method that refuses them.
     """
     if not prompt.strip():
-        raise ValueError("the prompt is empty: give at least one word")
+        raise UserError("the prompt is empty: give at least one word")
     if not 0 <= seed < 2**63:
-        raise ValueError(f"the seed must be at least 0 and below 2^63, got {seed}")
+        raise UserError(f"the seed must be at least 0 and below 2^63, got {seed}")
     if not methods:
-        raise ValueError("no method is chosen: tick at least one")
+        raise UserError("no method is chosen: tick at least one")
     streams = []
     for name in methods:
-        is_fixed = "num_evicted" in method_class(name).fixed
+        is_fixed = "num_evicted" in METHODS.find(name).fixed
         try:
             begun = stream(
                 loaded.model,
@@ -97,12 +98,12 @@ def begin(
                 method=name,
                 cache_size=cache_size,
                 num_evicted=None if is_fixed else num_evicted,
-                aligner=aligner if method_class(name).takes_aligner else None,
+                aligner=aligner if METHODS.find(name).takes_aligner else None,
                 seed=seed,
                 **sampling,
             )
         except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise UserError(f"{name}: {error}") from error
         streams.append(begun)
     return streams
 
@@ -144,8 +145,8 @@ def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
         num_tokens=len(stream.token_ids),
         tokens_per_s=1e3 / timing["ms_per_token"] if timing["ms_per_token"] else 0.0,
         fill=method.fill,
-        cache_size=method.cache_size,
-        num_evictions=(stream.num_fed - method.fill) // method.num_evicted,
-        num_evicted=method.num_evicted,
+        cache_size=method.sizes.cache_size,
+        num_evictions=(stream.num_fed - method.fill) // method.sizes.num_evicted,
+        num_evicted=method.sizes.num_evicted,
         is_done=is_done,
     )

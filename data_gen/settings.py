@@ -1,0 +1,68 @@
+"""What can be set for a recording."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.errors import UserError
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings(Settings):
+    """Record keys and values of a corpus before and after the tokens behind the sinks are evicted.
+
+    Run the same command again to resume an interrupted recording.
+
+    Example:
+        kvalign gen-data --model gpt2-mini --num-tokens 2048 --chunk-len 64 --out caches
+    """
+
+    model: str = option("gpt2-mini", help="shipped name, hub id or folder of the base model")
+    corpus: tuple[str, ...] = option(
+        ("python-docs",),
+        help="python-docs, wikitext, everyday, text:PATH, hub:NAME or marked:SPEC; "
+        "several give an equal share of the tokens each",
+    )
+    out: Path = option(help="folder of the recording")
+    num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
+    chunk_len: int = option(
+        256, help="tokens encoded together; caches up to this less one can be aligned", at_least=2
+    )
+    num_sinks: int = option(4, help="first entries that are never evicted", at_least=0)
+    num_evicted: tuple[int, ...] = option(
+        (1,), help="entries evicted at once; several numbers record each", at_least=1
+    )
+    stride: int | None = option(
+        None, help="tokens from chunk to chunk, less overlaps (default: chunk-len)", at_least=1
+    )
+    val_share: float = option(
+        0.1, help="share of the chunks kept for validation", above=0, at_most=0.5
+    )
+    dtype: str = option(
+        "float16", help="type of the stored numbers", choices=("float16", "float32", "bfloat16")
+    )
+    shard_mb: float = option(
+        64.0, help="size of a file in megabytes, reached in whole chunks", above=0
+    )
+    batch_size: int = option(8, help="chunks encoded at once", at_least=1)
+    device: str = option("cpu", help="cpu or cuda; with several workers a GPU each")
+    workers: int = option(
+        1, help="processes that record, on Ray if several; each uses one thread", at_least=1
+    )
+    ray_address: str | None = option(
+        None, help="Ray cluster for the workers; it shares --out (default: start one here)"
+    )
+    seed: int = option(0, help="seed of the split into train and validation")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        room = self.chunk_len - self.num_sinks - max(self.num_evicted)
+        if room < 1:
+            raise UserError(
+                f"--chunk-len must be above --num-sinks + --num-evicted ({self.chunk_len - room}): "
+                f"no entry is left to align, got {self.chunk_len}"
+            )
+        if self.stride is not None and self.stride > self.chunk_len:
+            raise UserError(
+                f"--stride must be at most --chunk-len ({self.chunk_len}), got {self.stride}"
+            )

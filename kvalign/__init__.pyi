@@ -1,0 +1,12 @@
+from .aligners import Aligner as Aligner
+from .cache import StreamingCache as StreamingCache
+from .errors import UserError as UserError
+from .generation import stream_generate as stream_generate
+from .generation import stream_tokens as stream_tokens
+from .methods import METHODS as METHODS
+from .methods import make_cache as make_cache
+from .methods import make_method as make_method
+from .models import load_model as load_model
+from .sizes import CacheSizes as CacheSizes
+from .stream_file import load_stream as load_stream
+from .text_stream import stream as stream

@@ -1,0 +1,108 @@
+"""The arguments of a command: a parser made of its settings, and the flags of all commands."""
+
+import argparse
+import dataclasses
+import inspect
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from kvalign.settings import Settings, fields_of, flag, without_none
+
+S = TypeVar("S", bound=Settings)
+
+JSON = "print one JSON document in place of text"
+DEBUG = "show the whole traceback of an error"
+
+
+def parse(
+    cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
+) -> tuple[S, bool]:
+    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with
+    code 2.
+
+    Args:
+        cls: what is made; its docstring is the help.
+        argv: the words after the command.
+        prog: the command, for messages.
+        has_json: whether the command takes `--json`.
+        about: further text of the help.
+
+    Returns:
+        the settings, and whether `--json` was given.
+    """
+    help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
+    parser = OneLineParser(
+        prog=prog,
+        description="\n\n".join(filter(None, (help_text.strip(), about))),
+        epilog=example and "example:\n  " + example.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser, cls, has_json=has_json)
+    given = {
+        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
+    }
+    as_json = bool(given.pop("json", False))
+    given.pop("debug", None)
+    hints = typing.get_type_hints(cls)
+    for name, value in given.items():
+        if typing.get_origin(without_none(hints[name])) is tuple:
+            given[name] = tuple(item for part in value for item in part)
+    return cls(**given), as_json
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, cls: type[Settings], *, has_json: bool = True
+) -> dict[str, argparse.Action]:
+    """Make a parser take the fields of `cls`, `--json` and `--debug`; the fields' actions."""
+    hints = typing.get_type_hints(cls)
+    actions = {}
+    for field in fields_of(cls):
+        name = field.name if field.metadata["positional"] else flag(field.name)
+        actions[field.name] = parser.add_argument(name, **_argument(field, hints[field.name]))
+    if has_json:
+        parser.add_argument("--json", action="store_const", const=True, help=JSON)
+    parser.add_argument("--debug", action="store_const", const=True, help=DEBUG)
+    return actions
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
+    the dataclass.
+    """
+    help_text = field.metadata["help"].replace("%", "%%")
+    required = field.default is dataclasses.MISSING
+    if not required and field.default not in (None, False):
+        shown = field.default
+        shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
+        help_text += f" (default: {shown})"
+    hint = without_none(hint)
+    if hint is bool and field.default:
+        return {"action": argparse.BooleanOptionalAction, "help": help_text}
+    if hint is bool:
+        return {"action": "store_const", "const": True, "help": help_text}
+    if field.metadata["positional"]:
+        return {"type": hint, "help": help_text, "metavar": field.name.upper()}
+    words: dict[str, Any] = {"help": help_text, "required": required}
+    if field.metadata["choices"]:
+        words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return {"action": "append", "type": _comma_separated(item), **words}
+    return {"type": hint, **words}
+
+
+def _comma_separated(item: type) -> Any:
+    def parse_items(text: str) -> list:
+        return [item(part.strip()) for part in text.split(",") if part.strip()]
+
+    parse_items.__name__ = f"comma-separated {item.__name__}"  # what argparse shows in its error
+    return parse_items

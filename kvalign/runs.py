@@ -1,0 +1,103 @@
+"""A folder that one run fills: what it is stands there first, its result last, so that a run which
+was interrupted is told from one that is finished, and the same run goes on where it stopped.
+
+    FOLDER/run.json      written first: what the run depends on
+    ...                  what it leaves on its way
+    FOLDER/result.json   written last; without it the run is unfinished
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+
+from kvalign.errors import ExistsError
+from kvalign.files import read_json, write_json
+
+State = Literal["new", "unfinished", "finished"]
+
+
+class ResumableRun:
+    """One run in `folder`, which need not exist yet.
+
+    Args:
+        folder: of this run alone.
+        config: what the run depends on: values that JSON knows, in dicts.
+        free: names of fields in it, at any depth, that may differ between a run and its resumption.
+        config_name, result_name: of the two files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        free: Collection[str] = (),
+        config_name: str = "run.json",
+        result_name: str = "result.json",
+    ):
+        self.folder, self.free = folder, frozenset(free)
+        self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
+        self.config_path, self.result_path = folder / config_name, folder / result_name
+
+    def state(self) -> State:
+        """Whether the folder has nothing yet, a part of this very run, or all of it.
+
+        Raises:
+            ExistsError: it holds another run, or files that are no run.
+        """
+        if not self.config_path.exists():
+            found = self.folder.iterdir() if self.folder.is_dir() else ()
+            if any(not path.name.startswith(".") for path in found):
+                raise ExistsError(f"{self.folder} holds other files: name another --out")
+            return "new"
+        if field := self.difference():
+            raise ExistsError(
+                f"{self.folder} holds a run of other settings ({field}): give those, or name "
+                "another --out"
+            )
+        return "finished" if self.result_path.exists() else "unfinished"
+
+    def difference(self) -> str:
+        """The first field in which the folder's run differs from this one, with both values; ""
+        where they are the same.
+        """
+        there = read_json(self.config_path)
+        field = _first_difference(there, self.config, self.free)
+        if not field:
+            return ""
+        name = field.removeprefix("settings.")
+        return f"{name} is {_at(there, field)!r} there, {_at(self.config, field)!r} now"
+
+    def begin(self) -> None:
+        """Write down what the run is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.result_path.unlink(missing_ok=True)
+        write_json(self.config_path, self.config)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write down what came of it."""
+        write_json(self.result_path, result)
+
+    def result(self) -> dict[str, Any]:
+        """What `finish` wrote; empty if the run is unfinished."""
+        return read_json(self.result_path) if self.result_path.exists() else {}
+
+
+def _first_difference(there: Any, here: Any, free: Collection[str]) -> str:
+    """Dotted name of the first field in which two configs differ, or an empty string."""
+    for field in {**here, **there}:
+        a, b = there.get(field), here.get(field)
+        if field in free or a == b:
+            continue
+        if not (isinstance(a, dict) and isinstance(b, dict)):
+            return field
+        if inner := _first_difference(a, b, free):
+            return f"{field}.{inner}"
+    return ""
+
+
+def _at(config: Any, field: str) -> Any:
+    for name in field.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config

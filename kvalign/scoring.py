@@ -1,0 +1,105 @@
+"""The loss of a text's tokens under a streaming method: step by step, or by a faster way with the
+same figures.
+
+- Methods that re-encode clean windows (`recompute`, `discard-half`): a batch of windows at once.
+- Caches whose entries are placed from birth (`window`, `streaming-llm`, `kvalign` with a table):
+  whole segments in the relative form (`kvalign.relative`).
+- Any other method steps.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from kvalign import relative
+from kvalign.methods.base import Cached, Method, Reencoding
+
+SEGMENT_LEN = 256  # tokens of a forward pass in the relative form
+BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
+BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
+
+OnLabels = Callable[[int], object]
+
+
+def score(method: Method, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
+    """As `score_stepwise`, to rounding; by a faster way where there is one."""
+    if isinstance(method, Reencoding):
+        return score_windows(method, ids, on_labels)
+    if isinstance(method, Cached):
+        realigner = method.cache.realigner
+        if relative.is_exact(method.model, method.sizes.cache_size, realigner):
+            stream = relative.Stream(method.model, method.sizes, realigner)
+            return score_segments(stream, ids, on_labels)
+    return score_stepwise(method, ids, on_labels)
+
+
+@torch.no_grad()
+def score_stepwise(method: Method, ids: Tensor, on_labels: OnLabels = lambda n: None) -> Tensor:
+    """NLL in nats of every token after the first cache_size + 1, each given those before it.
+
+        ids   0 1 ... C | C+1 C+2 ... N-1
+              first input  labels
+
+    Args:
+        method: any; its stream begins anew.
+        ids: [1, N] int64, N >= cache_size + 2.
+        on_labels: told the number of labels scored since the last call, for a progress bar.
+
+    Returns:
+        [N - cache_size - 1] float32.
+    """
+    first = method.sizes.first_input_len
+    method.reset()
+    logits = method.feed(ids[:, :first])
+    nll = []
+    for i in range(first, ids.shape[1]):
+        nll.append(cross_entropy(logits, ids[:, i]))
+        on_labels(1)
+        if i + 1 < ids.shape[1]:
+            logits = method.feed(ids[:, i : i + 1])
+    return torch.stack(nll)
+
+
+@torch.no_grad()
+def score_segments(stream: relative.Stream, ids: Tensor, on_labels: OnLabels) -> Tensor:
+    """As `score_stepwise`, of a stream in the relative form that has been fed nothing."""
+    first, end = stream.sizes.cache_size, ids.shape[1] - 1  # queries with a label
+    for start in range(0, first, SEGMENT_LEN):
+        stream.feed(ids[:, start : min(start + SEGMENT_LEN, first)], logits_to_keep=1)
+    nll = []
+    for start in range(first, end, SEGMENT_LEN):
+        stop = min(start + SEGMENT_LEN, end)
+        logits = stream.feed(ids[:, start:stop])[0].float()
+        nll.append(cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="none"))
+        on_labels(stop - start)
+    return torch.cat(nll)
+
+
+@torch.no_grad()
+def score_windows(method: Reencoding, ids: Tensor, on_labels: OnLabels) -> Tensor:
+    """As `score_stepwise`. The tokens that a method keeps change only when some are dropped, so all
+    steps between two drops are one causal forward pass, and such periods make a batch.
+    """
+    sizes, vocab_size = method.sizes, method.model.config.vocab_size
+    first, k = sizes.first_input_len, sizes.num_evicted
+    num_labels = ids.shape[1] - first
+    # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and predicts
+    # k labels.
+    num_periods = 1 + -(-(num_labels - 1) // k)
+    sinks, rest = ids[0, : sizes.num_sinks], ids[0, sizes.num_sinks :]
+    windows = pad(rest, (0, k)).unfold(0, first - sizes.num_sinks, k)[:num_periods]
+    windows = torch.cat([sinks.expand(num_periods, -1), windows], 1)  # [periods, C + 1]
+    batch_size = max(1, min(BATCH_TOKENS // first, BATCH_LOGITS // (k * vocab_size)))
+    nll: list[Tensor] = []
+    for start in range(0, num_periods, batch_size):
+        batch = windows[start : start + batch_size]
+        logits = method.model(input_ids=batch, use_cache=False, logits_to_keep=k).logits
+        logits = logits.flatten(0, 1).float()  # [periods * k, V], in the order of the labels
+        if start == 0:
+            logits = logits[k - 1 :]
+        labels = ids[0, first + len(nll) :][: len(logits)]
+        nll.extend(cross_entropy(logits[: len(labels)], labels, reduction="none"))
+        on_labels(len(labels))
+    return torch.stack(nll)

@@ -1,0 +1,79 @@
+"""The sizes of a streaming cache, and the one place of their arithmetic.
+
+slots   0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
+        sinks   | window
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvalign.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalign.models import ModelSpec
+
+N = TypeVar("N", int, "Tensor")
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How many entries a cache keeps and drops.
+
+    Attributes:
+        cache_size: entries stored between two steps, sinks included; a step sees one more.
+        num_sinks: first entries, never evicted.
+        num_evicted: entries evicted at once, right after the sinks, when the cache is full.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    cache_size: int
+    num_sinks: int = 4
+    num_evicted: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_sinks < 0:
+            raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
+        if self.cache_size <= self.num_sinks:
+            raise UserError(
+                f"cache_size must be above num_sinks ({self.num_sinks}) to leave room for a "
+                f"window, got {self.cache_size}"
+            )
+        if not 1 <= self.num_evicted <= self.window_size:
+            raise UserError(
+                f"num_evicted must be between 1 and the window ({self.window_size} = cache_size "
+                f"{self.cache_size} less num_sinks {self.num_sinks}), got {self.num_evicted}"
+            )
+
+    @property
+    def window_size(self) -> int:
+        """Entries after the sinks."""
+        return self.cache_size - self.num_sinks
+
+    @property
+    def first_input_len(self) -> int:
+        """Tokens that an empty cache takes in before anything is evicted: C + 1."""
+        return self.cache_size + 1
+
+    def num_dropped(self, num_entries: N) -> N:
+        """Of so many entries, how many are dropped so that the rest can be stored: a multiple of
+        `num_evicted`.
+
+        Args:
+            num_entries: one number, or an int64 tensor of any shape.
+        """
+        dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
+        return dropped * (dropped > 0)
+
+    def check_fits(self, spec: ModelSpec) -> None:
+        """Raise UserError unless the model has a position for each entry and the new token."""
+        if spec.context_len is not None and self.cache_size >= spec.context_len:
+            raise UserError(
+                f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
+                f"length less the new token), got {self.cache_size}"
+            )

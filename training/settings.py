@@ -1,0 +1,240 @@
+"""What can be set for training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.errors import UserError
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Settings):
+    """Train an aligner; run the same command again to resume a network.
+
+    `table` is the mean and the scale of keys and values at each position: it takes a model and
+    text, a minute, and does not drift. `network` is the paper's and takes recorded caches.
+
+    Example:
+        kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
+    """
+
+    out: Path = option(help="folder of the aligner")
+    aligner_kind: str = option(
+        "network", help="what to train", choices=("network", "table", "anchored")
+    )
+    data: Path | None = option(
+        None, help="network: folder of recorded caches, from kvalign gen-data"
+    )
+    model: str = option("gpt2-mini", help="table: shipped name, hub id or folder of a causal LM")
+    corpus: tuple[str, ...] = option(
+        ("python-docs",), help="table: text, comma-separated; each gives an equal share"
+    )
+    num_tokens: int = option(300_000, help="table: tokens of text", at_least=1)
+    chunk_len: int = option(
+        256, help="table: positions; caches up to this less one can be aligned", at_least=8
+    )
+    objective: str = option(
+        "mse",
+        help="mse: against re-encoding; table only: nll, the LM's own loss on the text, or kl, to "
+        "the LM that re-encodes at each step",
+        choices=("mse", "nll", "kl"),
+    )
+    init: str = option(
+        "means",
+        help="table: start from means and scales over the text, from none, or from the table in an "
+        "aligner's folder, shipped name or hub id",
+    )
+    target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
+    key_hidden1: int = option(256, help="first hidden size of the network for keys", at_least=1)
+    key_hidden2: int = option(64, help="second hidden size of the network for keys", at_least=1)
+    value_hidden1: int = option(64, help="first hidden size of the network for values", at_least=1)
+    value_hidden2: int = option(
+        128, help="second hidden size of the network for values", at_least=1
+    )
+    position_dim: int = option(32, help="size of the position embedding", at_least=1)
+    layer_dim: int = option(8, help="size of the layer embedding", at_least=1)
+    head_embed_dim: int = option(4, help="size of the head embedding", at_least=1)
+    batch_size: int = option(1024, help="rows a step on each device", at_least=1)
+    lr: float | None = option(
+        None, help="learning rate (default: network 7e-4, table 2e-3)", above=0
+    )
+    weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0)
+    max_epochs: int = option(3, help="epochs at most", at_least=1)
+    max_steps: int | None = option(
+        None, help="steps at most (default: network no limit, table 300)", at_least=1
+    )
+    vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
+    patience: int = option(
+        5, help="reports without a better validation loss before it stops", at_least=1
+    )
+    accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
+    devices: int = option(1, help="number of devices", at_least=1)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    seed: int = option(0, help="random seed", at_least=0)
+    resume: bool = option(True, help="resume an unfinished run of the same settings (default: yes)")
+    overwrite: bool = option(False, help="replace what is in --out")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.aligner_kind == "network" and self.data is None:
+            raise UserError("--data is needed: record caches with kvalign gen-data first")
+        if self.aligner_kind == "network" and self.objective != "mse":
+            raise UserError(
+                f"--objective {self.objective} is for --aligner-kind table: the network is "
+                f"trained on "
+                "recorded caches, without the LM"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(Settings):
+    """Train a network with many settings, stop the bad ones early, then train the best one whole.
+
+    The space is that of the paper's table 1. Run the same command again to resume a sweep.
+
+    Example:
+        kvalign tune --target key --data caches --out sweep --num-trials 10
+    """
+
+    target: str = option(help="vectors to realign", choices=("key", "value"))
+    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
+    out: Path = option(help="folder of the sweep; OUT/aligner is its best aligner")
+    num_trials: int = option(10, help="trials", at_least=1)
+    max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
+    max_steps: int | None = option(
+        None, help="steps of a trial at most (default: no limit)", at_least=1
+    )
+    hidden_sizes: tuple[int, ...] = option(
+        (32, 64, 128, 256), help="sizes of either hidden layer, comma-separated", at_least=1
+    )
+    min_batch_size: int = option(32, help="rows a step at least; a power of two", at_least=1)
+    max_batch_size: int = option(16384, help="rows a step at most", at_least=1)
+    min_lr: float = option(1e-4, help="learning rate at least; drawn log-uniform", above=0)
+    max_lr: float = option(1e-1, help="learning rate at most", above=0)
+    search: str = option(
+        "random",
+        help="random, or defaults-first: the first trial has the sizes of kvalign train",
+        choices=("random", "defaults-first"),
+    )
+    scheduler: str = option(
+        "asha",
+        help="asha: stop a trial that is behind the others at the same report; none: stop none",
+        choices=("asha", "none"),
+    )
+    grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
+    reduction_factor: float = option(
+        2, help="asha: of the trials at a report, one in so many goes on", above=1
+    )
+    num_concurrent: int | None = option(
+        None,
+        help="trials side by side; asha never stops the first (default: as many as CPUs allow)",
+        at_least=1,
+    )
+    cpus_per_trial: int = option(1, help="CPUs of a trial", at_least=1)
+    gpus_per_trial: float = option(0, help="GPUs of a trial", at_least=0)
+    ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
+    seed: int = option(0, help="random seed, of the draws and of each trial", at_least=0)
+    resume: bool = option(
+        True, help="resume an unfinished sweep of the same settings (default: yes)"
+    )
+    overwrite: bool = option(False, help="replace another sweep in --out")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "lr"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            words = name.replace("_", "-")
+            if low > high:
+                raise UserError(f"--min-{words} {low} is above --max-{words} {high}")
+        if self.min_batch_size & (self.min_batch_size - 1):
+            raise UserError(f"--min-batch-size must be a power of two, got {self.min_batch_size}")
+        num_reports = self.max_epochs * self.vals_per_epoch
+        if self.scheduler == "asha" and self.grace_reports > num_reports:
+            raise UserError(
+                f"--grace-reports must be at most {num_reports}, the reports of a trial, got "
+                f"{self.grace_reports}"
+            )
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Powers of two in the range."""
+        sizes = [self.min_batch_size]
+        while 2 * sizes[-1] <= self.max_batch_size:
+            sizes.append(2 * sizes[-1])
+        return tuple(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings(Settings):
+    """Train a small reference language model from scratch; run the same command again to resume.
+
+    Example:
+        kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
+    """
+
+    arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
+    corpus: tuple[str, ...] = option(
+        ("python-docs",), help="corpora to mix, each SPEC or SPEC@WEIGHT (share of the tokens)"
+    )
+    out: Path = option(help="folder of the model")
+    tokenizer: Path | None = option(
+        None, help="folder of a tokenizer to share (default: train one)"
+    )
+    vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
+    context_len: int = option(512, help="context length in tokens", at_least=16)
+    num_layers: int = option(6, help="transformer layers", at_least=1)
+    hidden_size: int = option(256, help="hidden size; heads have 64 dimensions", at_least=64)
+    num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
+    batch_size: int = option(4, help="sequences of the full context length a step", at_least=1)
+    lr: float = option(
+        2e-3, help="peak learning rate of AdamW (embeddings, norms, biases)", above=0
+    )
+    matrix_lr: float = option(4e-3, help="peak learning rate of Muon (weight matrices)", above=0)
+    decay_share: float = option(
+        0.5, help="last share of the steps, with the rate falling to 0", above=0, at_most=1
+    )
+    short_share: float = option(
+        0.4, help="first share of the steps, at half the context length", at_least=0, at_most=1
+    )
+    save_minutes: float = option(4.0, help="minutes between checkpoints", above=0)
+    eval_corpus: str | None = option(
+        None, help="report bits per byte on the first 60 blocks of this corpus"
+    )
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
+    device: str = option("cpu", help="cpu or cuda")
+    seed: int = option(0, help="random seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportPublishedSettings(Settings):
+    """Make an aligner of the two files that the authors of KV-Align publish for a model.
+
+    They are in `models/` of github.com/eecs585projectorg/kv-align, for DistilGPT2 and SmolLM2-135M.
+
+    Example:
+        kvalign import-published --keys keys_network_distilgpt2.pth --values values_network_distilgpt2.pth --model distilbert/distilgpt2 --out published
+    """  # noqa: E501
+
+    keys: Path = option(help="file of the network for keys")
+    values: Path = option(help="file of the network for values")
+    model: str = option(help="hub id or folder of the base model that they were trained for")
+    out: Path = option(help="folder of the aligner")
+    num_sinks: int = option(
+        4, help="first entries that are never evicted (the authors' number)", at_least=0
+    )
+    chunk_len: int = option(
+        256,
+        help="caches up to this less one can be aligned (the authors recorded chunks of 256)",
+        at_least=2,
+    )
+    overwrite: bool = option(False, help="replace the aligner in --out")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk_len < self.num_sinks + 2:
+            raise UserError(
+                f"--chunk-len must be above --num-sinks + 1 ({self.num_sinks + 1}): no entry is "
+                f"left to align, got {self.chunk_len}"
+            )
