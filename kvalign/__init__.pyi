@@ -1,3 +1,6 @@
+from . import data_gen as data_gen
+from . import eval as eval
+from . import training as training
 from .aligners import Aligner as Aligner
 from .cache import StreamingCache as StreamingCache
 from .errors import UserError as UserError
