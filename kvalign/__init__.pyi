@@ -11,5 +11,5 @@ from .methods import make_cache as make_cache
 from .methods import make_method as make_method
 from .models import load_model as load_model
 from .sizes import CacheSizes as CacheSizes
-from .stream_file import load_stream as load_stream
+from .text_stream import load_stream as load_stream
 from .text_stream import stream as stream
