@@ -9,14 +9,17 @@ are realigned. The model needs no hook and no patch: it asks the cache for its l
 each token its position inside the cache (0..C), never its position in the stream.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvalign.aligners import Move
 from kvalign.errors import UserError
 from kvalign.models import ModelSpec, spec_of
-from kvalign.realign import Move, Realigner
+from kvalign.realign import Realigner
 from kvalign.sizes import CacheSizes
 
 
@@ -196,7 +199,7 @@ class StreamingLayer(DynamicLayer):
         self.sources: list[SlidingBuffer] = []  # of keys and of values
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take in [B, H, T, D]; return all entries for this step's attention, store what stays."""
         if not self.is_initialized:
