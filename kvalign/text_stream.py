@@ -223,7 +223,7 @@ def stream(
         UserError: as in `make_method`, or a tokenizer that cannot stream.
         TypeError: an unknown setting.
     """
-    made = make_method(
+    streaming = make_method(
         method,
         model,
         cache_size=cache_size,
@@ -231,7 +231,7 @@ def stream(
         num_evicted=num_evicted,
         aligner=aligner,
     )
-    text_stream = TextStream(tokenizer, made, Sampling(**sampling))
+    text_stream = TextStream(tokenizer, streaming, Sampling(**sampling))
     if prompt:
         text_stream.feed(prompt)
     return text_stream
