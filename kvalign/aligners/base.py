@@ -1,8 +1,8 @@
 """What every aligner is: trained parts made for one base model, in a folder of safetensors and a
 config that says so.
 
-An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary model
-is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
+An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
+model is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
 """
 
 from abc import ABC, abstractmethod

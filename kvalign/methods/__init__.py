@@ -113,7 +113,8 @@ def make_cache(
     if not isinstance(streaming, Cached):
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
         raise UserError(
-            f"{method} {streaming.about}: it has no streaming cache (these have: {', '.join(cached)})"
+            f"{method} {streaming.about}: it has no streaming cache (these have one: "
+            f"{', '.join(cached)})"
         )
     return streaming.cache
 

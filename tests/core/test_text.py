@@ -257,7 +257,7 @@ def test_a_loop_of_ones_own(gpt2):
             ids = logits[:, -1:].argmax(-1)
             tokens.append(int(ids))
     assert tokens == stream.token_ids
-    with pytest.raises(ValueError, match=r"has no streaming cache \(these have: window,"):
+    with pytest.raises(ValueError, match=r"has no streaming cache \(these have one: window,"):
         kvalign.make_cache(gpt2.model, cache_size=24, method="recompute")
 
 
