@@ -123,7 +123,7 @@ def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):
         models,
         '    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float()),\n',
         '    "interleaved": lambda model: InterleavedRotation(',
-        "        10_000 ** (-torch.arange(0, model.config.rotary_dim, 2) / model.config.rotary_dim)",
+        "        10_000 ** -(torch.arange(0, model.config.rotary_dim, 2) / 8)",
         "    ),",
     )
     copy.python("-c", REENCODED)
