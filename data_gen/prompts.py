@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from kvalign.data_gen.hub_dataset import rows_of
 from kvalign.errors import NotFoundError, UserError
@@ -53,18 +53,10 @@ OWN = (
 _NEEDED = '"turns" (a list of texts) or "prompt" (a text or a list of them)'
 
 
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("must not be blank")
-    return text
-
-
 class _Row(BaseModel):
     """A row of a file or a data set; what else it has is left aside."""
 
-    turns: Annotated[
-        list[Annotated[str, Field(strict=True), AfterValidator(_not_blank)]], Field(min_length=1)
-    ]
+    turns: Annotated[list[Annotated[str, Field(strict=True, pattern=r"\S")]], Field(min_length=1)]
 
     @model_validator(mode="before")
     @classmethod

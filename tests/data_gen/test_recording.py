@@ -171,7 +171,7 @@ def test_resumed_runs_end_in_the_same_bytes(gpt2, settings, tmp_path, monkeypatc
     monkeypatch.setattr(workers, "write_shard", crash_at_third)
     with pytest.raises(KeyboardInterrupt):
         record(settings(out=out), loaded=gpt2)
-    with pytest.raises(ValueError, match="is unfinished: run the same gen-data command again"):
+    with pytest.raises(UserError, match="is unfinished: run the same gen-data command again"):
         open_store(out)
     assert not expected.keys() <= _bytes(out).keys()
     (out / ".train-k1-00001.partial.safetensors").write_bytes(b"left by a crash")
@@ -212,17 +212,17 @@ def test_finished_recordings_are_left_alone(gpt2, settings):
 
 def test_another_recording_is_refused(gpt2, wrap, settings, tmp_path):
     store = record(settings(), loaded=gpt2)
-    with pytest.raises(ValueError, match="other settings \\(num_tokens is 480 there, 504 now\\)"):
+    with pytest.raises(UserError, match="other settings \\(num_tokens is 480 there, 504 now\\)"):
         record(settings(num_tokens=504), loaded=gpt2)
-    with pytest.raises(ValueError, match=r"num_evicted is \[1, 3\] there, \[1\] now"):
+    with pytest.raises(UserError, match=r"num_evicted is \[1, 3\] there, \[1\] now"):
         record(settings(num_evicted=(1,)), loaded=gpt2)
     other = tiny_model("gpt2")
     other.transformer.wte.weight.mul_(2)
-    with pytest.raises(ValueError, match="embedding_fingerprint is"):
+    with pytest.raises(UserError, match="embedding_fingerprint is"):
         record(settings(), loaded=wrap(other))
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
-    with pytest.raises(ValueError, match="photos holds other files"):
+    with pytest.raises(UserError, match="photos holds other files"):
         record(settings(out=tmp_path / "photos"), loaded=gpt2)
     assert open_store(store.folder).manifest == store.manifest
 
@@ -268,19 +268,17 @@ def test_keywords_are_settings(gpt2, text_file, tmp_path):
 
 
 def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, settings, tmp_path):
-    with pytest.raises(
-        ValueError, match=f"--chunk-len must be at most {CONTEXT_LEN} for tiny gpt2"
-    ):
+    with pytest.raises(UserError, match=f"--chunk-len must be at most {CONTEXT_LEN} for tiny gpt2"):
         record(settings(chunk_len=CONTEXT_LEN + 1), loaded=gpt2)
-    with pytest.raises(ValueError, match=r"--chunk-len must be above --num-sinks \+ --num-evicted"):
+    with pytest.raises(UserError, match=r"--chunk-len must be above --num-sinks \+ --num-evicted"):
         settings(chunk_len=24, num_evicted=(1, 20))
-    with pytest.raises(ValueError, match=r"--stride must be at most --chunk-len \(24\), got 25"):
+    with pytest.raises(UserError, match=r"--stride must be at most --chunk-len \(24\), got 25"):
         settings(stride=25)
-    with pytest.raises(ValueError, match=r"--num-tokens must be at least 48 .* got 47"):
+    with pytest.raises(UserError, match=r"--num-tokens must be at least 48 .* got 47"):
         record(settings(num_tokens=47), loaded=gpt2)
     short = tmp_path / "short.txt"
     short.write_text("the cat\n")
-    with pytest.raises(ValueError, match="has less than the 48 tokens"):
+    with pytest.raises(UserError, match="has less than the 48 tokens"):
         record(settings(corpus=(f"text:{short}",)), loaded=gpt2)
     assert not (tmp_path / "pairs").exists()
 
@@ -288,7 +286,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
 def test_numbers_that_do_not_fit_are_refused(wrap, settings):
     model = tiny_model("gpt2")
     model.transformer.h[0].attn.c_attn.bias += 1e5
-    with pytest.raises(ValueError, match="do not fit --dtype float16: take bfloat16 or float32"):
+    with pytest.raises(UserError, match="do not fit --dtype float16: take bfloat16 or float32"):
         record(settings(), loaded=wrap(model))
 
 

@@ -111,7 +111,7 @@ def test_missing_and_unfinished_stores_are_refused(folder, tmp_path):
     ):
         open_store(tmp_path / "nowhere")
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="is unfinished: run the same gen-data command again"):
+    with pytest.raises(UserError, match="is unfinished: run the same gen-data command again"):
         open_store(folder)
 
 
@@ -119,20 +119,18 @@ def test_missing_and_unfinished_stores_are_refused(folder, tmp_path):
 def test_truncated_shards_are_refused(folder, num_bytes):
     path = folder / "train-k1-00001.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(
-        ValueError, match=r"train-k1-00001.safetensors is damaged \(.*\): delete it"
-    ):
+    with pytest.raises(UserError, match=r"train-k1-00001.safetensors is damaged \(.*\): delete it"):
         open_store(folder)
 
 
 def test_missing_and_exchanged_shards_are_refused(folder):
     path = folder / "train-k1-00001.safetensors"
     path.rename(folder / "val-k1-00000.safetensors")
-    with pytest.raises(ValueError, match=r"train-k1-00001.safetensors is damaged \(it is missing"):
+    with pytest.raises(UserError, match=r"train-k1-00001.safetensors is damaged \(it is missing"):
         open_store(folder)
     path.write_bytes((folder / "train-k1-00000.safetensors").read_bytes())
     with pytest.raises(
-        ValueError, match=r"key_stale must be .*1, 2, 3, 5, 4.* found .*2, 2, 3, 5, 4"
+        UserError, match=r"key_stale must be .*1, 2, 3, 5, 4.* found .*2, 2, 3, 5, 4"
     ):
         open_store(folder)
 
@@ -143,7 +141,7 @@ def test_verification_reads_every_byte(folder):
     content[-1] ^= 1
     path.write_bytes(content)
     open_store(folder)
-    with pytest.raises(ValueError, match=r"val-k1-00000.*its SHA-256 differs"):
+    with pytest.raises(UserError, match=r"val-k1-00000.*its SHA-256 differs"):
         open_store(folder, verify=True)
 
 
@@ -198,7 +196,7 @@ def _change_first_entry(folder, change):
 @pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 100_000, '{"shards": 1}', "\xff"])
 def test_damaged_json_is_refused_naming_the_file(folder, name, content):
     (folder / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(UserError, match=name):
         open_store(folder)
 
 
