@@ -42,6 +42,4 @@ Made by
 def card(settings: PretrainSettings, facts: dict[str, Any]) -> str:
     """The README of a model folder, from its settings and what `pretrain` measured."""
     template = jinja2.Template(_CARD, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return template.render(
-        asked=settings, facts=facts, machine=platform.machine(), version=version
-    )
+    return template.render(asked=settings, facts=facts, machine=platform.machine(), version=version)

@@ -1,6 +1,5 @@
 """Aligner folders: exact round trip, refusals that name what is wrong."""
 
-import dataclasses
 import json
 
 import pytest
@@ -110,10 +109,14 @@ def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
-    data = {"corpus": ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]}
-    part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
-    aligner.config = dataclasses.replace(
-        aligner.config, base_model="distilbert/distilgpt2", training={"key": part}
+    old = {"corpus": ["python-docs", "marked:hub:me/stories:en:text", "text:a.txt"]}
+    part = {"data": old, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
+    new = {"corpus": ["wikitext"], "datasets": ["Salesforce/wikitext"]}
+    aligner.config = aligner.config.model_copy(
+        update={
+            "base_model": "distilbert/distilgpt2",
+            "training": {"key": part, "value": {"data": new}},
+        }
     )
     aligner.push_to_hub(name)
     found = Aligner.from_pretrained(name)
