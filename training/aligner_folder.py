@@ -40,7 +40,7 @@ def record_of(
 
     Args:
         command: a shell command that makes it again.
-        data: what it was made from.
+        data: what it was trained on.
         device: what it was trained on; None for what was not trained here.
         packages: whose versions are recorded.
     """
