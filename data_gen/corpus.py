@@ -1,9 +1,7 @@
-"""What a corpus is, and what corpora share: text in pieces, rows read through `datasets`."""
+"""What a corpus is, and how its rows become pieces of text."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
-
-from kvalign.errors import UserError
+from typing import Protocol
 
 PIECE_LEN = 1 << 20  # characters in memory at once
 
@@ -37,30 +35,3 @@ def in_pieces(rows: Iterable[str]) -> Iterator[str]:
             piece, piece_len = [], 0
     if piece:
         yield "".join(piece)
-
-
-def load_rows(*args: Any, about: str, hint: str = "", **options: Any) -> Iterator[dict[str, Any]]:
-    """The rows of `datasets.load_dataset(*args, **options)`, streaming.
-
-    Args:
-        about: what is read, for messages.
-        hint: ends the messages.
-
-    Raises:
-        UserError: no such data set, configuration or split, no connection, or damaged files.
-    """
-    import datasets
-
-    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
-    try:
-        dataset = datasets.load_dataset(*args, streaming=True, **options)
-    except errors as error:
-        raise UserError(f"cannot load {about}: {error}{hint}") from error
-
-    def rows() -> Iterator[dict[str, Any]]:
-        try:
-            yield from dataset
-        except errors as error:
-            raise UserError(f"cannot read {about}: {error}{hint}") from error
-
-    return rows()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalign import hub
-from kvalign.data_gen.corpus import in_pieces, load_rows
+from kvalign.data_gen.corpus import in_pieces
 from kvalign.errors import UserError
 
 OFFLINE = ("python-docs", "text:PATH", "hub:FOLDER")
@@ -72,7 +72,7 @@ class AnyHubDataset:
 
 
 def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator[dict[str, Any]]:
-    """The rows of a hub data set, or of a local folder of its name.
+    """The rows of a hub data set, or of a local folder of its name, streaming.
 
     Args:
         name: hub id or folder.
@@ -81,15 +81,28 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
         offline: what works without the hub, for messages.
 
     Raises:
-        UserError: no such data set, configuration or split, or the hub cannot be reached.
+        UserError: the hub cannot be reached, or no such data set, configuration or split; of
+            damaged files, when they are reached.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and not hub.is_reachable():
         raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
+    import datasets
+
+    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
     source = str(folder) if folder.is_dir() else name
-    return load_rows(
-        source, config, split=split, about=f"{split!r} of {name!r}", hint=f"; {offline}"
-    )
+    try:
+        dataset = datasets.load_dataset(source, config, split=split, streaming=True)
+    except errors as error:
+        raise UserError(f"cannot load {split!r} of {name!r}: {error}; {offline}") from error
+
+    def rows() -> Iterator[dict[str, Any]]:
+        try:
+            yield from dataset
+        except errors as error:
+            raise UserError(f"cannot read {split!r} of {name!r}: {error}") from error
+
+    return rows()
 
 
 def _row_text(row: dict[str, Any], column: str) -> str:

@@ -1,11 +1,11 @@
-"""The corpus `text:PATH`: text files of one's own."""
+"""The corpora `text:PATH`: text files of one's own."""
 
 import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvalign.data_gen.corpus import in_pieces, load_rows
-from kvalign.errors import NotFoundError
+from kvalign.data_gen.corpus import in_pieces
+from kvalign.errors import NotFoundError, UserError
 
 
 class TextFiles:
@@ -16,18 +16,22 @@ class TextFiles:
 
         Raises:
             NotFoundError: no file matches.
+            UserError: a file is not UTF-8; raised when it is reached.
         """
         path = Path(rest).expanduser()
-        if path.is_dir():
-            files = sorted(path.rglob("*.txt"))
-        else:
-            files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path))))
-        escaped = [glob.escape(str(file)) for file in files if file.is_file()]  # `datasets` globs
-        if not escaped:
+        paths = path.rglob("*.txt") if path.is_dir() else map(Path, glob.glob(str(path)))
+        files = [path] if path.is_file() else sorted(filter(Path.is_file, paths), key=str)
+        if not files:
             raise NotFoundError(
                 f"no text at {rest!r}: name a file, a folder with .txt files, or a glob"
             )
-        rows = load_rows(
-            "text", data_files=escaped, split="train", keep_linebreaks=True, about=f"text:{rest}"
-        )
-        return in_pieces(row["text"] for row in rows)
+        return in_pieces(_lines(files))
+
+
+def _lines(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        try:
+            with file.open(encoding="utf-8") as lines:
+                yield from lines
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text: {error}") from None

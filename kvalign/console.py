@@ -53,8 +53,8 @@ def print_table(
     )
     for heading in headings:
         heading = Heading(heading) if isinstance(heading, str) else heading
-        justify = "right" if heading.is_number else "left"
-        table.add_column(Text(escape_controls(heading.text)), justify=justify)
+        name = Text(escape_controls(heading.text))
+        table.add_column(name, justify="right" if heading.is_number else "left")
     for row in rows:
         table.add_row(*map(_text, row))
     (console or console_for()).print(table)

@@ -52,8 +52,8 @@ class ResumableRun:
             ExistsError: it holds another run, or files that are no run.
         """
         if not self.config_path.exists():
-            paths = self.folder.iterdir() if self.folder.is_dir() else ()
-            if any(not path.name.startswith(".") for path in paths):
+            existing = self.folder.iterdir() if self.folder.is_dir() else ()
+            if any(not path.name.startswith(".") for path in existing):
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
@@ -66,12 +66,12 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; ""
         where they are the same.
         """
-        recorded = self.read_config(self.config_path)
-        field = _first_difference(recorded, self.config, self.free)
+        existing = self.read_config(self.config_path)
+        field = _first_difference(existing, self.config, self.free)
         if not field:
             return ""
         name = field.removeprefix("settings.")
-        return f"{name} is {_at(recorded, field)!r} there, {_at(self.config, field)!r} now"
+        return f"{name} is {_at(existing, field)!r} there, {_at(self.config, field)!r} now"
 
     def begin(self) -> None:
         """Write down what the run is."""
@@ -88,10 +88,10 @@ class ResumableRun:
         return read_json(self.result_path) if self.result_path.exists() else {}
 
 
-def _first_difference(recorded: Any, current: Any, free: Collection[str]) -> str:
+def _first_difference(there: Any, here: Any, free: Collection[str]) -> str:
     """Dotted name of the first field in which two configs differ, or an empty string."""
-    for field in {**current, **recorded}:
-        a, b = recorded.get(field), current.get(field)
+    for field in {**here, **there}:
+        a, b = there.get(field), here.get(field)
         if field in free or a == b:
             continue
         if not (isinstance(a, dict) and isinstance(b, dict)):

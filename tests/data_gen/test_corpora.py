@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import corpora
+from kvalign.data_gen import corpora, marked
 from kvalign.data_gen.corpora import hub_datasets, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
 from kvalign.errors import UserError
@@ -41,10 +41,16 @@ def test_text_is_that_of_the_file(tmp_path, name):
 
 def test_folders_and_globs_are_read_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name, text in (("b.txt", "2\n"), ("a.txt", "1\n"), ("sub/c.txt", "3\n"), ("d.md", "4\n")):
+    for name, text in (
+        ("b.txt", "2\n"),
+        ("a.txt", "1\n"),
+        ("sub/c.txt", "4\n"),
+        ("sub-a.txt", "3\n"),
+        ("d.md", "5\n"),
+    ):
         (tmp_path / name).write_text(text)
-    assert _text(f"text:{tmp_path}") == "1\n2\n3\n"
-    assert _text(f"text:{tmp_path}/*") == "1\n2\n4\n"
+    assert _text(f"text:{tmp_path}") == "1\n2\n3\n4\n"
+    assert _text(f"text:{tmp_path}/*") == "1\n2\n5\n3\n"
     with pytest.raises(
         FileNotFoundError, match=r"no text at '.*nothing\.txt': name a file, a folder"
     ):
@@ -163,7 +169,7 @@ def test_specifications_without_what_they_need_are_unknown(spec):
 
 def test_files_that_cannot_be_read_are_named(offline, tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    with pytest.raises(UserError, match=r"cannot read text:.*latin\.txt: .*utf-8"):
+    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8 text: .*0xe9"):
         _text(f"text:{tmp_path}/latin.txt")
     folder = tmp_path / "set"
     folder.mkdir()
@@ -204,3 +210,11 @@ from kvalign.data_gen.settings import RecordSettings
 assert not {"torch", "datasets", "transformers"} & {*sys.modules}
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):
+    marked._moses.cache_clear()
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(UserError, match=r"needs sacremoses \(pip install 'kvalign\[pretrain\]'\)"):
+        _text(f"marked:text:{tmp_path}/x.txt")
