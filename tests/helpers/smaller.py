@@ -82,11 +82,11 @@ def smaller(
     """
     command = command_of(words)
     assert command in COMMANDS, f"no command {command!r}"
-    settings_type = Command(command).settings_for()
-    settings, as_json = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
+    args = words[len(command.split()) :]
+    settings, as_json = parse(Command(command).settings_for(args), args, f"kvalign {command}")
     changes = {}
     for (of, name), limit in limits.items():
-        value = getattr(settings, name) if of == command else limit
+        value = getattr(settings, name, limit) if of == command else limit
         if value is None or value > limit:
             changes[name] = limit
     made = dataclasses.replace(settings, **changes).command_line(command)
