@@ -37,6 +37,11 @@ class Check:
     todo: str = ""
     required: bool = False
 
+    @property
+    def message(self) -> str:
+        """What was found, and what to do about it."""
+        return f"{self.found}: {self.todo}" if self.todo else self.found
+
 
 def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
