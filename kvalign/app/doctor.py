@@ -43,7 +43,7 @@ def is_fit(results: list[Check]) -> bool:
 
 def show(results: list[Check]) -> None:
     """Print a table a group, and a line that sums them up; states are words, not colours alone."""
-    headings = [
+    headings: list[Heading | str] = [
         Heading(min_width=len("missing")),
         Heading(min_width=max(len(check.name) for check in results)),
         "",

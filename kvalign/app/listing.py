@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvalign import checkpoints
-from kvalign.console import Heading, print_table
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +114,8 @@ def show(as_json: bool, **tables: list[Row]) -> None:
     if as_json:
         print(json.dumps(tables))
         return
+    from kvalign.console import Heading, print_table
+
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
         headings = [

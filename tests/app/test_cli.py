@@ -79,9 +79,9 @@ def test_help_does_not_import_torch():
 PROMPT = ["--prompt", "The island"]
 WRONG = [
     ([], "usage: kvalign"),
-    (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
+    (["generat"], "unknown command 'generat'; did you mean generate?"),
     (["eval", "speed"], "unknown command 'eval speed'"),
-    (["doctr"], "unknown command 'doctr'; did you mean 'doctor'?"),
+    (["doctr"], "unknown command 'doctr'; did you mean doctor?"),
     (["doctor", "transformers"], "unrecognized arguments: transformers"),
     (["models", "--jsn"], "unrecognized arguments: --jsn"),
     (["completion"], "the following arguments are required: SHELL"),

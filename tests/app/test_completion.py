@@ -55,7 +55,7 @@ LINES = [
     ("kvalign eval run quick --ov", {"--override"}),
     ("kvalign report ", FILES),
     ("kvalign completion ", set(SHELLS)),
-    ("kvalign completion --", {"--help"}),
+    ("kvalign completion --", {"--help", "--debug"}),
 ]
 
 
@@ -99,13 +99,16 @@ def test_names_are_offered(line, offered, folder, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_offered(command, monkeypatch):
-    cls = Command(command).settings_for()
-    on = {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
-    assert offers(f"kvalign {command} --", monkeypatch) == {"--help", *cls.flags(), *on}
+    one, offered = Command(command), {"--help", "--debug"}
+    for cls in one.all_settings().values():
+        offered |= cls.flags()
+        offered |= {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
+    offered |= {"--json"} if one.has_json else set()
+    assert offers(f"kvalign {command} --", monkeypatch) == offered
 
 
 def test_every_field_with_names_is_one_of_a_command():
-    classes = [Command(c).settings_for() for c in COMMANDS]
+    classes = [cls for c in COMMANDS for cls in Command(c).all_settings().values()]
     assert _names().keys() <= {field.name for cls in classes for field in fields_of(cls)}
 
 

@@ -44,10 +44,6 @@ def test_lists_are_the_registries():
     assert {*corpora.HUB, "python-docs"} < {*names(listing.corpora())}
 
 
-def test_a_method_is_a_file():
-    assert listing.method_names() == tuple(sorted(METHODS))
-
-
 def test_rows_say_what_the_configs_say():
     for row in listing.aligners():
         config = json.loads((checkpoints.FOLDER / row["name"] / "config.json").read_text())
@@ -117,5 +113,6 @@ def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
     assert main([command]) == 0
     blocks = capsys.readouterr().out.strip().split("\n\n")
     for rows, block in zip(document.values(), blocks, strict=True):
-        first = [line.split()[0] for line in block.splitlines()]
-        assert first[1:] == [next(iter(row.values())) for row in rows]
+        heading, rule, *lines = block.splitlines()
+        assert heading.split()[0] == next(iter(rows[0])) and set(rule) == {"─"}
+        assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in rows]
