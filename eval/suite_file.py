@@ -1,7 +1,8 @@
-"""The file of a suite: named commands, and what the paper reports, as YAML that people write."""
+"""The file of a suite: named commands, and the paper's figures that belong to them."""
 
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from kvalign.errors import UserError
@@ -9,42 +10,56 @@ from kvalign.files import checked
 
 
 class Step(BaseModel):
-    """One command, by a name that is unique in the suite."""
+    """One command of a suite; what it prints is kept under its name."""
 
     name: str
     command: str
 
 
-class Suite(BaseModel):
-    """A suite of evaluations.
+class PaperTable(BaseModel):
+    """Figures of the paper, by method and cache size.
 
     Attributes:
-        prepare: what cells need, run first and in order.
-        cells: evaluations, each a document of the report.
-        paper: figures of the paper for the report.
+        cell: name of the suite's cell that measures the same.
+        metric: name of the column in its rows.
     """
+
+    title: str
+    cell: str
+    metric: str
+    rows: dict[str, dict[int, float]]
+
+
+class Paper(BaseModel):
+    """What the paper says of what a suite measures."""
+
+    source: str = ""
+    notes: list[str] = []
+    tables: list[PaperTable] = []
+
+
+class Suite(BaseModel):
+    """A suite: `cells` are its evaluations, `prepare` what they need, in order."""
 
     title: str = ""
     about: str = ""
     prepare: list[Step] = []
     cells: list[Step]
-    paper: dict[str, Any] = {}
+    paper: Paper = Paper()
 
 
 def parse_suite_text(text: str, name: str) -> Suite:
-    """A suite as it stands in its file.
+    """The suite that a YAML text describes.
 
     Args:
-        text: YAML.
-        name: of the suite, for messages.
+        text: of the file.
+        name: of the suite or its file, for messages.
 
     Raises:
-        UserError: anything that is wrong in it.
+        UserError: it is no YAML, or a field is missing or wrong; the message names it.
     """
-    import yaml
-
     try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        values: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"suite {name} is not YAML: {error}") from None
     return checked(Suite, values, f"suite {name}")

@@ -3,11 +3,9 @@ traceback with --debug.
 """
 
 import errno
-import sys
 
 import pytest
 import torch
-from helpers.smaller import example
 
 from kvalign.app.cli import ISSUES, main
 from kvalign.errors import ExistsError, NotFoundError, RunError, UserError
@@ -89,10 +87,3 @@ def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_pa
     monkeypatch.setattr("sys.stderr", (tmp_path / "stderr").open("w"))
     fail(BrokenPipeError())
     assert main(["methods"]) == 0
-
-
-def test_missing_extra_is_named(monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "kvalign.app.pages.page", raising=False)
-    assert main(example("demo-ui")) == 2
-    assert capfd.readouterr().err.endswith("it needs gradio: pip install 'kvalign[ui]'\n")
