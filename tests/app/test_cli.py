@@ -155,6 +155,8 @@ WRONG = [
 @pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv)[:70] for argv, _ in WRONG])
 def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("a few words only\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")

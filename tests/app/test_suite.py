@@ -175,6 +175,7 @@ def test_paper_figures_stand_beside_ours():
     assert "swapped" in log["notes"][0]
 
 
+@pytest.mark.slow
 def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypatch, capfd):
     """The whole of it, small, on folders that stand for the model, texts and prompts."""
 
@@ -214,6 +215,8 @@ def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypa
     assert [e.text == "not run" for e in entries[0][1:]] == [False, False, *[False, True] * 3]
 
 
+@pytest.mark.slow
+@pytest.mark.ray
 def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
     pytest.importorskip("ray")
     assert main(["eval", "run", "own.yaml", "--out", "results", "--ray"]) == 0
