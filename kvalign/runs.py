@@ -47,8 +47,8 @@ class ResumableRun:
             ExistsError: it holds another run, or files that are no run.
         """
         if not self.config_path.exists():
-            found = self.folder.iterdir() if self.folder.is_dir() else ()
-            if any(not path.name.startswith(".") for path in found):
+            existing = self.folder.iterdir() if self.folder.is_dir() else ()
+            if any(not path.name.startswith(".") for path in existing):
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
@@ -62,12 +62,12 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; ""
         where they are the same.
         """
-        there = read_json(self.config_path)
-        field = _first_difference(there, self.config, self.free)
+        existing = read_json(self.config_path)
+        field = _first_difference(existing, self.config, self.free)
         if not field:
             return ""
         name = field.removeprefix("settings.")
-        return f"{name} is {_at(there, field)!r} there, {_at(self.config, field)!r} now"
+        return f"{name} is {_at(existing, field)!r} there, {_at(self.config, field)!r} now"
 
     def begin(self) -> None:
         """Write down what the run is."""

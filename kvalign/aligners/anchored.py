@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Move
-from kvalign.aligners.network import KV, NETWORK_SIZES, RealignNet, hidden_sizes
+from kvalign.aligners.network import RealignNet, hidden_sizes
+from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
 from kvalign.aligners.table import TableAligner
 from kvalign.sizes import CacheSizes
 
