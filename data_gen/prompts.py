@@ -10,14 +10,17 @@ A conversation is the list of what its user says. Each first turn of `own` break
 for a model that continues texts instead of answering.
 """
 
-import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvalign import hub
+from pydantic import BaseModel, Field, model_validator
+
+from kvalign.data_gen.hub_dataset import rows_of
 from kvalign.errors import NotFoundError, UserError
+from kvalign.files import checked
+from kvalign.registry import unknown
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "mt-bench", "PATH.jsonl")
@@ -47,6 +50,23 @@ OWN = (
 )
 
 
+_NEEDED = '"turns" (a list of texts) or "prompt" (a text or a list of them)'
+
+
+class _Row(BaseModel):
+    """A row of a file or a data set; what else it has is left aside."""
+
+    turns: Annotated[list[Annotated[str, Field(strict=True, pattern=r"\S")]], Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompt_is_turns(cls, row: Any) -> Any:
+        if isinstance(row, dict) and "turns" not in row and "prompt" in row:
+            prompt = row["prompt"]
+            return {"turns": [prompt] if isinstance(prompt, str) else prompt}
+        return row
+
+
 def conversations(spec: str) -> list[list[str]]:
     """The conversations of a specification, each one user turn or more, none empty.
 
@@ -60,32 +80,19 @@ def conversations(spec: str) -> list[list[str]]:
     """
     if spec == "own":
         return [list(turns) for turns in OWN]
+    rows: Iterator[tuple[str, Any]]
     if spec == "mt-bench":
-        rows = _hub_rows(MT_BENCH)
+        offline = f"prompts that work offline: {', '.join(OFFLINE)}"
+        hub_rows = rows_of(MT_BENCH, None, "train", offline)
+        rows = ((f"{MT_BENCH} row {number}", row) for number, row in enumerate(hub_rows))
     elif spec.endswith(".jsonl"):
         rows = _file_rows(Path(spec).expanduser())
     else:
-        near = difflib.get_close_matches(spec, NAMES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"unknown prompts {spec!r}{hint} (known: {', '.join(NAMES)})")
-    found = [_turns(row, where) for where, row in rows]
-    if not found:
+        raise UserError(unknown("prompts", spec, NAMES))
+    turns = [checked(_Row, row, f"{where} needs {_NEEDED}").turns for where, row in rows]
+    if not turns:
         raise UserError(f"no prompt in {spec}: at least one is needed")
-    return found
-
-
-def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a hub data set, or of a local folder of its name, each with where it is."""
-    import datasets
-
-    offline = f"prompts that work offline: {', '.join(OFFLINE)}"
-    if not Path(name).is_dir() and not hub.is_reachable():
-        raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
-    try:
-        rows = list(datasets.load_dataset(name, split="train", streaming=True))
-    except (OSError, ValueError) as error:  # no such data set or split; no connection
-        raise UserError(f"cannot load 'train' of {name!r}: {error}; {offline}") from error
-    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows))
+    return turns
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -103,21 +110,3 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             reason = getattr(error, "msg", error)
             raise UserError(f"{where} must be a JSON object: {reason}") from error
         yield where, row
-
-
-def _turns(row: Any, where: str) -> list[str]:
-    turns: Any = None
-    if isinstance(row, dict):
-        turns = row.get("turns", row.get("prompt"))
-        if isinstance(turns, str) and "turns" not in row:
-            turns = [turns]
-    if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-        raise UserError(
-            f'{where} needs "turns" (a list of texts) or "prompt" (a text or a list of them), '
-            f"none empty, got {row!r:.80}"
-        )
-    return turns
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())

@@ -7,7 +7,7 @@ was interrupted is told from one that is finished, and the same run goes on wher
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class ResumableRun:
         config: what the run depends on: values that JSON knows, in dicts.
         free: names of fields in it, at any depth, that may differ between a run and its resumption.
         config_name, result_name: of the two files.
+        read_config: reads the first, of earlier versions too, as this version would write it.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class ResumableRun:
         free: Collection[str] = (),
         config_name: str = "run.json",
         result_name: str = "result.json",
+        read_config: Callable[[Path], dict[str, Any]] = read_json,
     ):
-        self.folder, self.free = folder, frozenset(free)
+        self.folder, self.free, self.read_config = folder, frozenset(free), read_config
         self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
@@ -62,7 +64,7 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; ""
         where they are the same.
         """
-        existing = read_json(self.config_path)
+        existing = self.read_config(self.config_path)
         field = _first_difference(existing, self.config, self.free)
         if not field:
             return ""

@@ -54,7 +54,7 @@ INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.data_gen.corpora.python_docs": lambda split: [{"text": TEXT}],
+    "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
 
 
