@@ -171,22 +171,21 @@ class RecordedRows(pl.LightningDataModule):
 
     def num_batches(self, world_size: int) -> int:
         """Training batches an epoch of each device; UserError if there are none."""
-        found = len(
-            Shuffled(
-                self.shards["train"], self.kv, self.batch_size, self.seed, world_size=world_size
-            )
-        )
-        if not found:
+        num_batches = len(self._shuffled(world_size=world_size))
+        if not num_batches:
             raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
             )
-        return found
+        return num_batches
 
     def train_dataloader(self) -> Shuffled:
-        return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed, **self._share())
+        return self._shuffled(**self._share())
 
     def val_dataloader(self) -> InOrder:
         return InOrder(self.shards["val"], self.kv, self.batch_size, **self._share())
+
+    def _shuffled(self, **share: int) -> Shuffled:
+        return Shuffled(self.shards["train"], self.kv, self.batch_size, self.seed, **share)
 
     def _share(self) -> dict[str, int]:
         if self.trainer is None:

@@ -15,8 +15,10 @@ from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import spec_of
 from kvalign.realign import FromBirth
 from kvalign.relative import Stream
+from kvalign.sizes import CacheSizes
 from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
-from kvalign.training.table_run import measure, standardise
+from kvalign.training.table_run import standardise
+from kvalign.training.text_run import measure
 from kvalign.training.training_text import Text, read
 
 
@@ -86,11 +88,11 @@ def test_kl_is_zero_where_streaming_is_exact():
     model = tiny_model("llama", num_hidden_layers=1)
     ids = random_text().train[0][:400].view(4, 100)
     for num_evicted in (1, 5):
-        stream = Stream(model, 20, 0, num_evicted, FromBirth(model))
+        stream = Stream(model, CacheSizes(20, 0, num_evicted), FromBirth(model))
         logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
         assert kl(stream, ids, logits, torch.Generator().manual_seed(0)).abs() < 1e-4
     learned = tiny_model("gpt2")
-    stream = Stream(learned, 20, 0, 1, None)
+    stream = Stream(learned, CacheSizes(20, 0), None)
     logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
     assert kl(stream, ids, logits, torch.Generator().manual_seed(0)) > 1e-2
 
