@@ -129,7 +129,8 @@ def aligners() -> Iterator[Check]:
 
 
 def corpora() -> Iterator[Check]:
-    from kvalign.data_gen.corpora import HUB, SPECS
+    from kvalign.data_gen.corpora import SPECS
+    from kvalign.data_gen.hub_dataset import HUB
     from kvalign.data_gen.python_docs import python_docs
 
     next(python_docs("train"))

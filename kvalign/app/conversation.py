@@ -122,7 +122,7 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
 
 
 def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
-    from kvalign.stream_file import load_stream
+    from kvalign.text_stream import load_stream
 
     assert settings.state is not None
     stream = load_stream(settings.state, loaded.model, loaded.tokenizer, aligner=settings.aligner)

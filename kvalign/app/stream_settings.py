@@ -51,7 +51,8 @@ class StreamSettings(ModelSettings):
         self, loaded: LoadedModel, prompt: str = "", num_sinks: int | None = None
     ) -> TextStream:
         """A new stream, as `kvalign.stream` makes it."""
-        from kvalign.text_stream import Sampling, stream
+        from kvalign.sampling import Sampling
+        from kvalign.text_stream import stream
 
         return stream(
             loaded.model,

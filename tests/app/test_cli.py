@@ -129,9 +129,9 @@ WRONG = [
     (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
     (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
     (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
-    (["train", "--out", "a"], "--data is needed: record caches with kvalign gen-data"),
+    (["train", "--out", "a"], "the following arguments are required: --data"),
     (["train", "--out", "a", "--data", "d", "--objective", "kl"], "is for --aligner-kind table"),
-    (["train", "--out", "a", "--aligner-kind", "tables"], "--aligner-kind must be one of"),
+    (["train", "--out", "a", "--aligner-kind", "tables"], "unknown aligner kind 'tables'; did"),
     (
         ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
         "raise --num-tokens or lower --chunk-len",

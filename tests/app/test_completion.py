@@ -17,13 +17,14 @@ from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.completion import _names, complete
 from kvalign.app.listing import suites
 from kvalign.data_gen import corpora
+from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import METHODS
 from kvalign.settings import fields_of, flag
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
-CORPORA = {"python-docs", *corpora.HUB, "hub:", "text:", "marked:"}
+CORPORA = {"python-docs", *HUB, "hub:", "text:", "marked:"}
 FILES = {"notes.txt", "my-aligner/"}
 # What is typed, and what is offered for its last word.
 LINES = [

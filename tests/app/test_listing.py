@@ -11,6 +11,7 @@ from kvalign import checkpoints
 from kvalign.app import listing
 from kvalign.app.cli import main
 from kvalign.data_gen import corpora
+from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import METHODS
 from kvalign.models import FAMILIES, spec_of
 
@@ -41,7 +42,7 @@ def test_lists_are_the_registries():
     }
     assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
     assert names(listing.corpora()) == list(corpora.NAMES)
-    assert {*corpora.HUB, "python-docs"} < {*names(listing.corpora())}
+    assert {*HUB, "python-docs"} < {*names(listing.corpora())}
 
 
 def test_rows_say_what_the_configs_say():
