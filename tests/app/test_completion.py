@@ -16,7 +16,6 @@ from kvalign.app.cli import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.completion import _names, complete
 from kvalign.app.listing import suites
-from kvalign.data_gen import corpora
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import METHODS
 from kvalign.settings import fields_of, flag
