@@ -2,7 +2,8 @@
 
 A command is a module of `kvalign.app.commands` with
 
-- `SETTINGS`, the class of its settings, or `settings_for(args)` where the arguments tell;
+- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
+  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
 - `run(settings, as_json)`, which imports what is heavy inside;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
@@ -69,6 +70,12 @@ class Command:
         if hasattr(self._module, "settings_for"):
             return self._module.settings_for(args)
         return self._module.SETTINGS
+
+    def all_settings(self) -> dict[str, type[Settings]]:
+        """The classes of its settings by kind; a command of one kind has it under ""."""
+        if hasattr(self._module, "all_settings"):
+            return self._module.all_settings()
+        return {"": self.settings_for()}
 
     def run(self, settings: Settings, as_json: bool) -> None:
         self._module.run(settings, as_json)
