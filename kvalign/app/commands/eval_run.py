@@ -36,14 +36,14 @@ def run(settings: RunSettings, as_json: bool) -> None:
     import sys
 
     from kvalign.app.suite import run_suite
-    from kvalign.eval.report import write
+    from kvalign.eval import write_report
 
     try:
         found = run_suite(settings)
     except RuntimeError as error:
         print(f"kvalign eval run: stopped: {error}; finished cells are kept", file=sys.stderr)
         raise SystemExit(1) from error
-    page = write(settings.out)
+    page = write_report(settings.out)
     if as_json:
         print(json.dumps({"out": str(settings.out), "cells": found, "report": str(page)}))
         return
