@@ -131,7 +131,7 @@ class Evaluation(ABC):
     def summary_columns(self) -> dict[str, Column]:
         return {name: self.columns[name] for name in self.in_summary}
 
-    def check(self, document: Document) -> None:
+    def check(self, document: Document) -> None:  # noqa: B027
         """Raise UserError for what the types of `document` do not say."""
 
     def chosen(self, documents: Documents) -> Documents:
@@ -150,13 +150,11 @@ class Evaluation(ABC):
         """What its tables and plots are of."""
         return str(document["settings"]["model"])
 
-    def tables(
-        self, document: Document, columns: Mapping[str, Column] | None = None
-    ) -> list[Table]:
-        """A table for each cache size: of all columns unless some are given."""
+    def tables(self, document: Document, of: Mapping[str, Column] | None = None) -> list[Table]:
+        """A table for each cache size, of all columns unless some are given."""
         from kvalign.eval.tables import tables_by_cache
 
-        return tables_by_cache(self.title(document), self.rows(document), columns or self.columns)
+        return tables_by_cache(self.title(document), self.rows(document), of or self.columns)
 
     def panels(self, document: Document) -> list[Panel]:
         """Passages to show side by side."""

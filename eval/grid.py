@@ -29,10 +29,13 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     """
     if loaded is None:
         return settings, load_model(settings.model, settings.device, settings.dtype)
-    model = loaded.model
-    names = {"model": loaded.spec.name, "device": str(model.device)}
-    dtype = str(model.dtype).removeprefix("torch.")
-    return dataclasses.replace(settings, **names, dtype=dtype), loaded
+    named = dataclasses.replace(
+        settings,
+        model=loaded.spec.name,
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+    )
+    return named, loaded
 
 
 def make_grid(

@@ -47,7 +47,7 @@ def _beside(paper: PaperTable, results: Results) -> Table:
 
 
 def _column(paper: PaperTable, name: str) -> Column:
-    """The column of a metric, of the evaluation of that name; of any where that has not been run."""
+    """The column of a metric in the evaluation of that name, or in any if it has not been run."""
     for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
         if column := evaluation.columns.get(paper.metric):
             return column

@@ -44,11 +44,11 @@ def score_methods(
     reference: str | None = None,
     store: LossStore | None = None,
 ) -> list[Row]:
-    """A row for each method, on ids [1, N]: the first `num_labels` after its first input are scored.
+    """A row for each method, of the losses of the `num_labels` that follow its first input.
 
     Args:
         methods: any.
-        ids: long enough for the largest cache and the labels.
+        ids: [1, N] int64, long enough for the largest cache and the labels.
         num_labels: to score.
         stepwise: one step a token even where a faster way gives the same figures.
         reference: name of the method that each row is compared with.

@@ -12,6 +12,7 @@ from kvalign.eval.suite_file import Suite, parse_suite_text
 from kvalign.files import checked, read_json
 
 SUITE_FILE = "suite.yaml"
+NO_SUITE = Suite(cells=[])
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Results:
     """Documents by name (the file's), and the suite."""
 
     documents: dict[str, Document]
-    suite: Suite = Suite(cells=[])
+    suite: Suite = NO_SUITE
 
     def of(self, evaluation: str) -> dict[str, Document]:
         """Documents of one evaluation, by name."""
@@ -50,7 +51,7 @@ def read(folder: Path) -> Results:
 
 def _suite(path: Path) -> Suite:
     if not path.is_file():
-        return Suite(cells=[])
+        return NO_SUITE
     try:
         return parse_suite_text(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

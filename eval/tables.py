@@ -31,14 +31,13 @@ def table(title: str, rows: list[Row], columns: Mapping[str, Column]) -> Table:
         for name, column in columns.items()
         if any(row.get(name) is not None for row in rows)
     }
-    entries = [[Entry(label_of(row)) for row in rows]]
+    lines = [[Entry(label_of(row))] for row in rows]
     for name, column in columns.items():
         values = [row.get(name) for row in rows]
         marked = best(values, column.better)
-        entries.append([Entry(column.text(v), i in marked) for i, v in enumerate(values)])
-    return Table(
-        title, [METHOD, *columns.values()], [list(line) for line in zip(*entries, strict=True)]
-    )
+        for i, (line, value) in enumerate(zip(lines, values, strict=True)):
+            line.append(Entry(column.text(value), i in marked))
+    return Table(title, [METHOD, *columns.values()], lines)
 
 
 def tables_by_cache(title: str, rows: list[Row], columns: Mapping[str, Column]) -> list[Table]:

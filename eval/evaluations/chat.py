@@ -144,6 +144,9 @@ class Chat(Evaluation):
     def run(self, settings: ChatSettings) -> Document:
         return chat(settings)
 
+    def title(self, document: Document) -> str:
+        return f"{super().title(document)}, words: {document['word_list']['name']}"
+
     def rows(self, document: Document) -> list[Row]:
         """Means over the answers."""
         from kvalign.eval.rows import means
