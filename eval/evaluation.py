@@ -8,10 +8,10 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from annotated_types import Ge, MinLen
-from typing_extensions import TypedDict  # typing's has no Generic that pydantic reads before 3.12
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,17 +67,17 @@ class ModelNamed(TypedDict):
 
 
 R = TypeVar("R")
-S = TypeVar("S")
+Rows = Annotated[list[R], MinLen(1)]
 
 
-class ReadDocument(TypedDict, Generic[R, S]):
-    """What is read of a document, with rows R and settings S; see `kvalign.eval.document`."""
+class ReadDocument(TypedDict):
+    """What is read of every document (see `kvalign.eval.document`). A subclass adds `settings`, a
+    `ModelNamed`, and `rows`, which are `Rows` of its own.
+    """
 
     kind: str
     command: str
-    settings: S
     environment: dict[str, Any]
-    rows: Annotated[list[R], MinLen(1)]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Evaluation(ABC):
     Attributes:
         settings: the class of its settings.
         columns: what its tables show, by the name in a row.
-        document: what is read of its documents, `ReadDocument[row, ModelNamed]` or more.
+        document: the `ReadDocument` that its documents must be.
         in_summary: names of the columns that the report's summary shows, too.
     """
 

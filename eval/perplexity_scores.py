@@ -74,7 +74,7 @@ def score_methods(
             losses.append(nll.cpu())
             rows.append(_row(method, losses[-1], seconds))
     if reference:
-        _compare(rows, losses, reference)
+        compare(rows, losses, reference)
     return rows
 
 
@@ -94,8 +94,10 @@ def _row(method: Method, nll: Tensor, seconds: float) -> Row:
     }
 
 
-def _compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
-    """Add each row's ratio to the reference of the same sizes; without one, of the same cache."""
+def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
+    """Add to each row how its losses [N] compare with those of the reference of the same sizes, or
+    of the same cache if there is none: ratio, its interval, drift, and the ratio of each segment.
+    """
     for row, nll in zip(rows, losses, strict=True):
         same = [
             i

@@ -23,6 +23,7 @@ from kvalign.eval.evaluation import (
     Plot,
     ReadDocument,
     Row,
+    Rows,
     Section,
 )
 from kvalign.eval.evaluations.readability import MEAN_COLUMNS, MEASURES, WordList, WrittenRow
@@ -61,7 +62,9 @@ class AnswerRow(WrittenRow):
     answer: Annotated[int, Ge(0)]
 
 
-class _Judged(ReadDocument[AnswerRow, ModelNamed]):
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[AnswerRow]
     word_list: WordList
 
 
@@ -134,7 +137,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
 class Chat(Evaluation):
     settings = ChatSettings
     columns = MEAN_COLUMNS
-    document = _Judged
+    document = _Document
 
     @property
     def summary_columns(self) -> dict[str, Column]:

@@ -21,6 +21,7 @@ from kvalign.eval.evaluation import (
     Plot,
     ReadDocument,
     Row,
+    Rows,
     Section,
     SizedRow,
     columns_of,
@@ -86,6 +87,11 @@ class LatencyRow(SizedRow):
     ]
 
 
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[LatencyRow]
+
+
 @keywords_of(LatencySettings)
 def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure every method at every cache size and batch size.
@@ -143,7 +149,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 class Latency(Evaluation):
     settings = LatencySettings
     columns = columns_of(LatencyRow)
-    document = ReadDocument[LatencyRow, ModelNamed]
+    document = _Document
     in_summary = ("median_ms", "ttft_ms", "peak_mb")
 
     def run(self, settings: LatencySettings) -> Document:

@@ -29,6 +29,7 @@ from kvalign.eval.evaluation import (
     ModelNamed,
     Plot,
     ReadDocument,
+    Rows,
     Section,
     SizedRow,
     columns_of,
@@ -109,10 +110,15 @@ class PerplexityRow(SizedRow):
     seconds: Annotated[float, Column("total s", 1, "lower", "time of the whole run")]
 
 
-class _Scored(ModelNamed):
+class _Settings(ModelNamed):
     corpus: str
     reference: str | None
     stepwise: bool
+
+
+class _Document(ReadDocument):
+    settings: _Settings
+    rows: Rows[PerplexityRow]
 
 
 @keywords_of(PerplexitySettings)
@@ -165,7 +171,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 class Perplexity(Evaluation):
     settings = PerplexitySettings
     columns = columns_of(PerplexityRow)
-    document = ReadDocument[PerplexityRow, _Scored]
+    document = _Document
     in_summary = ("perplexity", "ratio", "drift")
 
     def run(self, settings: PerplexitySettings) -> Document:

@@ -22,6 +22,7 @@ from kvalign.eval.evaluation import (
     ModelNamed,
     ReadDocument,
     Row,
+    Rows,
     Section,
     SizedRow,
     columns_of,
@@ -98,7 +99,9 @@ class WordList(TypedDict):
     name: str
 
 
-class _Judged(ReadDocument[PassageRow, ModelNamed]):
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[PassageRow]
     prompts: list[str]
     word_list: WordList
 
@@ -174,7 +177,7 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
 class Readability(Evaluation):
     settings = ReadabilitySettings
     columns = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}  # noqa: RUF012
-    document = _Judged
+    document = _Document
     in_summary = ("readable", "repetition")
 
     def run(self, settings: ReadabilitySettings) -> Document:

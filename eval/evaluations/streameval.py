@@ -32,6 +32,7 @@ from kvalign.eval.evaluation import (
     Plot,
     ReadDocument,
     Row,
+    Rows,
     Section,
     SizedRow,
     columns_of,
@@ -87,6 +88,11 @@ class StreamEvalRow(SizedRow):
     ]
 
 
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[StreamEvalRow]
+
+
 @keywords_of(StreamEvalSettings)
 def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method read one stream a distance, and score its answers.
@@ -139,7 +145,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
 class StreamEval(Evaluation):
     settings = StreamEvalSettings
     columns = columns_of(StreamEvalRow)
-    document = ReadDocument[StreamEvalRow, ModelNamed]
+    document = _Document
     in_summary = ("accuracy", "answer_nll_nats")
 
     def run(self, settings: StreamEvalSettings) -> Document:
