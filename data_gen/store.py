@@ -134,14 +134,14 @@ class Store:
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store:
-    """Open a finished store after a look at the header of each shard.
+    """Open a finished recording after a look at the header of each shard.
 
     Args:
         folder: what `kvalign gen-data --out` wrote.
         verify: also read every byte and compare the SHA-256 of each shard.
 
     Raises:
-        NotFoundError: there is no store.
+        NotFoundError: no recording is in the folder.
         UserError: it is unfinished or damaged; the message names the file and what to do.
     """
     folder = Path(folder)
