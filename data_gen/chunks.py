@@ -3,6 +3,7 @@ that any run agrees.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,19 +17,16 @@ BLOCK_CHUNKS = 4  # overlapping chunks are split by blocks of text this many chu
 
 @dataclass(frozen=True)
 class ShardChunks:
-    """The chunks of one shard; shards of other numbers evicted have the same.
-
-    Attributes:
-        split: `train` or `val`.
-        shard_index: the shard's, in its split.
-        chunk_indices: [num_chunks] int64, of the chunks in the corpus.
-        ids: [num_chunks, T] int64.
-    """
+    """The chunks of one shard; shards of other numbers evicted have the same."""
 
     split: str
-    shard_index: int
-    chunk_indices: Tensor
-    ids: Tensor
+    shard_index: int  # in its split
+    chunk_indices: Tensor  # [num_chunks] int64, in the corpus
+    ids: Tensor  # [num_chunks, T] int64
+
+    def sha256(self) -> str:
+        """Of the tokens."""
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 
 def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Iterator[list[int]]:
@@ -42,22 +40,16 @@ def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Ite
                 break
 
 
-def cut_chunks(
-    pieces: Iterable[list[int]], chunk_len: int, stride: int, num_tokens: int
-) -> Iterator[list[int]]:
-    """Cut the first `num_tokens` ids into chunks, one every `stride` ids (at most chunk_len)."""
+def cut_chunks(pieces: Iterable[list[int]], chunk_len: int, stride: int) -> Iterator[list[int]]:
+    """Cut ids into chunks, one every `stride` ids (at most chunk_len)."""
     uncut: list[int] = []
-    left = num_tokens
     for piece in pieces:
-        uncut += piece[:left]
-        left -= min(left, len(piece))
+        uncut += piece
         start = 0
         while len(uncut) - start >= chunk_len:
             yield uncut[start : start + chunk_len]
             start += stride
         del uncut[:start]
-        if not left:
-            return
 
 
 def by_shard(
@@ -65,18 +57,16 @@ def by_shard(
 ) -> Iterator[ShardChunks]:
     """Gather chunks, in order, until they fill a shard of their split; the last may be smaller."""
     waiting: dict[str, list[tuple[int, list[int]]]] = {split: [] for split in SPLITS}
-    num_shards = dict.fromkeys(SPLITS, 0)
+    shard_indices = {split: itertools.count() for split in SPLITS}
+    rule = (settings.chunk_len, settings.stride, settings.val_share, settings.seed)
 
     def take(split: str) -> ShardChunks:
-        indices, ids = zip(*waiting[split], strict=True)
+        indices, ids = map(torch.tensor, zip(*waiting[split], strict=True))
         waiting[split].clear()
-        num_shards[split] += 1
-        return ShardChunks(split, num_shards[split] - 1, torch.tensor(indices), torch.tensor(ids))
+        return ShardChunks(split, next(shard_indices[split]), indices, ids)
 
     for index, ids in enumerate(chunks):
-        split = split_of(
-            index, settings.chunk_len, settings.stride, settings.val_share, settings.seed
-        )
+        split = split_of(index, *rule)
         if split is not None:
             waiting[split].append((index, ids))
             if len(waiting[split]) == chunks_per_shard:

@@ -3,7 +3,6 @@
 import math
 import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import torch
@@ -14,7 +13,6 @@ from kvalign.aligners.base import Count, Text
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.errors import UserError
-from kvalign.files import checked, read_json
 from kvalign.models import LoadedModel, ModelSpec
 
 SPLITS = ("train", "val")
@@ -24,12 +22,7 @@ Positive = Annotated[Count, Field(ge=1)]
 
 
 class RecordedSettings(BaseModel):
-    """The settings of a recording that its bytes depend on; see `RecordSettings`.
-
-    Attributes:
-        num_evicted: ascending, each once.
-        stride: always a number.
-    """
+    """The settings of a recording that its bytes depend on; see `RecordSettings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,7 +31,7 @@ class RecordedSettings(BaseModel):
     num_tokens: Positive
     chunk_len: Positive
     num_sinks: Count
-    num_evicted: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    num_evicted: Annotated[tuple[Positive, ...], Field(min_length=1)]  # ascending, each once
     stride: Positive
     val_share: float
     dtype: Literal["float16", "float32", "bfloat16"]
@@ -96,11 +89,7 @@ def shapes_of(settings: RecordedSettings, spec: ModelSpec) -> dict[int, tuple[in
 
 
 def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig:
-    """The config of a recording to be made.
-
-    Raises:
-        UserError: the model is too short for a chunk.
-    """
+    """The config of a recording to be made; UserError if the model is too short for a chunk."""
     spec, limit = loaded.spec, loaded.spec.context_len
     if limit is not None and settings.chunk_len > limit:
         raise UserError(
@@ -115,26 +104,14 @@ def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig
     shapes = shapes_of(recorded, spec)
     itemsize = getattr(torch, settings.dtype).itemsize
     chunk_bytes = len(PAIRS) * math.prod(shapes[recorded.num_evicted[0]]) * itemsize
+    versions = {name: version(name) for name in ("kvalign", "torch", "transformers")}
+    rotated = "keys rerotated to the new positions, values as encoded"
     return RecordingConfig(
         settings=recorded,
         model=spec,
         embedding_fingerprint=embedding_fingerprint(loaded.model),
-        stale="keys rerotated to the new positions, values as encoded"
-        if spec.family == "rotary"
-        else "keys and values as encoded",
+        stale=rotated if spec.family == "rotary" else "keys and values as encoded",
         shapes=shapes,
         chunks_per_shard=max(1, int(settings.shard_mb * 1e6 / chunk_bytes)),
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("kvalign", "torch", "transformers")},
-        },
+        versions={"python": platform.python_version(), **versions},
     )
-
-
-def read_config(path: Path) -> RecordingConfig:
-    """The config in a file.
-
-    Raises:
-        UserError: it is damaged; the message names the file and the field.
-    """
-    return checked(RecordingConfig, read_json(path), path)

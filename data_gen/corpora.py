@@ -63,23 +63,25 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
 def token_pieces(
     spec: str, tokenizer: "PreTrainedTokenizerBase", split: str = "train"
 ) -> Iterator[list[int]]:
-    """Yield the ids of a corpus, about a megabyte of text at a time, without special tokens.
+    """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without special
+    tokens.
 
     With a byte-level tokenizer they are the ids of the whole text; one that puts a space before
     every text (SentencePiece) does so to each piece.
-
-    Args:
-        spec, split: as for `texts`, which says what is raised.
-        tokenizer: of the model.
     """
-    uncut = ""
-    for text in texts(spec, split):
-        uncut += text
-        if cut := _CUT.match(uncut):
-            yield _ids(uncut[: cut.end()], tokenizer)
-            uncut = uncut[cut.end() :]
-    if uncut:
-        yield _ids(uncut, tokenizer)
+
+    def pieces() -> Iterator[str]:
+        uncut = ""
+        for text in texts(spec, split):
+            uncut += text
+            if cut := _CUT.match(uncut):
+                yield uncut[: cut.end()]
+                uncut = uncut[cut.end() :]
+        if uncut:
+            yield uncut
+
+    for piece in pieces():
+        yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def hub_datasets(specs: Sequence[str]) -> list[str]:
@@ -92,7 +94,3 @@ def hub_datasets(specs: Sequence[str]) -> list[str]:
         if _HUB_ID.fullmatch(name) and not Path(name).expanduser().exists():
             ids.add(name)
     return sorted(ids)
-
-
-def _ids(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -7,19 +7,16 @@ PIECE_LEN = 1 << 20  # characters in memory at once
 
 
 class Corpus(Protocol):
-    """A source of text: a class in a file of its own, a line in `corpora.py`."""
+    """A source of text."""
 
     @property
     def about(self) -> str:
         """Half a line for `kvalign corpora`."""
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The text in pieces of about `PIECE_LEN`. What a user can mend is raised by the call
-        itself, before the first piece, where it can be known by then.
-
-        Args:
-            rest: of the specification, after the colon; empty where there is none.
-            split: `train` or `test`.
+        """The text of `train` or `test` in pieces of about `PIECE_LEN`; `rest` is what follows the
+        colon of the specification. What a user can mend is raised by the call itself, before the
+        first piece, where it can be known by then.
         """
 
 

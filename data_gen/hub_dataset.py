@@ -13,7 +13,7 @@ from kvalign import hub
 from kvalign.data_gen.corpus import in_pieces
 from kvalign.errors import UserError
 
-OFFLINE = ("python-docs", "text:PATH", "hub:FOLDER")
+_OFFLINE = "corpora that work offline: python-docs, text:PATH, hub:FOLDER"
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,8 @@ class HubDataset:
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """The rows' text, an empty line after each."""
-        rows = rows_of(
-            self.name,
-            self.config,
-            self.train if split == "train" else self.test,
-            f"corpora that work offline: {', '.join(OFFLINE)}",
-        )
+        name_of_split = self.train if split == "train" else self.test
+        rows = rows_of(self.name, self.config, name_of_split, _OFFLINE)
         return in_pieces(_row_text(row, self.column) + "\n\n" for row in rows)
 
 
@@ -75,8 +71,7 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
     """The rows of a hub data set, or of a local folder of its name, streaming.
 
     Args:
-        name: hub id or folder.
-        config: one of the data set's configurations.
+        name, config: see `HubDataset`.
         split: as the data set calls it.
         offline: what works without the hub, for messages.
 

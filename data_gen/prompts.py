@@ -17,7 +17,6 @@ from kvalign.registry import unknown
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "mt-bench", "PATH.jsonl")
-OFFLINE = ("own", "PATH.jsonl")
 
 OWN = (
     (
@@ -44,10 +43,7 @@ OWN = (
 
 
 def conversations(spec: str) -> list[list[str]]:
-    """The conversations of a specification, each one user turn or more, none empty.
-
-    Args:
-        spec: see the table above.
+    """The conversations of a specification (see the table above), one user turn or more each.
 
     Raises:
         UserError: unknown prompts, a hub that cannot be reached (the message names what works
@@ -59,7 +55,7 @@ def conversations(spec: str) -> list[list[str]]:
     from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
 
     if spec == "mt-bench":
-        turns = prompt_rows.of_hub(MT_BENCH, f"prompts that work offline: {', '.join(OFFLINE)}")
+        turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, PATH.jsonl")
     elif spec.endswith(".jsonl"):
         turns = prompt_rows.of_file(Path(spec).expanduser())
     else:

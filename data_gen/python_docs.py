@@ -17,16 +17,7 @@ from pathlib import Path
 from kvalign.data_gen.corpus import in_pieces
 
 TEST_SHARE = 0.1
-_SKIPPED = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib2to3",
-    "turtledemo",
-}
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
 
 
 class PythonDocs:
@@ -62,12 +53,8 @@ def _sources(stdlib: Path) -> list[Path]:
     paths = []
     for folder, subfolders, files in os.walk(stdlib):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
-        paths += [
-            Path(folder, name)
-            for name in files
-            if name.endswith(".py") and not name.startswith("test_")
-        ]
-    return sorted(paths)
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(path for path in paths if not path.name.startswith("test_"))
 
 
 def _docstrings(path: Path) -> str:
@@ -83,6 +70,5 @@ def _docstrings(path: Path) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             doc = ast.get_docstring(node)
             if doc and len(doc) > 40:
-                name = getattr(node, "name", path.stem)
-                parts.append(f"{name}\n{inspect.cleandoc(doc)}")
+                parts.append(f"{getattr(node, 'name', path.stem)}\n{inspect.cleandoc(doc)}")
     return "\n\n".join(parts)

@@ -5,16 +5,15 @@ where it stopped and ends in the same bytes, however many workers record. One sh
 evicted is in a worker's memory.
 """
 
-import hashlib
-import itertools
 import logging
 from collections.abc import Iterable
+from itertools import chain, islice
 
 from tqdm.auto import tqdm
 
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
-from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config, read_config
+from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
@@ -27,9 +26,9 @@ from kvalign.data_gen.store import (
     find_damage,
     open_store,
 )
-from kvalign.data_gen.workers import Task, writer
+from kvalign.data_gen.workers import writer
 from kvalign.errors import UserError
-from kvalign.files import locked, sha256
+from kvalign.files import locked, read_checked, sha256
 from kvalign.models import LoadedModel, load_model
 from kvalign.runs import ResumableRun
 from kvalign.settings import keywords_of
@@ -71,7 +70,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         free=_FREE + ("versions",) * is_finished,
         config_name=CONFIG,
         result_name=MANIFEST,
-        read_config=lambda path: read_config(path).model_dump(mode="json"),
+        read_config=lambda path: read_checked(RecordingConfig, path).model_dump(mode="json"),
     )
     if run.state() == "finished":
         return open_store(settings.out)
@@ -79,8 +78,8 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus],
         settings.num_tokens,
     )
-    chunks = cut_chunks(pieces, settings.chunk_len, config.settings.stride, settings.num_tokens)
-    first_chunks = list(itertools.islice(chunks, num_needed))
+    chunks = cut_chunks(pieces, settings.chunk_len, config.settings.stride)
+    first_chunks = list(islice(chunks, num_needed))
     if len(first_chunks) < num_needed:
         raise UserError(
             f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
@@ -89,7 +88,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     with locked(settings.out):
         if run.state() == "new":
             run.begin()
-        shards = _record_shards(settings, config, loaded, itertools.chain(first_chunks, chunks))
+        shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
         run.finish(_manifest(shards, config).model_dump(mode="json"))
     return open_store(settings.out)
 
@@ -102,34 +101,26 @@ def _record_shards(
 ) -> list[Shard]:
     """Write the shards that are missing; returns all of them in the manifest's order."""
     num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
-    num_chunks = 0
-    shards = []
-    total = num_expected * settings.chunk_len
+    num_chunks, shards = 0, []
+    total, shifts = num_expected * settings.chunk_len, config.settings.num_evicted
     with (
         tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar,
         writer(settings, loaded, bar.update) as write,
     ):
         for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
-            expected = [
-                expected_shard(settings.out, config, shard_chunks, shift)
-                for shift in config.settings.num_evicted
-            ]
+            expected = [expected_shard(settings.out, config, shard_chunks, k) for k in shifts]
             shards += expected
             num_chunks = max(num_chunks, int(shard_chunks.chunk_indices[-1]) + 1)
-            tokens = hashlib.sha256(shard_chunks.ids.numpy().tobytes()).hexdigest()
+            tokens = shard_chunks.sha256()
             missing = [shard for shard in expected if not _is_recorded(shard, config, tokens)]
             if missing:
-                write(Task(shard_chunks, missing, tokens))
+                write(shard_chunks, missing)
             else:
                 bar.initial += shard_chunks.ids.numel()  # no part of the speed
                 bar.update(shard_chunks.ids.numel())
     if num_chunks < num_expected:
-        log.warning(
-            "corpus %s ended after %d of %d chunks",
-            ", ".join(settings.corpus),
-            num_chunks,
-            num_expected,
-        )
+        corpus = ", ".join(settings.corpus)
+        log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
 
 
@@ -142,23 +133,19 @@ def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> b
 
 
 def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
-    mse: dict[str, dict[int, float]] = {kv: {} for kv in KV}
-    for shift in config.settings.num_evicted:
+    shifts, mse = config.settings.num_evicted, {kv: dict[int, float]() for kv in KV}
+    for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
         num_numbers = sum(shard.num_rows for shard in of_shift) * config.model.head_dim
         squares = [shard.notes().squared_error for shard in of_shift]
         for kv in KV:
             mse[kv][shift] = sum(square[kv] for square in squares) / num_numbers
-    num_chunks, num_rows = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    num_chunks, num_rows, entries = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), []
     for shard in shards:
         num_rows[shard.split] += shard.num_rows
-        if shard.num_evicted == config.settings.num_evicted[0]:  # each shift has the same chunks
+        if shard.num_evicted == shifts[0]:  # each shift has the same chunks
             num_chunks[shard.split] += shard.num_chunks
-    fields = ("split", "num_evicted", "num_chunks", "num_rows")
-    entries = [
-        {"file": shard.path.name, "sha256": sha256(shard.path)}
-        | {field: getattr(shard, field) for field in fields}
-        for shard in shards
-    ]
+        about = {name: value for name, value in vars(shard).items() if name != "path"}
+        entries.append(about | {"file": shard.path.name, "sha256": sha256(shard.path)})
     values = {"num_chunks": num_chunks, "num_rows": num_rows, "input_label_mse": mse}
     return Manifest.model_validate({**values, "shards": entries})

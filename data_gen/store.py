@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvalign.aligners.base import Text
 from kvalign.data_gen.chunks import ShardChunks
-from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig, read_config
+from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import checked, read_json, sha256, write_whole
+from kvalign.files import read_checked, sha256, write_whole
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 
@@ -33,17 +33,13 @@ _NOTES = "kvalign"  # one entry, because safetensors writes several in random or
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the store.
-
-    Attributes:
-        num_rows: num_chunks * L * H * S, the pairs of each kv.
-    """
+    """One file of the store."""
 
     path: Path
     split: str
     num_evicted: int
     num_chunks: int
-    num_rows: int
+    num_rows: int  # num_chunks * L * H * S, the pairs of each kv
 
     def tensors(self, kv: str) -> tuple[Tensor, Tensor]:
         """Stale and aligned `key` or `value`, memory-mapped: [num_chunks, L, H, S, D] each."""
@@ -51,7 +47,7 @@ class Shard:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
     def chunk_indices(self) -> Tensor:
-        """The chunks' indices in the corpus, in the order of the tensors: [num_chunks] int64."""
+        """The chunks' indices in the corpus: [num_chunks] int64."""
         with safe_open(self.path, "pt") as file:
             return file.get_tensor("chunk")
 
@@ -118,9 +114,7 @@ class Store:
     manifest: Manifest
 
     def shards(self, split: str | None = None) -> list[Shard]:
-        """The shards of `train` or `val`, or all, by number evicted, then in the order of the
-        corpus.
-        """
+        """The shards of `train` or `val`, or all, in the manifest's order."""
         return [
             Shard(self.folder / e.file, e.split, e.num_evicted, e.num_chunks, e.num_rows)
             for e in self.manifest.shards
@@ -151,8 +145,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         )
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is unfinished: run the same gen-data command again")
-    manifest = checked(Manifest, read_json(folder / MANIFEST), folder / MANIFEST)
-    store = Store(folder, read_config(folder / CONFIG), manifest)
+    manifest = read_checked(Manifest, folder / MANIFEST)
+    store = Store(folder, read_checked(RecordingConfig, folder / CONFIG), manifest)
     for shard, entry in zip(store.shards(), manifest.shards, strict=True):
         damage = find_damage(shard, store.config)
         if not damage and verify and sha256(shard.path) != entry.sha256:
@@ -170,9 +164,8 @@ def expected_shard(
 ) -> Shard:
     """The shard of these chunks, written or not."""
     path = folder / f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors"
-    num_chunks = len(chunks.chunk_indices)
-    num_rows = config.num_rows(num_evicted, num_chunks)
-    return Shard(path, chunks.split, num_evicted, num_chunks, num_rows)
+    num_rows = config.num_rows(num_evicted, len(chunks.ids))
+    return Shard(path, chunks.split, num_evicted, len(chunks.ids), num_rows)
 
 
 def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> None:

@@ -7,7 +7,6 @@ its bytes must not depend on how many workers there are.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +24,49 @@ from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
 
 OnTokens = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Task:
-    """Shards to write of the same chunks: one for each number evicted."""
-
-    chunks: ShardChunks
-    shards: list[Shard]
-    tokens_sha256: str
+Write = Callable[[ShardChunks, list[Shard]], None]
+"""Writes the shards of some chunks, one for each number evicted."""
 
 
 @contextmanager
-def writer(
-    settings: RecordSettings, loaded: LoadedModel, on_tokens: OnTokens
-) -> Iterator[Callable[[Task], None]]:
-    """What takes tasks; all of them are done when the context ends.
+def writer(settings: RecordSettings, loaded: LoadedModel, on_tokens: OnTokens) -> Iterator[Write]:
+    """What takes shards to write; all of them are written when the context ends.
 
     Args:
-        settings: of the recording; with several workers each loads the model itself.
-        loaded: for a single worker, this process.
+        settings: of the recording.
+        loaded: for a single worker, this process; several load the model themselves.
         on_tokens: told the number of tokens encoded since the last call.
 
     Raises:
         UserError: numbers that do not fit the stored type.
     """
     if settings.workers > 1:
-        with _on_ray(settings, on_tokens) as take:
-            yield take
+        with _on_ray(settings, on_tokens) as write:
+            yield write
         return
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield lambda task: write_task(settings, loaded, task, on_tokens)
+        yield lambda chunks, shards: record_chunks(settings, loaded, chunks, shards, on_tokens)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def write_task(
-    settings: RecordSettings, loaded: LoadedModel, task: Task, on_tokens: OnTokens
+def record_chunks(
+    settings: RecordSettings,
+    loaded: LoadedModel,
+    chunks: ShardChunks,
+    shards: list[Shard],
+    on_tokens: OnTokens,
 ) -> None:
-    """Encode the chunks of a task, a batch at a time, and write its shards."""
+    """Encode the chunks, a batch at a time, and write their shards."""
     dtype = getattr(torch, settings.dtype)
-    parts: dict[int, list[list[Tensor]]] = {shard.num_evicted: [] for shard in task.shards}
-    for ids in task.chunks.ids.split(settings.batch_size):
+    parts: dict[int, list[list[Tensor]]] = {shard.num_evicted: [] for shard in shards}
+    for ids in chunks.ids.split(settings.batch_size):
         for shift, pairs in record_pairs(loaded, ids, settings.num_sinks, tuple(parts)).items():
             parts[shift].append([x.to("cpu", dtype) for x in pairs])
         on_tokens(ids.numel())
-    for shard in task.shards:
+    for shard in shards:
         batches = parts.pop(shard.num_evicted)
         stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
         if not all(x.isfinite().all() for x in stored):
@@ -82,8 +76,8 @@ def write_task(
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}
-        notes = ShardNotes(squared_error=squares, tokens_sha256=task.tokens_sha256)
-        write_shard(shard, {**tensors, "chunk": task.chunks.chunk_indices}, notes)
+        notes = ShardNotes(squared_error=squares, tokens_sha256=chunks.sha256())
+        write_shard(shard, {**tensors, "chunk": chunks.chunk_indices}, notes)
 
 
 class _Worker:
@@ -94,20 +88,18 @@ class _Worker:
         torch.set_num_threads(1)
         self.settings, self.loaded = settings, load_model(settings.model, settings.device)
 
-    def write(self, task: Task) -> tuple[int, str]:
+    def write(self, chunks: ShardChunks, shards: list[Shard]) -> tuple[int, str]:
         """Tokens encoded, and what went wrong."""
         try:
-            write_task(self.settings, self.loaded, task, lambda num_tokens: None)
+            record_chunks(self.settings, self.loaded, chunks, shards, lambda num_tokens: None)
         except UserError as error:
             return 0, str(error)
-        return task.chunks.ids.numel(), ""
+        return chunks.ids.numel(), ""
 
 
 @contextmanager
-def _on_ray(settings: RecordSettings, on_tokens: OnTokens) -> Iterator[Callable[[Task], None]]:
-    """Workers take a task each as they become free; one that dies is started anew and its task
-    redone.
-    """
+def _on_ray(settings: RecordSettings, on_tokens: OnTokens) -> Iterator[Write]:
+    """Workers write as they become free; one that dies is started anew and its work redone."""
     with ray_session(settings.ray_address) as ray:
         num_gpus = int(settings.device.startswith("cuda"))
         kind = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=-1, max_task_retries=-1)
@@ -123,12 +115,12 @@ def _on_ray(settings: RecordSettings, on_tokens: OnTokens) -> Iterator[Callable[
             free.append(busy.pop(done))
             on_tokens(num_tokens)
 
-        def take(task: Task) -> None:
+        def write(chunks: ShardChunks, shards: list[Shard]) -> None:
             if not free:
                 wait_for_one()
             worker = free.pop()
-            busy[worker.write.remote(task)] = worker
+            busy[worker.write.remote(chunks, shards)] = worker
 
-        yield take
+        yield write
         while busy:
             wait_for_one()

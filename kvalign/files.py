@@ -87,6 +87,11 @@ def checked(model: type[M], values: Any, where: object) -> M:
         raise UserError(f"{where}: {'; '.join(faults)}") from None
 
 
+def read_checked(model: type[M], path: Path) -> M:
+    """The JSON object in a file as a pydantic model; UserError as of `read_json` and `checked`."""
+    return checked(model, read_json(path), path)
+
+
 def sha256(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:

@@ -93,12 +93,12 @@ def test_a_worker_tells_what_went_wrong(tmp_path, monkeypatch):
     def refuse(*args):
         raise UserError("numbers do not fit")
 
-    monkeypatch.setattr("kvalign.data_gen.workers.write_task", refuse)
+    monkeypatch.setattr("kvalign.data_gen.workers.record_chunks", refuse)
     worker = _Worker(RecordSettings(out=tmp_path / "out"), str(tmp_path))
-    assert worker.write(None) == (0, "numbers do not fit")
-    monkeypatch.setattr("kvalign.data_gen.workers.write_task", lambda *args: 1 / 0)
+    assert worker.write(None, []) == (0, "numbers do not fit")
+    monkeypatch.setattr("kvalign.data_gen.workers.record_chunks", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        worker.write(None)
+        worker.write(None, [])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_line_and_code_1(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("kvalign.data_gen.store.save_file", full)
     assert main([*ARGV, str(tmp_path / "out")]) == 1
     error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert "No space left on device; what was finished before is kept" in error
+    assert "No space left on device; what was finished is kept" in error
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
