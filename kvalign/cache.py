@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvalign.aligners import Move
+from kvalign.aligners.base import KeysValues
 from kvalign.errors import UserError
 from kvalign.models import ModelSpec, spec_of
 from kvalign.realign import Realigner
@@ -39,9 +40,8 @@ class StreamingCache(Cache):
         sizes.check_fits(spec)
         self.slots = Slots(sizes)
         self.realigner = realigner
-        super().__init__(
-            layers=[StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)]
-        )
+        layers = [StreamingLayer(self.slots, i, realigner) for i in range(spec.num_layers)]
+        super().__init__(layers=layers)
 
     def reset(self) -> None:
         """Forget everything: the next token is the first of a new stream."""
@@ -58,11 +58,7 @@ class StreamingCache(Cache):
         return self.slots.state() | entries_of(self) | sources
 
     def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
-        """Take up what `state` gave.
-
-        Raises:
-            UserError: it does not fit this cache or this model.
-        """
+        """Take up what `state` gave; UserError if it does not fit this cache or this model."""
         self.reset()
         if not state:
             return
@@ -75,12 +71,8 @@ class StreamingCache(Cache):
             if self.realigner is not None:
                 dtype = torch.float32 if self.realigner.recursive else keys.dtype
                 shape = (*keys.shape[:2], num_after_sinks, keys.shape[3])
-                layer.sources = [
-                    SlidingBuffer(
-                        expect_tensor(state, f"{i}.kept.{j}", shape, dtype).to(keys.device)
-                    )
-                    for j in range(2)
-                ]
+                sources = (expect_tensor(state, f"{i}.kept.{j}", shape, dtype) for j in range(2))
+                layer.sources = [SlidingBuffer(x.to(keys.device)) for x in sources]
 
 
 class Slots:
@@ -114,9 +106,8 @@ class Slots:
         """Raises UserError if it is not of slots of this size."""
         self.clear()
         length = len(state["born"]) if "born" in state else 0
-        birth, index = (
-            expect_tensor(state, name, (length,), torch.int64) for name in ("born", "index")
-        )
+        birth = expect_tensor(state, "born", (length,), torch.int64)
+        index = expect_tensor(state, "index", (length,), torch.int64)
         num_seen, num_evictions = expect_tensor(state, "counts", (2,), torch.int64).tolist()
         if not (
             0 < length <= self.sizes.cache_size
@@ -124,9 +115,8 @@ class Slots:
             and 0 <= index[0] <= index[-1] == num_seen - 1
             and ((birth >= 0) & (birth <= index)).all()
         ):
-            raise UserError(
-                f"a stream's slots must be up to {self.sizes.cache_size} in their order"
-            )
+            most = self.sizes.cache_size
+            raise UserError(f"a stream's slots must be up to {most} in their order")
         self.birth, self.index = birth, index
         self.num_seen, self.num_evictions = num_seen, num_evictions
 
@@ -151,9 +141,8 @@ class Slots:
     def last_move(self, device: torch.device) -> Move:
         """The last eviction as the realigner needs it; made once for all layers on a device."""
         if device not in self._moves:
-            first = self.sizes.num_sinks
-            now = torch.arange(first, len(self), device=device)
-            self._moves[device] = Move(self.evicted, first, now)
+            now = torch.arange(self.sizes.num_sinks, len(self), device=device)
+            self._moves[device] = Move(self.evicted, self.sizes.num_sinks, now)
         return self._moves[device]
 
 
@@ -200,7 +189,7 @@ class StreamingLayer(DynamicLayer):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> KeysValues:
         """Take in [B, H, T, D]; return all entries for this step's attention, store what stays."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -220,17 +209,16 @@ class StreamingLayer(DynamicLayer):
         stored, num_new = self.get_seq_length(), keys.shape[2]
         first = min(max(stored, self.slots.sizes.num_sinks), stored + num_new)
         birth = slice(first, stored + num_new)
+        keys, values = keys[:, :, first - stored :], values[:, :, first - stored :]
+        new = realigner.anchor(self.layer_idx, keys, values, birth)
         dtype = torch.float32 if realigner.recursive else self.dtype
-        new = realigner.anchor(
-            self.layer_idx, keys[:, :, first - stored :], values[:, :, first - stored :], birth
-        )
         for i, entries in enumerate(new):
             if len(self.sources) == i:
                 self.sources.append(SlidingBuffer(entries.to(dtype)))
             else:
                 self.sources[i].append(entries.to(dtype))
 
-    def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _placed(self, realigner: Realigner, keys: Tensor, values: Tensor) -> KeysValues:
         """The entries that stay, placed anew if others were dropped."""
         evicted, num_sinks = self.slots.evicted, self.slots.sizes.num_sinks
         if not evicted:
@@ -242,12 +230,11 @@ class StreamingLayer(DynamicLayer):
         moved = realigner.place(self.layer_idx, key_source, value_source, move)
         if realigner.recursive:
             self.sources = [SlidingBuffer(x) for x in moved]
-        if num_sinks:
-            moved = (
-                torch.cat([keys[:, :, :num_sinks], moved[0].to(self.dtype)], 2),
-                torch.cat([values[:, :, :num_sinks], moved[1].to(self.dtype)], 2),
-            )
-        return moved[0].to(self.dtype), moved[1].to(self.dtype)
+        placed = moved[0].to(self.dtype), moved[1].to(self.dtype)
+        if not num_sinks:
+            return placed
+        sinks = keys[:, :, :num_sinks], values[:, :, :num_sinks]
+        return torch.cat([sinks[0], placed[0]], 2), torch.cat([sinks[1], placed[1]], 2)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
@@ -288,22 +275,18 @@ def entries_of(cache: Cache) -> dict[str, Tensor]:
 
 def read_entries(
     state: dict[str, Tensor], model: PreTrainedModel, num_entries: int
-) -> list[tuple[Tensor, Tensor]]:
-    """What `entries_of` gave: keys and values of each layer, on the model's device.
-
-    Raises:
-        UserError: they are not `num_entries` entries of such a model.
+) -> list[KeysValues]:
+    """What `entries_of` gave: keys and values of each layer, on the model's device; UserError if
+    they are not `num_entries` entries of such a model.
     """
     spec = spec_of(model.config)
     batch_size = len(state["0.keys"]) if "0.keys" in state else 0
     shape = (batch_size, spec.num_kv_heads, num_entries, spec.head_dim)
-    layers = []
-    for i in range(spec.num_layers):
-        keys, values = (
-            expect_tensor(state, f"{i}.{x}", shape, model.dtype) for x in ("keys", "values")
-        )
-        layers.append((keys.to(model.device), values.to(model.device)))
-    return layers
+
+    def read(name: str) -> Tensor:
+        return expect_tensor(state, name, shape, model.dtype).to(model.device)
+
+    return [(read(f"{i}.keys"), read(f"{i}.values")) for i in range(spec.num_layers)]
 
 
 def expect_tensor(

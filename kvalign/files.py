@@ -49,11 +49,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UserError: it holds none; the message names the file.
-    """
+    """The JSON object in a file; UserError, naming the file, if it holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -64,15 +60,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def checked(model: type[M], values: Any, where: object) -> M:
-    """Values from outside as a pydantic model.
-
-    Args:
-        model: what they must be.
-        values: what JSON or YAML gave.
-        where: they are from, for the message.
+    """Values from JSON or YAML as a pydantic model.
 
     Raises:
-        UserError: what is missing, unknown or wrong, by field.
+        UserError: what is missing, unknown or wrong, by field; it begins with `where`.
     """
     try:
         return model.model_validate(values)
@@ -110,9 +101,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(
-            f"another run is writing to {folder}: wait for it, or name another --out"
-        ) from None
+        remedy = "wait for it, or name another --out"
+        raise UserError(f"another run is writing to {folder}: {remedy}") from None
     try:
         yield
     finally:

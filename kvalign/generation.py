@@ -127,17 +127,15 @@ def stream_generate(
     )
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):
-            criterion.max_position_embeddings = (
-                None  # it would warn that the context length is exceeded
-            )
-    eos = config.eos_token_id
+            # It would warn that the context length is exceeded.
+            criterion.max_position_embeddings = None
     tokens = stream_tokens(
         streaming,
         input_ids,
         processors=logits_processor,
         criteria=stopping_criteria,
         do_sample=bool(config.do_sample),
-        eos_token_ids=[] if eos is None else torch.as_tensor(eos).reshape(-1).tolist(),
+        eos_token_ids=end_ids(config),
         pad_token_id=config.pad_token_id,
     )
     new = []
@@ -152,10 +150,14 @@ def stream_generate(
     return torch.cat([input_ids, torch.stack(new, 1)], 1)
 
 
+def end_ids(config: GenerationConfig) -> list[int]:
+    """The tokens that end a text: none, one or several."""
+    end = config.eos_token_id
+    return [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
+
+
 class _History:
-    """All ids so far [B, T], grown by doubling so that an endless stream does not copy itself at
-    each token.
-    """
+    """All ids so far [B, T], grown by doubling: an endless stream is not copied at each token."""
 
     def __init__(self, ids: Tensor):
         self._buffer, self._len = ids, ids.shape[1]
@@ -173,16 +175,14 @@ class _History:
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if (config.num_beams or 1) > 1:
-        raise UserError(
-            f"streaming has no beam search: num_beams must be 1, got {config.num_beams}"
-        )
+        got = config.num_beams
+        raise UserError(f"streaming has no beam search: num_beams must be 1, got {got}")
     if config.return_dict_in_generate:
         raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not mask.bool().all():
-        raise UserError(
-            "streams of a batch need prompts of equal length: got an attention mask with padding"
-        )
+        needed = "prompts of equal length"
+        raise UserError(f"streams of a batch need {needed}: got an attention mask with padding")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UserError("stream_generate begins a new stream: leave past_key_values out")

@@ -81,8 +81,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
 
     Args:
         name: a shipped name (`gpt2-mini`, `llama-mini`), a hub id, or a local folder.
-        device: as torch names it.
-        dtype: float32, bfloat16 or float16.
+        device, dtype: as torch names them.
 
     Raises:
         UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
@@ -112,11 +111,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
 
 
 def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
-    """Describe a model from its config alone.
-
-    Raises:
-        UserError: unknown architecture, or a RoPE scaling whose keys cannot be shifted exactly.
-    """
+    """Describe a model from its config alone; UserError as of `load_model`."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise UserError(
@@ -152,9 +147,8 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {device!r} is not available here: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device {device!r} is not available here: {reason}") from error
 
 
 def _context_len(config: PretrainedConfig) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
+from kvalign.aligners.base import Birth, KeysValues
 from kvalign.models import rotation_of
 
 
@@ -21,16 +22,12 @@ class Realigner(ABC):
     recursive: bool
     """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
-        """What the cache stores of new entries [B, H, S, D], computed at the positions `birth`, [S]
-        int64 or a slice.
-        """
+    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
+        """What the cache stores of new entries [B, H, S, D], computed at the positions `birth`."""
         return keys, values
 
     @abstractmethod
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         """The entries [B, H, S, D] of the slots after the sinks, from what was stored of them."""
 
 
@@ -48,9 +45,7 @@ class FromBirth(Realigner):
         self.rotation = rotation_of(model)
         self.aligner = aligner.to(model.device) if aligner else None
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
+    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         if self.rotation is not None:
             positions = torch.arange(birth.start, birth.stop) if isinstance(birth, slice) else birth
             keys = self.rotation.shift(keys, positions)
@@ -58,7 +53,7 @@ class FromBirth(Realigner):
             return keys, values
         return self.aligner.anchor(layer, keys, values, birth)
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         if self.aligner is not None:
             keys, values = self.aligner.realign(layer, keys, values, move)
         if self.rotation is not None:
@@ -80,19 +75,12 @@ class Recursive(Realigner):
         self.rotation = rotation_of(model)
         self.aligner = aligner.to(model.device)
 
-    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         if self.rotation is not None:
             keys = self.rotation.shift(keys, move.shift)
         return self.aligner.realign(layer, keys, values, move)
 
 
 def closed_form(model: PreTrainedModel) -> Realigner | None:
-    """What StreamingLLM does: rotation where positions are rotary; nothing moves learned or ALiBi
-    entries.
-    """
+    """What StreamingLLM does: rotation where positions are rotary, else nothing."""
     return FromBirth(model) if rotation_of(model) else None
-
-
-def trained(model: PreTrainedModel, aligner: Aligner) -> Realigner:
-    """The realigner that an aligner is made for."""
-    return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)

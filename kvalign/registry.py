@@ -5,7 +5,8 @@ Names can be listed, in help and at a shell's TAB, without importing what they s
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar, cast
 
 from kvalign.errors import UserError
@@ -13,7 +14,7 @@ from kvalign.errors import UserError
 T = TypeVar("T")
 
 
-class Registry(MutableMapping[str, T], Generic[T]):
+class Registry(UserDict[str, T], Generic[T]):
     """A mapping from names to what is defined at `module:member`.
 
     A notebook adds to it without a file: `METHODS["mine"] = MyMethod`.
@@ -24,38 +25,19 @@ class Registry(MutableMapping[str, T], Generic[T]):
     """
 
     def __init__(self, what: str, places: Mapping[str, str]):
+        super().__init__(cast(Mapping[str, T], places))
         self.what = what
-        self.places: dict[str, str | T] = dict(places)
 
     def __getitem__(self, name: str) -> T:
-        place = self.places[name]
-        if isinstance(place, str):
-            module, _, member = place.partition(":")
-            place = self.places[name] = cast(T, getattr(importlib.import_module(module), member))
-        return place
-
-    def __setitem__(self, name: str, value: T) -> None:
-        self.places[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.places[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+        value = self.data[name]
+        if isinstance(value, str):  # not imported yet
+            module, _, member = value.partition(":")
+            value = self.data[name] = getattr(importlib.import_module(module), member)
+        return value
 
     def find(self, name: str) -> T:
-        """What a name stands for.
-
-        Raises:
-            UserError: an unknown name; the message has the nearest and all known ones.
-        """
-        if name not in self.places:
+        """What a name stands for; UserError, with the nearest and all known, if it is unknown."""
+        if name not in self:
             raise UserError(unknown(self.what, name, self))
         return self[name]
 

@@ -49,12 +49,10 @@ def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | Non
 
 
 class Stream:
-    """A text of [B, N] tokens as a cache of given sizes sees it, segment by segment.
+    """A text of [B, N] tokens as a `StreamingCache` sees it, segment by segment.
 
     Args:
-        model: of a type that `is_exact` knows.
-        sizes: as of a `StreamingCache`.
-        realigner: None, or one that splits.
+        model, sizes, realigner: those of the cache, if `is_exact` of them.
     """
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes, realigner: Realigner | None):
@@ -116,9 +114,9 @@ class Segment:
         query = query.float().unflatten(1, (-1, groups)) * scale  # [B, H_kv, G, T, D]
         keys, values = keys.float()[:, :, None], values.float()[:, :, None]
         realigner = self.stream.realigner
-        from_birth = realigner if isinstance(realigner, FromBirth) else None
-        rotation = from_birth.rotation if from_birth else None
-        table = from_birth.table if from_birth else None
+        rotation = table = None
+        if isinstance(realigner, FromBirth):
+            rotation, table = realigner.rotation, realigner.table
         turned, window = query, keys[..., num_sinks:, :]
         if rotation is not None:
             turned = rotation.shift(query, -self.turn)
@@ -159,9 +157,7 @@ class Segment:
 
 
 class _Layer(DynamicLayer):
-    """Sinks as they are, and of the other entries, as `anchor` leaves them, those that the next
-    segment sees.
-    """
+    """What the next segment sees: sinks as they are, other entries as `anchor` leaves them."""
 
     is_croppable = False
     keys: Tensor
@@ -176,32 +172,22 @@ class _Layer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         segment, realigner = _current.get(), self.stream.realigner
-        num_new, stored, num_sinks = (
-            key_states.shape[2],
-            self.get_seq_length(),
-            self.stream.sizes.num_sinks,
-        )
-        skip = min(max(num_sinks - stored, 0), num_new)  # sinks among the new entries
+        stored, num_sinks = self.get_seq_length(), self.stream.sizes.num_sinks
+        skip = max(num_sinks - stored, 0)  # sinks among the new entries
+        keys, values = key_states, value_states
         if realigner is not None:
-            anchored = realigner.anchor(
-                self.layer,
-                key_states[:, :, skip:],
-                value_states[:, :, skip:],
-                segment.position[skip:],
-            )
-            key_states = torch.cat([key_states[:, :, :skip], anchored[0].to(self.dtype)], 2)
-            value_states = torch.cat([value_states[:, :, :skip], anchored[1].to(self.dtype)], 2)
-        keys = torch.cat([self.keys, key_states], 2) if stored else key_states
-        values = torch.cat([self.values, value_states], 2) if stored else value_states
+            new_keys, new_values = keys[:, :, skip:], values[:, :, skip:]
+            birth = segment.position[skip:]
+            anchored = realigner.anchor(self.layer, new_keys, new_values, birth)
+            keys = torch.cat([keys[:, :, :skip], anchored[0].to(self.dtype)], 2)
+            values = torch.cat([values[:, :, :skip], anchored[1].to(self.dtype)], 2)
+        if stored:
+            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         self.keys, self.values = (
-            torch.cat([x[:, :, :num_sinks], _last(x[:, :, num_sinks:], segment.carried)], 2)
+            torch.cat([x[:, :, :num_sinks], x[:, :, x.shape[2] - segment.carried :]], 2)
             for x in (keys, values)
         )
         return keys, values
-
-
-def _last(x: Tensor, count: int) -> Tensor:
-    return x[:, :, x.shape[2] - count :]
 
 
 def _attention(
@@ -220,8 +206,8 @@ def _attention(
 
 def _mask(*args: Any, dtype: torch.dtype = torch.float32, config: Any = None, **kwargs: Any) -> Any:
     segment = _current.get()
-    is_masked = segment.stream.model.config.model_type in _MASKED
-    return segment.alibi_mask(dtype) if is_masked else None
+    has_bias = segment.stream.model.config.model_type in _MASKED
+    return segment.alibi_mask(dtype) if has_bias else None
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class ResumableRun:
         remedy: str = "give those, or name another --out",
         read_config: Callable[[Path], dict[str, Any]] = read_json,
     ):
-        self.folder, self.free, self.read_config = folder, frozenset(free), read_config
-        self.remedy = remedy
+        self.folder, self.free, self.remedy = folder, frozenset(free), remedy
+        self.read_config = read_config
         self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
@@ -57,21 +57,15 @@ class ResumableRun:
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
-            raise ExistsError(
-                f"{self.folder} holds a run of other settings ({field}): {self.remedy}"
-            )
+            what = f"a run of other settings ({field})"
+            raise ExistsError(f"{self.folder} holds {what}: {self.remedy}")
         return "finished" if self.result_path.exists() else "unfinished"
 
     def difference(self) -> str:
         """The first field in which the folder's run differs from this one, with both values; ""
         where they are the same.
         """
-        existing = self.read_config(self.config_path)
-        field = _first_difference(existing, self.config, self.free)
-        if not field:
-            return ""
-        name = field.removeprefix("settings.")
-        return f"{name} is {_at(existing, field)!r} there, {_at(self.config, field)!r} now"
+        return _first_difference(self.read_config(self.config_path), self.config, self.free)
 
     def begin(self) -> None:
         """Write down what the run is."""
@@ -88,20 +82,14 @@ class ResumableRun:
         return read_json(self.result_path) if self.result_path.exists() else {}
 
 
-def _first_difference(there: Any, here: Any, free: Collection[str]) -> str:
-    """Dotted name of the first field in which two configs differ, or an empty string."""
+def _first_difference(there: Any, here: Any, free: Collection[str], above: str = "") -> str:
+    """The first field, of two configs, that is not free and differs, with both values."""
     for field in {**here, **there}:
-        a, b = there.get(field), here.get(field)
+        a, b, name = there.get(field), here.get(field), f"{above}{field}"
         if field in free or a == b:
             continue
         if not (isinstance(a, dict) and isinstance(b, dict)):
-            return field
-        if inner := _first_difference(a, b, free):
-            return f"{field}.{inner}"
+            return f"{name.removeprefix('settings.')} is {a!r} there, {b!r} now"
+        if inner := _first_difference(a, b, free, f"{name}."):
+            return inner
     return ""
-
-
-def _at(config: Any, field: str) -> Any:
-    for name in field.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config

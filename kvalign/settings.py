@@ -7,6 +7,7 @@ keywords, and call the same function. They stand beside what they configure and 
 import dataclasses
 import functools
 import inspect
+import operator
 import shlex
 import types
 import typing
@@ -30,8 +31,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field that the command line offers as `--name`; its range is checked when the
-    settings are made.
+    """A dataclass field that the command line offers as `--name`.
 
     A field without a default must be given, a positional one without a flag. A tuple is given
     comma-separated or by repeating the flag.
@@ -82,10 +82,8 @@ class Settings:
 
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, by field."""
-        fields = [(field.name, field.default) for field in fields_of(type(self))]
-        return {
-            name: getattr(self, name) for name, default in fields if getattr(self, name) != default
-        }
+        values = {field: getattr(self, field.name) for field in fields_of(type(self))}
+        return {field.name: value for field, value in values.items() if value != field.default}
 
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
         """The shell command that makes these settings, with what differs from the defaults."""
@@ -122,18 +120,19 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+_COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
+
+
 def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if value is None:
         return
-    low, high, above, choices = (limits[k] for k in ("at_least", "at_most", "above", "choices"))
-    if choices and value not in choices:
+    if (choices := limits["choices"]) and value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    if low is not None and not value >= low:
-        raise UserError(f"{name} must be at least {low}, got {value}")
-    if above is not None and not value > above:
-        raise UserError(f"{name} must be above {above}, got {value}")
-    if high is not None and not value <= high:
-        raise UserError(f"{name} must be at most {high}, got {value}")
+    for limit, holds in _COMPARISONS.items():
+        if limits[limit] is not None and not holds(value, limits[limit]):
+            raise UserError(
+                f"{name} must be {limit.replace('_', ' ')} {limits[limit]}, got {value}"
+            )
 
 
 Result = TypeVar("Result")
@@ -147,9 +146,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        more_parameters = [
-            p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
-        ]
+        of_function = inspect.signature(function).parameters.values()
+        more_parameters = [p for p in of_function if p.kind is p.KEYWORD_ONLY]
 
         @functools.wraps(function)
         def call(settings: S | None = None, /, **keywords: Any) -> Result:
@@ -160,16 +158,13 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
                 raise TypeError(f"give settings or keywords, not both: {', '.join(keywords)}")
             return function(settings, **more)
 
-        fields = fields_of(cls)
-        hints = typing.get_type_hints(cls)
+        fields, hints, empty = fields_of(cls), typing.get_type_hints(cls), inspect.Parameter.empty
         parameters = [
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 annotation=hints[field.name],
-                default=inspect.Parameter.empty
-                if field.default is dataclasses.MISSING
-                else field.default,
+                default=field.default if field.default is not dataclasses.MISSING else empty,
             )
             for field in fields
         ]

@@ -66,18 +66,19 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
         NotFoundError: no such file.
         UserError: it is not a saved stream.
     """
+    wrong = f"{path} is not a stream that kvalign saved"
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise UserError(f"{path} is not a stream that kvalign saved")
+                raise UserError(wrong)
             about = json.loads(metadata.get("stream", ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, json.JSONDecodeError, RecursionError, IsADirectoryError) as error:
-        raise UserError(f"{path} is not a stream that kvalign saved: {error}") from None
-    return checked(SavedStream, about, f"{path} is not a stream that kvalign saved"), tensors
+        raise UserError(f"{wrong}: {error}") from None
+    return checked(SavedStream, about, wrong), tensors
 
 
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:

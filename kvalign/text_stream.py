@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign import stream_file
 from kvalign.aligners import Aligner, embedding_fingerprint
 from kvalign.errors import RunError, UserError
-from kvalign.generation import stream_tokens
+from kvalign.generation import end_ids, stream_tokens
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
@@ -47,12 +47,10 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                f"a stream of text needs a fast tokenizer, got a {type(tokenizer).__name__}"
-            )
+            kind = type(tokenizer).__name__
+            raise UserError(f"a stream of text needs a fast tokenizer, got a {kind}")
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
-        end = method.model.generation_config.eos_token_id if sampling.stop_at_end else None
-        self.end_ids: list[int] = [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
+        self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
         self.generator = torch.Generator(method.model.device).manual_seed(sampling.seed)
         self.ids: list[int] = []
         self.num_fed = 0
@@ -60,14 +58,10 @@ class TextStream:
         self._begin_answer()
 
     def feed(self, text: str | Sequence[int]) -> None:
-        """Add input after what was generated; the next iteration goes on from there.
+        """Add a text, or its token ids, after what was generated; the next iteration goes on there.
 
-        Args:
-            text: or its token ids. The tokenizer's special tokens (the beginning of a text) are
-                added to a text that begins the stream.
-
-        Raises:
-            UserError: nothing in it.
+        The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
+        stream. UserError if there is nothing in it.
         """
         self.check_whole()
         if isinstance(text, str):
@@ -112,9 +106,7 @@ class TextStream:
         return "".join(self._pieces)
 
     def timing(self) -> dict[str, float]:
-        """Tokens since the last input, seconds to the first (input included) and mean milliseconds
-        of each after it.
-        """
+        """Tokens since the last input, seconds to the first and mean milliseconds of each later."""
         later = self.times_s[1:]
         return {
             "num_tokens": len(self.token_ids),
@@ -145,18 +137,12 @@ class TextStream:
     def check_whole(self) -> None:
         """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
         if not self._is_whole:
-            raise RunError(
-                "this stream was interrupted inside a step and cannot go on: begin a new one or "
-                "load a saved one"
-            )
+            todo = "begin a new one or load a saved one"
+            raise RunError(f"this stream was interrupted inside a step and cannot go on: {todo}")
 
     def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
-        """Go on where a saved stream stopped: its method has been restored.
-
-        Args:
-            ids: all its tokens.
-            num_fed: those of them that the method has been fed.
-            num_new: the last of them, that were generated since the last input.
+        """Go on where a saved stream of these ids stopped; see `SavedStream`. Its method has been
+        restored.
         """
         self.ids, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer()
@@ -264,13 +250,8 @@ def load_stream(
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling))
-        method.restore(
-            {
-                name.removeprefix(_STATE): x.to(model.device)
-                for name, x in tensors.items()
-                if name.startswith(_STATE)
-            }
-        )
+        state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
+        method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
         if saved.device == model.device.type:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:

@@ -37,7 +37,7 @@ def turn_text(
     """What is fed before the model answers a user's turn; the answer before it has been fed.
 
     Args:
-        tokenizer: of the model; its chat template is used where it has one.
+        tokenizer: of the model, with its chat template if it has one.
         turn: what the user says.
         is_first: the stream begins with it, so that the template's opening is part of it.
         system: what the model is told before the first turn.
@@ -55,12 +55,11 @@ def turn_text(
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     whole = _render(tokenizer, [*before, user], to_answer=True)
     known = _render(tokenizer, before, to_answer=False)
-    answer_end = known.rindex("!") + 1
-    if not whole.startswith(known[:answer_end]):
-        raise UserError(
-            "the chat template of this model changes earlier turns: they cannot be streamed"
-        )
-    return whole[answer_end:]
+    known = known[: known.rindex("!") + 1]
+    if not whole.startswith(known):
+        what = "the chat template of this model changes earlier turns"
+        raise UserError(f"{what}: they cannot be streamed")
+    return whole.removeprefix(known)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:

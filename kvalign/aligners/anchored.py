@@ -7,8 +7,8 @@ without its position. It starts as the table alone, and is trained on pairs of m
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Move
-from kvalign.aligners.network import RealignNet, hidden_sizes
+from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
+from kvalign.aligners.network import RealignNet, new_net
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
 from kvalign.aligners.table import TableAligner
 from kvalign.sizes import CacheSizes
@@ -24,24 +24,16 @@ class AnchoredAligner(Aligner):
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
         self.table = TableAligner(config)
-        hidden, sizes = hidden_sizes(config)
-        shape = (config.head_dim, config.chunk_len, config.num_layers, config.num_kv_heads)
-        self.key, self.value = (
-            RealignNet(*shape, hidden1=hidden[kv][0], hidden2=hidden[kv][1], **sizes) for kv in KV
-        )
+        self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in KV)
 
     def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
         super().check(model, sizes)
         self.table.check(model, sizes)
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
+    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         return self.table.anchor(layer, keys, values, birth)
 
-    def realign(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> tuple[Tensor, Tensor]:
+    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         placed = self.table.realign(layer, keys, values, move)
         return (
             placed[0] + self.key.correction(keys.float(), layer, move.first),

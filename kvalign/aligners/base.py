@@ -24,17 +24,20 @@ from kvalign import checkpoints, hub
 from kvalign.aligners.card import card_text
 from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import checked, read_json, write_json, write_whole
+from kvalign.files import read_checked, write_json, write_whole
 from kvalign.models import ModelSpec, spec_of
 from kvalign.sizes import CacheSizes
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 FINGERPRINT_LEN = 16
-
+_OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
+Birth = Tensor | slice
+"""Positions at which entries were computed: [S] int64, or a slice of length S."""
+KeysValues = tuple[Tensor, Tensor]
 
 
 class AlignerConfig(BaseModel):
@@ -62,11 +65,8 @@ class AlignerConfig(BaseModel):
     head_dim: Count
     embedding_fingerprint: Annotated[
         tuple[float, ...],
-        Field(
-            min_length=FINGERPRINT_LEN,
-            max_length=FINGERPRINT_LEN,
-            validation_alias=AliasChoices("embedding_fingerprint", "probe"),
-        ),
+        Field(min_length=FINGERPRINT_LEN, max_length=FINGERPRINT_LEN),
+        Field(validation_alias=AliasChoices("embedding_fingerprint", "probe")),
     ]
     chunk_len: Count
     num_sinks: Count
@@ -120,16 +120,14 @@ class Aligner(
         objectives = {part.get("objective", "mse") for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
-        """What to keep of new entries, from which `realign` starts unless it is recursive.
+    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
+        """What to keep of a layer's new entries; `realign` starts from it unless it is recursive.
 
         Args:
-            layer: index of the layer.
+            layer: its index.
             keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
             values: [B, H, S, D].
-            birth: the positions they were computed at, [S] int64 or a slice of length S.
+            birth: the positions they were computed at.
 
         Returns:
             keys and values of the same shape.
@@ -137,13 +135,11 @@ class Aligner(
         return keys, values
 
     @abstractmethod
-    def realign(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> tuple[Tensor, Tensor]:
-        """Correct the entries after the sinks for the positions they have now.
+    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        """Correct a layer's entries after the sinks for the positions they have now.
 
         Args:
-            layer: index of the layer.
+            layer: its index.
             keys: [B, H, S, D]. Of a rotary model: rotated to their new positions if the aligner is
                 recursive, else at position 0, to be rotated afterwards.
             values: [B, H, S, D].
@@ -154,16 +150,17 @@ class Aligner(
         """
 
     def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
-        """Raise UserError, naming the field, if this aligner was not made for such a model or
-        cache.
-        """
+        """Raise UserError, naming the field, if it was not made for such a model or cache."""
         spec = spec_of(model.config)
-        for name in ("family", "num_layers", "num_kv_heads", "head_dim"):
-            _match(name, getattr(self.config, name), getattr(spec, name), self.config.base_model)
+        made_for = f"this aligner was made for {self.config.base_model}"
+        for name in _OF_MODEL:
+            expected, actual = getattr(self.config, name), getattr(spec, name)
+            if expected != actual:
+                raise UserError(f"{made_for}: {name} is {expected} there, {actual} in this model")
         if not has_fingerprint(model, self.config.embedding_fingerprint):
             raise UserError(
-                f"this aligner was made for {self.config.base_model}: the embedding weights "
-                "of this model are others; train an aligner for it with kvalign train"
+                f"{made_for}: the embedding weights of this model are others; train an aligner for "
+                "it with kvalign train"
             )
         if sizes.cache_size >= self.config.chunk_len:
             raise UserError(
@@ -190,33 +187,26 @@ class Aligner(
             UserError: its config or weights are damaged or do not fit together.
         """
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
+        where = f"aligner {str(model_id)!r}"
         if not folder.is_dir():
             folder = _download(str(model_id), revision)
         if not (folder / CONFIG).is_file():
             raise NotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}")
-        config = checked(AlignerConfig, read_json(folder / CONFIG), folder / CONFIG)
+        config = read_checked(AlignerConfig, folder / CONFIG)
         kind = KINDS.find(config.kind)
         try:
             weights = load_file(folder / WEIGHTS)
         except (FileNotFoundError, SafetensorError) as error:
-            raise UserError(
-                f"cannot read the weights of aligner {str(model_id)!r}: {error}"
-            ) from None
+            raise UserError(f"cannot read the weights of {where}: {error}") from None
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
                 aligner = kind(config)
         except (KeyError, TypeError, RuntimeError) as error:
-            raise UserError(
-                f"aligner {str(model_id)!r}: sizes do not make a {config.kind}: {error}"
-            ) from None
+            raise UserError(f"{where}: sizes do not make a {config.kind}: {error}") from None
         for name, expected in aligner.state_dict().items():
-            weight = weights.get(name)
-            if weight is None or weight.shape != expected.shape:
-                shape = "nothing" if weight is None else tuple(weight.shape)
-                raise UserError(
-                    f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found "
-                    f"{shape}"
-                )
+            shape = tuple(weights[name].shape) if name in weights else "nothing"
+            if shape != tuple(expected.shape):
+                raise UserError(f"{where}: {name} must be {tuple(expected.shape)}, found {shape}")
         aligner.load_state_dict(weights, strict=True, assign=True)
         return aligner.requires_grad_(False).eval()
 
@@ -239,35 +229,19 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
     """The config of an aligner to be trained for `model`."""
+    of_model = {name: getattr(spec, name) for name in _OF_MODEL}
+    fingerprint = embedding_fingerprint(model)
     return AlignerConfig(
-        kind=kind,
-        base_model=spec.name,
-        family=spec.family,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        embedding_fingerprint=embedding_fingerprint(model),
-        **fields,
+        kind=kind, base_model=spec.name, embedding_fingerprint=fingerprint, **of_model, **fields
     )
 
 
-def _match(name: str, expected: Any, actual: Any, base_model: str) -> None:
-    if expected != actual:
-        raise UserError(
-            f"this aligner was made for {base_model}: {name} is {expected} there, {actual} in this "
-            f"model"
-        )
-
-
 def _download(model_id: str, revision: str | None) -> Path:
+    wanted, offline = [CONFIG, WEIGHTS], not hub.is_reachable()
     try:
-        return Path(
-            snapshot_download(
-                model_id,
-                revision=revision,
-                allow_patterns=[CONFIG, WEIGHTS],
-                local_files_only=not hub.is_reachable(),
-            )
+        folder = snapshot_download(
+            model_id, revision=revision, allow_patterns=wanted, local_files_only=offline
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise NotFoundError(f"no aligner {model_id!r}: neither a folder nor on the hub") from error
+    return Path(folder)

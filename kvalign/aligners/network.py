@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Move
-from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
+from kvalign.aligners.base import Aligner, AlignerConfig, KeysValues, Move
+from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.errors import UserError
 from kvalign.sizes import CacheSizes
+
+_HIDDEN = NETWORK_SIZES.keys() - SHARED_SIZES
 
 
 class RealignNet(nn.Module):
@@ -84,9 +86,7 @@ class RealignNet(nn.Module):
         return self._rest(nn.functional.linear(x, vector) + place)
 
     def _rest(self, hidden: Tensor) -> Tensor:
-        """`hidden` [..., hidden1] is what the first layer gives, before its ReLU; it is
-        overwritten.
-        """
+        """From what the first layer gives, [..., hidden1] before its ReLU; it is overwritten."""
         return self.fc3(self.fc2(hidden.relu_()).relu_())
 
 
@@ -105,11 +105,7 @@ class NetworkAligner(Aligner):
 
     def __init__(self, config: AlignerConfig):
         super().__init__(config)
-        hidden, sizes = hidden_sizes(config)
-        shape = (config.head_dim, config.num_positions, config.num_layers, config.num_kv_heads)
-        self.key, self.value = (
-            RealignNet(*shape, hidden1=hidden[kv][0], hidden2=hidden[kv][1], **sizes) for kv in KV
-        )
+        self.key, self.value = (new_net(config, kv, config.num_positions) for kv in KV)
 
     def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
         super().check(model, sizes)
@@ -125,9 +121,7 @@ class NetworkAligner(Aligner):
                 f"aligner (the shifts it was trained on), got {sizes.num_evicted}"
             )
 
-    def realign(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> tuple[Tensor, Tensor]:
+    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         # check() saw to it that a trained shift divides num_evicted, and so every move.
         step = max(shift for shift in self.config.shifts if move.shift % shift == 0)
         for _ in range(move.shift // step):
@@ -136,8 +130,9 @@ class NetworkAligner(Aligner):
         return keys, values
 
 
-def hidden_sizes(config: AlignerConfig) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Of a config's sizes: the two hidden sizes of keys and of values, and the shared ones."""
-    sizes = dict(config.sizes)
-    hidden = {kv: [sizes.pop(f"{kv}_hidden1"), sizes.pop(f"{kv}_hidden2")] for kv in KV}
-    return hidden, sizes
+def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:
+    """The network of keys or values, of the config's sizes."""
+    shared = {name: size for name, size in config.sizes.items() if name not in _HIDDEN}
+    hidden1, hidden2 = (config.sizes[f"{kv}_hidden{i}"] for i in (1, 2))
+    shape = (config.head_dim, num_positions, config.num_layers, config.num_kv_heads)
+    return RealignNet(*shape, hidden1=hidden1, hidden2=hidden2, **shared)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.aligners.base import Aligner, AlignerConfig, Move
+from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
 from kvalign.errors import UserError
 from kvalign.sizes import CacheSizes
 
@@ -51,9 +51,7 @@ class TableAligner(Aligner):
                 f"positions were not recorded), got {sizes.num_sinks}"
             )
 
-    def anchor(
-        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
-    ) -> tuple[Tensor, Tensor]:
+    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len
         # A slice is a view: for the one token of a step that is most of the cost.
         return (
@@ -61,9 +59,7 @@ class TableAligner(Aligner):
             (values - self.value[layer, :, birth]) / self.value_scale[layer, :, birth, None],
         )
 
-    def realign(
-        self, layer: int, keys: Tensor, values: Tensor, move: Move
-    ) -> tuple[Tensor, Tensor]:
+    def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         now = slice(move.first, move.first + keys.shape[2])
         return (
             torch.addcmul(self.key[layer, :, now], keys, self.key_scale[layer, :, now, None]),

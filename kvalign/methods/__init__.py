@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.registry import Registry
@@ -54,8 +54,7 @@ def make_method(
             shipped one.
 
     Raises:
-        UserError: unknown method, sizes that do not fit, no aligner, or one made for another
-            model.
+        UserError: unknown method, sizes that do not fit, no aligner, or another model's.
         TypeError: the model is none.
     """
     if not hasattr(model, "config"):
@@ -123,23 +122,14 @@ def make_methods(
     names: Iterable[str],
     model: PreTrainedModel,
     *,
-    cache_size: int,
-    num_sinks: int | None = None,
-    num_evicted: int | None = None,
     aligners: Sequence[Aligner | str] | None = None,
+    **sizes: Any,
 ) -> list[Method]:
     """Methods to compare: one a name, and of those that take an aligner one for each (None: the
-    shipped one).
+    shipped one); sizes as in `make_method`.
     """
     return [
-        make_method(
-            name,
-            model,
-            cache_size=cache_size,
-            num_sinks=num_sinks,
-            num_evicted=num_evicted,
-            aligner=aligner,
-        )
+        make_method(name, model, aligner=aligner, **sizes)
         for name in names
         for aligner in ((aligners or (None,)) if METHODS.find(name).takes_aligner else (None,))
     ]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.cache import StreamingCache, expect_tensor
@@ -20,7 +20,7 @@ class Method(ABC):
 
     Args:
         model: a causal LM of transformers.
-        sizes: how many entries are kept and dropped, from `sizes_for`.
+        sizes: from `sizes_for`.
 
     Raises:
         UserError: more entries than the model has positions for.
@@ -84,6 +84,13 @@ class Method(ABC):
     def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
+    @torch.no_grad()
+    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """One pass of the model over ids [B, T], after what is cached: logits as of `feed`."""
+        use = cache is not None
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=use, logits_to_keep=1)
+        return out.logits[:, -1].float()
+
     def state(self) -> dict[str, Tensor]:
         """The stream so far; `restore` of a method made alike goes on with it, to the bit."""
         raise UserError(f"streams of {self.name} cannot be saved")
@@ -121,25 +128,21 @@ class Cached(Method):
     def restore(self, state: dict[str, Tensor]) -> None:
         self.cache.restore(state, self.model)
 
-    @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         """The first cache_size + 1 tokens go in at once, more of them by half the window."""
-        done = 0
-        while done < ids.shape[1]:
-            chunk = ids[:, done : done + self._chunk_len()]
-            out = self.model(
-                input_ids=chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
-            done += chunk.shape[1]
-        return out.logits[:, -1].float()
+        while True:
+            num_now = self._chunk_len()
+            logits = self.forward(ids[:, :num_now], self.cache)
+            ids = ids[:, num_now:]
+            if ids.shape[1] == 0:
+                return logits
 
     def _chunk_len(self) -> int:
         stored = self.cache.get_seq_length()
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         half = max(1, self.sizes.window_size // 2)
-        limit = self.num_positions
-        return half if limit is None else min(half, limit - stored)
+        return half if self.num_positions is None else min(half, self.num_positions - stored)
 
     @property
     def num_positions(self) -> int | None:
@@ -153,26 +156,33 @@ class Reencoding(Method):
     seen: Tensor | None
     """[B, S] int64, what the last step saw."""
 
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
+        super().__init__(model, sizes)
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen = None
+
     def state(self) -> dict[str, Tensor]:
         return {} if self.seen is None else {"seen": self.seen}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
-        if state:
-            shape = tuple(state["seen"].shape) if "seen" in state else ()
-            seen = expect_tensor(state, "seen", shape, torch.int64)
-            vocab_size = self.model.config.vocab_size
-            if (
-                len(shape) != 2
-                or seen.numel() == 0
-                or shape[1] > self.sizes.first_input_len
-                or not (0 <= seen.min() <= seen.max() < vocab_size)
-            ):
-                raise UserError(
-                    f"a stream's seen must be [B, S] ids below {vocab_size}, S at most "
-                    f"{self.sizes.first_input_len}"
-                )
-            self.seen = seen.to(self.model.device)
+        if not state:
+            return
+        shape = tuple(state["seen"].shape) if "seen" in state else ()
+        seen = expect_tensor(state, "seen", shape, torch.int64)
+        longest, vocab_size = self.sizes.first_input_len, self.model.config.vocab_size
+        if not (
+            seen.ndim == 2
+            and seen.numel()
+            and seen.shape[1] <= longest
+            and 0 <= seen.min() <= seen.max() < vocab_size
+        ):
+            raise UserError(
+                f"a stream's seen must be [B, S] ids below {vocab_size}, S at most {longest}"
+            )
+        self.seen = seen.to(self.model.device)
 
     def keep(self, ids: Tensor) -> Tensor:
         """The part of ids [B, T] that a step sees: all, or the sinks and what is left."""

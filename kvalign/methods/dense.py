@@ -2,7 +2,6 @@
 for tests.
 """
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -44,7 +43,6 @@ class Dense(Method):
         limit = self.spec.context_len
         return None if limit is None else limit - self.cache.get_seq_length()
 
-    @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         if self.tokens_left is not None and ids.shape[1] > self.tokens_left:
             raise UserError(
@@ -52,7 +50,4 @@ class Dense(Method):
                 f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
                 "choose a streaming method"
             )
-        out = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        return out.logits[:, -1].float()
+        return self.forward(ids, self.cache)

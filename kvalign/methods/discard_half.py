@@ -7,11 +7,10 @@ never stale, but a step sees only three quarters of the cache on average.
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from kvalign.cache import entries_of, read_entries
 from kvalign.methods.base import Reencoding
-from kvalign.sizes import CacheSizes
 
 
 class DiscardHalf(Reencoding):
@@ -19,16 +18,12 @@ class DiscardHalf(Reencoding):
     about = "drops half of the window when full and re-encodes the rest"
     fixed = ("num_evicted",)
 
-    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
-        super().__init__(model, sizes)
-        self.reset()
-
     @classmethod
     def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
         return max(1, (cache_size - num_sinks) // 2)
 
     def reset(self) -> None:
-        self.seen = None
+        super().reset()
         self.cache = DynamicCache()
 
     def state(self) -> dict[str, Tensor]:
@@ -39,13 +34,9 @@ class DiscardHalf(Reencoding):
         if self.seen is not None:
             self.cache = DynamicCache(read_entries(state, self.model, self.seen.shape[1]))
 
-    @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         seen = ids if self.seen is None else torch.cat([self.seen, ids], 1)
         self.seen = self.keep(seen)
         if self.seen is not seen:
             self.cache, ids = DynamicCache(), self.seen
-        out = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        return out.logits[:, -1].float()
+        return self.forward(ids, self.cache)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.methods.base import Cached
-from kvalign.realign import Realigner, trained
+from kvalign.realign import FromBirth, Realigner, Recursive
 from kvalign.sizes import CacheSizes
 
 
@@ -31,4 +31,5 @@ class KVAlign(Cached):
         return self.aligner.config.chunk_len
 
     def realigner(self) -> Realigner | None:
-        return trained(self.model, self.aligner)
+        kind = Recursive if self.aligner.recursive else FromBirth
+        return kind(self.model, self.aligner)

@@ -6,10 +6,8 @@ The oracle of both papers. It keeps no sinks (the paper's protocol); `num_sinks`
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvalign.methods.base import Reencoding
-from kvalign.sizes import CacheSizes
 
 
 class Recompute(Reencoding):
@@ -17,15 +15,6 @@ class Recompute(Reencoding):
     about = "re-encodes the window at every step"
     default_num_sinks = 0
 
-    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
-        super().__init__(model, sizes)
-        self.reset()
-
-    def reset(self) -> None:
-        self.seen = None
-
-    @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         self.seen = self.keep(ids if self.seen is None else torch.cat([self.seen, ids], 1))
-        out = self.model(input_ids=self.seen, use_cache=False, logits_to_keep=1)
-        return out.logits[:, -1].float()
+        return self.forward(self.seen)

@@ -2,15 +2,11 @@
 against.
 """
 
-from kvalign.methods.base import Cached
-from kvalign.realign import Realigner, closed_form
+from kvalign.methods.streaming_llm import StreamingLLM
 
 
-class Window(Cached):
+class Window(StreamingLLM):
     name = "window"
     about = "keeps the last entries, no sinks"
     default_num_sinks = 0
     fixed = ("num_sinks",)
-
-    def realigner(self) -> Realigner | None:
-        return closed_form(self.model)

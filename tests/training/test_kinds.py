@@ -94,7 +94,7 @@ def new_kind(tmp_path, monkeypatch):
     (tmp_path / "kinds").mkdir()
     (tmp_path / "kinds" / "offset.py").write_text(NEW_KIND)
     monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path / "kinds")])
-    monkeypatch.setitem(KINDS.places, "offset", "kvalign.training.kinds.offset:OffsetAligner")
+    monkeypatch.setitem(KINDS.data, "offset", "kvalign.training.kinds.offset:OffsetAligner")
     yield "offset"
     sys.modules.pop("kvalign.training.kinds.offset", None)
 
