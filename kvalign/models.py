@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from kvalign import checkpoints, hub
@@ -90,17 +84,17 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     check_device(device)
     local = {"local_files_only": os.path.isdir(source) or not hub.is_reachable()}
     try:
-        config = AutoConfig.from_pretrained(source, **local)
+        config = transformers.AutoConfig.from_pretrained(source, **local)
     except (OSError, ValueError) as error:
         raise UserError(_not_found(name, error)) from error
     spec_of(config, name)  # refuse before the weights are read
     show_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=getattr(torch, dtype), use_safetensors=True, **local
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, **local)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **local)
     except OSError as error:
         raise UserError(_not_found(name, error)) from error
     finally:

@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass
 
-from transformers import (
-    LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+import transformers
 
 from kvalign.errors import UserError
 
@@ -41,13 +36,14 @@ class Sampling:
         if not self.temperature > 0:
             raise UserError(f"temperature must be above 0, got {self.temperature}")
 
-    def processors(self) -> LogitsProcessorList:
+    def processors(self) -> transformers.LogitsProcessorList:
         """transformers' own, in its order."""
-        processors = LogitsProcessorList()
+        processors = transformers.LogitsProcessorList()
         if self.no_repeat_ngram_size:
-            processors.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+            ngrams = transformers.NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size)
+            processors.append(ngrams)
         if self.temperature != 1.0:
-            processors.append(TemperatureLogitsWarper(self.temperature))
+            processors.append(transformers.TemperatureLogitsWarper(self.temperature))
         if self.top_k > 1:
-            processors.append(TopKLogitsWarper(self.top_k))
+            processors.append(transformers.TopKLogitsWarper(self.top_k))
         return processors

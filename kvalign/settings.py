@@ -129,10 +129,9 @@ def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if (choices := limits["choices"]) and value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     for limit, holds in _COMPARISONS.items():
-        if limits[limit] is not None and not holds(value, limits[limit]):
-            raise UserError(
-                f"{name} must be {limit.replace('_', ' ')} {limits[limit]}, got {value}"
-            )
+        bound = limits[limit]
+        if bound is not None and not holds(value, bound):
+            raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
 
 
 Result = TypeVar("Result")

@@ -1,9 +1,7 @@
 """The model card of an aligner: what it is, what it was made for and from, and how well it did.
 
-It is written from the config alone. `training` may hold one dict a part (the network kind: `key`
-and `value`); of these the card prints what it knows: `val_loss`, `input_label_mse`, `ratio`,
-`used`, `num_steps`, `seconds`, `device`, `command`, `versions` and `data`, and of tables
-`objective`, `val_nll` and `val_nll_stale`.
+It is written from the config alone; `training` may hold one dict a part (the network kind: `key`
+and `value`), of which the template prints what it knows.
 """
 
 import re
@@ -18,78 +16,12 @@ from kvalign import checkpoints
 if TYPE_CHECKING:
     from kvalign.aligners.base import AlignerConfig
 
-_CARD = """---
-{{ metadata }}
----
-
-# KV-Align aligner for {{ config.base_model }}
-
-When a streaming language model evicts entries from its KV cache, the entries that stay move to
-smaller positions. This aligner (kind `{{ config.kind }}`) corrects their keys and values.
-It fits {{ config.base_model }} only: the model is checked when the aligner is used.
-
-```bash
-kvalign generate --model {{ config.base_model }} --aligner THIS_FOLDER --prompt "The history of the island"
-```
-
-| made for | |
-|---|---|
-| base model | {{ config.base_model }} |
-| positions | {{ config.family }} |
-| layers, KV heads | {{ config.num_layers }}, {{ config.num_kv_heads }} of size {{ config.head_dim }} |
-| caches | up to {{ config.chunk_len - 1 }} entries; recorded with {{ config.num_sinks }} sinks |
-| evicted at once | multiples of {{ config.shifts | join(", ") }} |
-| sizes | {{ listed(config.sizes) or "none" }} |
-
-## Results
-
-{% for name, part in parts.items() if "val_loss" in part %}
-{% if loop.first %}
-Mean squared error per number on validation rows; `ratio` is the error as a share of the
-error without realignment, lower is better. A part that does no better than nothing is
-not used: it leaves its entries as they are.
-
-| part | realigned | unchanged | ratio | used |
-|---|---|---|---|---|
-{% endif %}
-| {{ name }} |
-{%- for column in ("val_loss", "input_label_mse", "ratio") %} {{ number(part.get(column)) }} |{% endfor %} {{ "yes" if part.get("used", True) else "no" }} |
-{% else %}
-Not recorded.
-{% endfor %}
-{% for stale, aligned in losses %}
-
-Loss of streamed validation text, nats a token: {{ "%.4f" | format(stale) }} without it, {{ "%.4f" | format(aligned) }} with it.
-{% endfor %}
-
-## How it was made
-
-{% for name, part in parts.items() %}
-{{ name }}:
-
-{% if "command" in part %}
-- `{{ part.command }}`
-{% endif %}
-{% if "num_steps" in part %}
-- {{ part.num_steps }} steps{{ " on " ~ part.objective if "objective" in part }} in {{ "%.3g" | format(part.seconds or 0) }} s on {{ part.device or "an unknown device" }}
-{% endif %}
-{% for field in ("data", "versions") if part[field] is mapping %}
-- {{ field }}: {{ listed(part[field]) }}
-{% endfor %}
-
-{% else %}
-Not recorded.
-
-{% endfor %}
-## Limits
-
-{{ "Not tested here." if imported else "Tested on validation chunks of its data only." }} A low error does not mean a low perplexity after many evictions: measure that with
-`kvalign eval perplexity`.
-
-## Licence
-
-{{ "The weights are their authors', and so is the licence" if imported else "Apache-2.0 for this aligner" }}; the base model has its own licence.
-"""  # noqa: E501
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("kvalign.aligners"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def card_text(config: "AlignerConfig") -> str:
@@ -105,10 +37,7 @@ def card_text(config: "AlignerConfig") -> str:
         datasets=sorted({name for entry in data for name in _datasets(entry)}) or None,
     )
     losses = {(p["val_nll_stale"], p["val_nll"]) for p in parts.values() if "val_nll" in p}
-    template = jinja2.Template(
-        _CARD, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return template.render(
+    return _TEMPLATES.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         config=config,
         parts=parts,
