@@ -18,28 +18,7 @@ from kvalign.registry import unknown
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "mt-bench", "PATH.jsonl")
 
-OWN = (
-    (
-        "The island was first settled by fishermen from the mainland, who built a small harbour on "
-        "its northern shore. The history of the island",
-        "How do the people of the island live today?",
-    ),
-    (
-        "Bread is baked from flour, water, salt and yeast. The dough is kneaded until it is smooth "
-        "and left in a warm place. After an hour",
-        "Why does the dough have to rest before it is baked?",
-    ),
-    (
-        "The river rises in the hills near the border and flows through three towns before it "
-        "reaches the sea. In the spring, when the snow melts,",
-        "Which animals live along its lower course?",
-    ),
-    (
-        "The first railway in the valley was opened to carry stone from the quarry to the port. "
-        "Within ten years the line",
-        "What became of the line when the quarry was closed?",
-    ),
-)
+OWN = Path(__file__).with_name("own_prompts.jsonl")
 
 
 def conversations(spec: str) -> list[list[str]]:
@@ -50,14 +29,12 @@ def conversations(spec: str) -> list[list[str]]:
             offline), or a row without a turn (the message names its line).
         NotFoundError: no such file.
     """
-    if spec == "own":
-        return [list(turns) for turns in OWN]
     from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
 
     if spec == "mt-bench":
         turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, PATH.jsonl")
-    elif spec.endswith(".jsonl"):
-        turns = prompt_rows.of_file(Path(spec).expanduser())
+    elif spec == "own" or spec.endswith(".jsonl"):
+        turns = prompt_rows.of_file(OWN if spec == "own" else Path(spec).expanduser())
     else:
         raise UserError(unknown("prompts", spec, NAMES))
     if not turns:
