@@ -36,7 +36,7 @@ def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def record_pairs(
     loaded: LoadedModel, ids: Tensor, num_sinks: int, shifts: tuple[int, ...]
 ) -> dict[int, Pairs]:
-    """Stale and aligned keys and values of chunks, for each number of entries evicted.
+    """Stale and aligned keys and values of chunks.
 
     Args:
         ids: [B, T] int64, chunks without special tokens.

@@ -79,7 +79,6 @@ class Slots:
     """Which entry lies in which slot; shared by all layers, advanced by the first.
 
     Attributes:
-        sizes: of the cache.
         birth: [S] int64, the position at which the entry in each slot was computed.
         index: [S] int64, its place in the stream, counted from 0.
         evicted: entries dropped by the last update.

@@ -14,13 +14,8 @@ _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_Z
 
 @contextmanager
 def ray_session(address: str | None = None) -> Iterator[Any]:
-    """The `ray` module, started and at the end shut down; quiet.
-
-    Args:
-        address: of a cluster; None starts one on this machine.
-
-    Raises:
-        UserError: no cluster at that address.
+    """The `ray` module, quiet, on the cluster at an address or started on this machine, and shut
+    down at the end. UserError if no cluster is there.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -9,17 +9,13 @@ from torch import Tensor
 
 
 class Rotation:
-    """How the keys of one rotary model move along positions.
-
-    Args:
-        inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included.
-    """
+    """How the keys of one rotary model move along positions: by `rerotate` with its `inv_freq`."""
 
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        """Keys [..., S, D] moved towards the start, as `rerotate` does."""
+        """Keys [..., S, D] moved `shift` positions towards the start."""
         return rerotate(keys, shift, self.inv_freq)
 
 
@@ -29,7 +25,8 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
     Args:
         keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
         shift: positions, one number for all slots or [S]; negative moves away from the start.
-        inv_freq: [rotary_dim / 2] float32, the model's own (`kvalign.models.rotation_of`).
+        inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
+            (`kvalign.models.rotation_of`).
 
     Returns:
         [..., S, D] in the dtype of `keys`; a shift of 0 gives the very same numbers.

@@ -61,11 +61,8 @@ class CacheSizes:
         return self.cache_size + 1
 
     def num_dropped(self, num_entries: N) -> N:
-        """Of so many entries, how many are dropped so that the rest can be stored: a multiple of
-        `num_evicted`.
-
-        Args:
-            num_entries: one number, or an int64 tensor of any shape.
+        """Of so many entries (a number, or an int64 tensor of any shape), how many are dropped so
+        that the rest can be stored: a multiple of `num_evicted`.
         """
         dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
         return dropped * (dropped > 0)
