@@ -3,7 +3,7 @@
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from kvalign.errors import UserError
 from kvalign.files import checked
@@ -40,6 +40,8 @@ class Paper(BaseModel):
 
 class Suite(BaseModel):
     """A suite: `cells` are its evaluations, `prepare` what they need, in order."""
+
+    model_config = ConfigDict(frozen=True)
 
     title: str = ""
     about: str = ""

@@ -7,16 +7,16 @@ A command is a module of `kvalign.app.commands` with
 - `run(settings, as_json)`, which imports what is heavy inside;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
-`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`).
+`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`.
 """
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.registry import unknown
 from kvalign.settings import Settings
 
@@ -35,7 +35,7 @@ GROUPS = {
         "pretrain": "train a small reference language model from scratch",
     },
     "evaluate": {
-        **{f"eval {name}": about for name, about in EVALUATIONS.items()},
+        **{f"eval {name}": about for name, about in ABOUT.items()},
         "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
         "report": "a page, plots and tables of the results in a folder",
     },
@@ -81,7 +81,11 @@ class Command:
         self._module.run(settings, as_json)
 
     @property
-    def _module(self) -> ModuleType:
+    def _module(self) -> Any:
+        if self.name.startswith("eval ") and (name := self.name[5:]) in EVALUATIONS:
+            from kvalign.app.commands.evaluation import EvaluationCommand
+
+            return EvaluationCommand(EVALUATIONS[name])
         module = self.name.replace(" ", "_").replace("-", "_")
         return importlib.import_module(f"kvalign.app.commands.{module}")
 

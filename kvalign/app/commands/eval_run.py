@@ -36,10 +36,10 @@ def run(settings: RunSettings, as_json: bool) -> None:
     import sys
 
     from kvalign.app.suite import run_suite
-    from kvalign.eval.report import write
+    from kvalign.eval import write_report
 
     states = run_suite(settings)
-    page = write(settings.out)
+    page = write_report(settings.out)
     if as_json:
         print(json.dumps({"out": str(settings.out), "cells": states, "report": str(page)}))
         return
