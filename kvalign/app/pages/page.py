@@ -8,8 +8,7 @@ import gradio as gr
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app.pages import lanes
-from kvalign.app.pages.cards import cards, message
+from kvalign.app.pages import lanes, render
 from kvalign.app.pages.side_by_side import begin, side_by_side
 from kvalign.errors import UserError
 from kvalign.eval.words import load_words
@@ -108,12 +107,13 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 seed=seed or 0,
             )
         except UserError as error:
-            yield message(str(error)), *_buttons(is_running=False)
+            yield render("message.html", line=error), *_buttons(is_running=False)
             return
         for views in side_by_side(streams, words):
             if newest.get(request.session_hash) is not this_run:
                 return
-            yield cards(prompt, views), gr.skip(), gr.skip()
+            cards = render("cards.html", prompt=prompt, views=views)
+            yield cards, gr.skip(), gr.skip()
         yield gr.skip(), *_buttons(is_running=False)
 
     def end(request: gr.Request) -> list[dict]:
@@ -131,7 +131,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 PROMPT, methods, model, aligner, cache_size=cache_size, num_evicted=num_evicted
             )
         except UserError as error:
-            return message(str(error))
+            return render("message.html", line=error)
         return lanes.frame(streams[0].method)
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
