@@ -25,6 +25,7 @@ class ResumableRun:
         config: what the run depends on: values that JSON knows, in dicts.
         free: names of fields in it, at any depth, that may differ between a run and its resumption.
         config_name, result_name: of the two files.
+        remedy: what to do about a folder with another run, for the message.
         read_config: reads the first, of earlier versions too, as this version would write it.
     """
 
@@ -36,9 +37,11 @@ class ResumableRun:
         free: Collection[str] = (),
         config_name: str = "run.json",
         result_name: str = "result.json",
+        remedy: str = "give those, or name another --out",
         read_config: Callable[[Path], dict[str, Any]] = read_json,
     ):
         self.folder, self.free, self.read_config = folder, frozenset(free), read_config
+        self.remedy = remedy
         self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
@@ -55,8 +58,7 @@ class ResumableRun:
             return "new"
         if field := self.difference():
             raise ExistsError(
-                f"{self.folder} holds a run of other settings ({field}): give those, or name "
-                "another --out"
+                f"{self.folder} holds a run of other settings ({field}): {self.remedy}"
             )
         return "finished" if self.result_path.exists() else "unfinished"
 

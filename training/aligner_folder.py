@@ -16,11 +16,13 @@ from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.errors import ExistsError
 from kvalign.settings import Settings
 
+OVERWRITE = "give --overwrite or another --out"
+
 
 def check_free(out: Path, overwrite: bool) -> None:
     """Raise ExistsError if `out` holds an aligner that is not to be overwritten."""
     if (out / CONFIG).exists() and not overwrite:
-        raise ExistsError(f"{out} already holds an aligner: give --overwrite or another --out")
+        raise ExistsError(f"{out} already holds an aligner: {OVERWRITE}")
 
 
 def train_command(kind: str, settings: Settings) -> str:
@@ -38,7 +40,7 @@ def record_of(
 
     Args:
         command: a shell command that makes it again.
-        data: what it was made from.
+        data: what it was trained on.
         device: what it was trained on; None for what was not trained here.
         packages: whose versions are recorded.
     """

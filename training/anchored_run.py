@@ -1,7 +1,7 @@
-"""Training the anchored network: pairs of many shifts, made on the way from text.
+"""Training the anchored networks on pairs of many shifts, encoded from text as they are needed.
 
-A step encodes chunks twice, whole and without their first tokens, and takes rows at random: the
-same token at the position it was born at and at an earlier one.
+A step encodes chunks twice, whole and without their first tokens, and takes random rows: the same
+token at the position where it was first encoded and at an earlier one.
 """
 
 from typing import Any

@@ -26,7 +26,7 @@ from kvalign.data_gen.store import MANIFEST, Store, open_store
 from kvalign.errors import ExistsError, UserError
 from kvalign.files import locked, sha256
 from kvalign.runs import ResumableRun
-from kvalign.training.aligner_folder import record_of, save, train_command
+from kvalign.training.aligner_folder import OVERWRITE, record_of, save, train_command
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import best_weights, fit, losses
 from kvalign.training.network_rows import InOrder, RecordedRows
@@ -49,7 +49,9 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in settings.kvs}
     runs = {
-        kv: ResumableRun(settings.out / "training" / kv, describe(settings, store, kv))
+        kv: ResumableRun(
+            settings.out / "training" / kv, describe(settings, store, kv), remedy=OVERWRITE
+        )
         for kv in settings.kvs
     }
     # The processes of other devices are started by the one that holds the lock.
@@ -173,7 +175,7 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
             if clash
             else f"another aligner, of kind {config.kind}"
         )
-        raise ExistsError(f"{settings.out} already holds {what}: give --overwrite or another --out")
+        raise ExistsError(f"{settings.out} already holds {what}: {OVERWRITE}")
     if not others:
         # The old results still tell `_begin` which run is already in the aligner.
         new.config = new.config.model_copy(update={"training": config.training})

@@ -140,7 +140,7 @@ def bits_per_byte(
     num_blocks: int = 60,
 ) -> float:
     """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each
-    read on its own.
+    read separately.
     """
     ids: list[int] = []
     for piece in token_pieces(corpus, tokenizer, "test"):

@@ -17,6 +17,7 @@ from kvalign.errors import RunError
 from kvalign.files import locked
 from kvalign.runs import ResumableRun, State
 from kvalign.settings import keywords_of
+from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds.network import NetworkSettings, train_network
 from kvalign.training.network_rows import RecordedRows
 from kvalign.training.network_run import describe_data
@@ -50,7 +51,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     began, out = time.perf_counter(), settings.out.absolute()
     store = open_store(settings.data)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
-    run = ResumableRun(out, describe(settings, store), config_name="sweep.json")
+    run = ResumableRun(out, describe(settings, store), config_name="sweep.json", remedy=OVERWRITE)
     state = _state(run, settings)
     if state == "finished":
         print(f"{out} already holds this sweep, finished: nothing to do", file=sys.stderr)

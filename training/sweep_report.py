@@ -1,4 +1,4 @@
-"""What is left of a sweep: tables of its trials and their reports, and two plots."""
+"""The files that a sweep leaves: tables of its trials and their reports, and two plots."""
 
 import math
 from collections.abc import Mapping

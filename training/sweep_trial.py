@@ -54,7 +54,7 @@ def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -
 
 
 class Reports(pl.Callback):
-    """A trial's validation reports, kept in its checkpoints.
+    """A trial's validation reports, saved in its checkpoints.
 
     Each is sent when the next step begins: by then it is in `last.ckpt`, which Lightning writes
     after this callback's `on_validation_end`. Sending may end the process.

@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a live table in a terminal, else a line as each trial ends."""
+"""Progress of a sweep: a live table in a terminal, else a line as each trial ends."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ class Watch(Callback):
     live: ClassVar[Live | None] = None
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """The table, made anew: Ray calls this after each event."""
+        """Draw the table again: Ray calls this after each event."""
         if not sys.stderr.isatty():
             return
         if Watch.live is None:

@@ -75,7 +75,7 @@ def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
     other = Aligner.from_pretrained(name)
     if not isinstance(other, TableAligner) or other.config.chunk_len != table.config.chunk_len:
         raise UserError(
-            f"--init {name}: a table of chunk_len {table.config.chunk_len} is needed, found "
+            f"--init {name}: a table of chunk_len {table.config.chunk_len} is needed, got "
             f"{other.config.kind} of {other.config.chunk_len}"
         )
     other.check(model, CacheSizes(other.config.chunk_len - 1, 0))

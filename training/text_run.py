@@ -66,6 +66,7 @@ def train_on_text(
             f"{settings.chunk_len}"
         )
     text = read(settings.corpus, loaded.tokenizer, settings.num_tokens, settings.chunk_len)
+    torch.manual_seed(settings.seed)
     aligner = untrained(kind, settings, loaded)
     weights = {name: weight.clone() for name, weight in aligner.state_dict().items()}
     data = {

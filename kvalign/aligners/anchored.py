@@ -48,12 +48,6 @@ class AnchoredAligner(Aligner):
             placed[1] + self.value.correction(values.float(), layer, move.first),
         )
 
-    def clear(self) -> None:
-        """Change nothing, as before training."""
-        self.table.clear()
-        self.key.clear()
-        self.value.clear()
-
 
 def rows_of(
     aligner: AnchoredAligner, kv: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor

@@ -222,6 +222,8 @@ def resumed(recorded, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(out=out, words=words, before=shown, after=again)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_resumed_sweep_does_not_repeat_a_finished_trial(resumed):
     assert resumed.before.startswith("trial 000 finished after report 5 of 5: ")
     shown = resumed.after.stderr.splitlines()
@@ -237,6 +239,8 @@ def test_a_resumed_sweep_does_not_repeat_a_finished_trial(resumed):
     assert sorted(found) == [(t, str(n)) for t in ("000", "001") for n in range(1, 6)]
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_the_aligner_has_the_best_trial_s_settings(recorded, resumed):
     result = json.loads(resumed.after.stdout)
     assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
@@ -254,6 +258,8 @@ def test_the_aligner_has_the_best_trial_s_settings(recorded, resumed):
     assert trained["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_finished_sweep_is_left_alone(resumed, capsys):
     made = {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")}
     assert main(resumed.words) == 0

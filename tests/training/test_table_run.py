@@ -188,7 +188,7 @@ def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     assert all(torch.equal(one[name], two[name]) for name in one)
     capfd.readouterr()
     assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
-    assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
+    assert "a table of chunk_len 48 is needed, got network of 256" in capfd.readouterr().err
 
 
 def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):
