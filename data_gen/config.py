@@ -65,8 +65,7 @@ class RecordingConfig(BaseModel):
     settings: RecordedSettings
     model: ModelSpec
     embedding_fingerprint: Annotated[
-        tuple[float, ...],
-        Field(validation_alias=AliasChoices("embedding_fingerprint", "probe")),
+        tuple[float, ...], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
     ]
     stale: Text
     shapes: dict[int, tuple[Positive, Positive, Positive, Positive]]

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import stream_file
 from kvalign.aligners import Aligner, embedding_fingerprint
