@@ -119,13 +119,6 @@ def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work)
     assert "--num-chunks is for --aligner-kind offset, not network" in capfd.readouterr().err
 
 
-def test_latency_times_a_new_kind_untrained(new_kind, capfd):
-    words = "eval latency --cache-sizes 32 --num-trials 1 --trial-len 2 --aligner-kinds offset"
-    assert main([*words.split(), "--methods", "kvalign", "--reference", "kvalign", "--json"]) == 0
-    (row,) = json.loads(capfd.readouterr().out)["rows"]
-    assert row["aligner"] == "offset"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
