@@ -10,16 +10,9 @@ A conversation is the list of what its user says. Each first turn of `own` break
 for a model that continues texts instead of answering.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
-
-from kvalign.data_gen.hub_dataset import rows_of
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import checked
+from kvalign.errors import UserError
 from kvalign.registry import unknown
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
@@ -50,23 +43,6 @@ OWN = (
 )
 
 
-_NEEDED = '"turns" (a list of texts) or "prompt" (a text or a list of them)'
-
-
-class _Row(BaseModel):
-    """A row of a file or a data set; what else it has is left aside."""
-
-    turns: Annotated[list[Annotated[str, Field(strict=True, pattern=r"\S")]], Field(min_length=1)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prompt_is_turns(cls, row: Any) -> Any:
-        if isinstance(row, dict) and "turns" not in row and "prompt" in row:
-            prompt = row["prompt"]
-            return {"turns": [prompt] if isinstance(prompt, str) else prompt}
-        return row
-
-
 def conversations(spec: str) -> list[list[str]]:
     """The conversations of a specification, each one user turn or more, none empty.
 
@@ -80,33 +56,14 @@ def conversations(spec: str) -> list[list[str]]:
     """
     if spec == "own":
         return [list(turns) for turns in OWN]
-    rows: Iterator[tuple[str, Any]]
+    from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
+
     if spec == "mt-bench":
-        offline = f"prompts that work offline: {', '.join(OFFLINE)}"
-        hub_rows = rows_of(MT_BENCH, None, "train", offline)
-        rows = ((f"{MT_BENCH} row {number}", row) for number, row in enumerate(hub_rows))
+        turns = prompt_rows.of_hub(MT_BENCH, f"prompts that work offline: {', '.join(OFFLINE)}")
     elif spec.endswith(".jsonl"):
-        rows = _file_rows(Path(spec).expanduser())
+        turns = prompt_rows.of_file(Path(spec).expanduser())
     else:
         raise UserError(unknown("prompts", spec, NAMES))
-    turns = [checked(_Row, row, f"{where} needs {_NEEDED}").turns for where, row in rows]
     if not turns:
         raise UserError(f"no prompt in {spec}: at least one is needed")
     return turns
-
-
-def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its line; blank lines are left out."""
-    if not path.is_file():
-        raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
-    # As bytes: JSON may hold characters that end a line for str.splitlines.
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON or UTF-8, or nested too deep
-            reason = getattr(error, "msg", error)
-            raise UserError(f"{where} must be a JSON object: {reason}") from error
-        yield where, row

@@ -1,1 +1,11 @@
-"""."""
+"""The evaluations, the document that each ends in, and the report of a folder of them.
+
+    result = kvalign.eval.perplexity(model="gpt2-mini", cache_sizes=[32, 64], num_tokens=500)
+    result["rows"][0]["perplexity"]
+
+Public names are imported when they are first used; `__init__.pyi` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,21 +1,41 @@
-"""The methods of a comparison: every one asked for, at every size."""
+"""The model of a comparison, and its methods: every one asked for, at every size."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
+from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import METHODS, make_methods
 from kvalign.methods.base import Method
 from kvalign.methods.kvalign import KVAlign
+from kvalign.models import LoadedModel, load_model
+
+S = TypeVar("S", bound=ComparisonSettings)
 
 
 def check_names(settings: ComparisonSettings) -> None:
     """Raise UserError for an unknown method: before the model is loaded."""
     for name in settings.methods:
         METHODS.find(name)
+
+
+def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
+    """The settings and the model that they name; or one that is loaded already, and the settings
+    that name it.
+    """
+    if loaded is None:
+        return settings, load_model(settings.model, settings.device, settings.dtype)
+    named = dataclasses.replace(
+        settings,
+        model=loaded.spec.name,
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+    )
+    return named, loaded
 
 
 def make_grid(
@@ -51,14 +71,14 @@ def make_grid(
 
 
 def nums_evicted(settings: ComparisonSettings, cache_size: int) -> list[int]:
-    """The numbers asked for, `half` of the cache resolved; none: each method's own."""
+    """The numbers asked for, `half` of the cache resolved; none: each method's default."""
     return [
         cache_size // 2 if number == "half" else int(number)
         for number in settings.num_evicted or ()
     ]
 
 
-def sizes_of(method: Method) -> dict[str, Any]:
+def sizes_of(method: Method) -> Row:
     """What tells a method's row from others: the first columns of every table of results."""
     return {
         "method": method.name,

@@ -1,54 +1,57 @@
-"""The paper's figures beside ours: a suite lists them, with the cell of ours that they belong to.
-
-paper:
-  source: KV-Align (2024), the authors' logs
-  notes: [...]
-  tables:
-    - title: perplexity, WikiText-103 test
-      cell: perplexity-wikitext
-      metric: perplexity
-      rows: {"kvalign (network)": {32: 134.3, 64: 145.5}}
-"""
-
-from typing import Any
+"""The paper's figures beside ours; a suite lists them (`paper:` of its file)."""
 
 from kvalign.errors import UserError
-from kvalign.eval.metrics import METRICS
-from kvalign.eval.report_tables import Column, Entry, Table
+from kvalign.eval.evaluation import Column
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
 from kvalign.eval.rows import method_name
+from kvalign.eval.suite_file import PaperTable
+from kvalign.eval.tables import METHOD, Entry, Table
 
 
 def paper_tables(results: Results) -> list[Table]:
     """A table each: a row a method, and for every cache size the paper's figure and ours; "not run"
     where there is none.
+
+    Raises:
+        UserError: the suite names a metric that its cell does not measure.
     """
-    try:
-        return [_beside(own, results) for own in results.suite.get("paper", {}).get("tables", ())]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"the suite's entry `paper` is not understood: {error}") from error
+    return [_beside(table, results) for table in results.suite.paper.tables]
 
 
-def _beside(own: dict[str, Any], results: Results) -> Table:
-    name = own["metric"]
-    metric = METRICS[name]
-    found = {
-        (method_name(row), row["cache_size"]): row.get(name)
-        for row in results.documents.get(own["cell"], {"rows": []})["rows"]
+def _beside(paper: PaperTable, results: Results) -> Table:
+    document = results.documents.get(paper.cell, {"kind": "", "rows": []})
+    column = _column(paper, document["kind"].removeprefix("eval "))
+    ours = {
+        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in document["rows"]
     }
-    sizes = list(dict.fromkeys(size for values in own["rows"].values() for size in values))
-    columns = [Column("method")]
+    sizes = list(dict.fromkeys(size for figures in paper.rows.values() for size in figures))
+    columns = [METHOD]
     for size in sizes:
         columns += [
-            Column(f"C = {size}, paper", True, metric.better),
-            Column("ours", True, metric.better, metric.about),
+            Column(f"C = {size}, paper", column.digits, column.better),
+            Column("ours", column.digits, column.better, column.about),
         ]
-    lines = []
-    for method, values in own["rows"].items():
-        line = [Entry(method)]
-        for size in sizes:
-            ours = found.get((method, size))
-            line.append(Entry(metric.text(values.get(size)) or "not run"))
-            line.append(Entry(metric.text(ours) or "not run"))
-        lines.append(line)
-    return Table(own["title"], columns, lines)
+    rows = [
+        [
+            Entry(method),
+            *(
+                Entry(column.text(figure) or "not run")
+                for size in sizes
+                for figure in (figures.get(size), ours.get((method, size)))
+            ),
+        ]
+        for method, figures in paper.rows.items()
+    ]
+    return Table(paper.title, columns, rows)
+
+
+def _column(paper: PaperTable, name: str) -> Column:
+    """The column of a metric in the evaluation of that name, or in any if it has not been run."""
+    for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
+        if column := evaluation.columns.get(paper.metric):
+            return column
+    raise UserError(
+        f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "
+        f"{paper.cell} does not measure"
+    )

@@ -1,8 +1,8 @@
 """Passages cut into readable and unreadable chunks: for strips on a page and in a terminal."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from kvalign.eval.evaluation import Document, Row
 from kvalign.eval.rows import label_of, method_name
 
 
@@ -36,7 +36,7 @@ class Panel:
     passages: list[Passage]
 
 
-def panels(document: dict[str, Any]) -> list[Panel]:
+def panels_of(document: Document) -> list[Panel]:
     """One for each cache size, n-gram rule and prompt of a readability document."""
     groups: dict[tuple[int, int, int], list[Passage]] = {}
     for row in document["rows"]:
@@ -54,10 +54,10 @@ def panels(document: dict[str, Any]) -> list[Panel]:
     ]
 
 
-def _passage(row: dict[str, Any]) -> Passage:
-    text, found = row["text"], row["chunks"]
-    starts = [chunk[0] for chunk in found]
-    ends = [*starts[1:], len(text)][: len(found)]
+def _passage(row: Row) -> Passage:
+    text, chunks = row["text"], row["chunks"]
+    starts = [chunk[0] for chunk in chunks]
+    ends = [*starts[1:], len(text)][: len(chunks)]
     return Passage(
         method_name(row),
         label_of(row),
@@ -65,6 +65,8 @@ def _passage(row: dict[str, Any]) -> Passage:
         text[: starts[0]] if starts else text,
         [
             Piece(text[start:end], num_tokens, num_known, is_readable)
-            for (start, _, num_tokens, num_known, is_readable), end in zip(found, ends, strict=True)
+            for (start, _, num_tokens, num_known, is_readable), end in zip(
+                chunks, ends, strict=True
+            )
         ],
     )

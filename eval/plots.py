@@ -16,8 +16,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvalign.errors import UserError
 from kvalign.escape import escape_controls
+from kvalign.eval.evaluation import Row
 from kvalign.eval.rows import label_of
 from kvalign.files import write_whole
 
@@ -53,29 +53,24 @@ class Series:
     high: list[float] | None = None
 
 
-def by_label(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each line, in the order in which the lines come."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
+    """A line for each method of two columns of its rows."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(label_of(row), []).append(row)
-    return groups
-
-
-def series(rows: Iterable[dict[str, Any]], x: str, y: str, high: str | None = None) -> list[Series]:
-    """A line for each method of two columns of its rows."""
     return [
         Series(
             label,
-            style_of(own[0]),
-            [row[x] for row in own],
-            [row[y] for row in own],
-            [row[high] for row in own] if high else None,
+            style_of(group[0]),
+            [row[x] for row in group],
+            [row[y] for row in group],
+            [row[high] for row in group] if high else None,
         )
-        for label, own in by_label(rows).items()
+        for label, group in groups.items()
     ]
 
 
-def style_of(row: dict[str, Any]) -> tuple[str, str]:
+def style_of(row: Row) -> tuple[str, str]:
     return _STYLES.get(row["aligner"] or row["method"], (INK, "."))
 
 
@@ -114,7 +109,7 @@ def draw(
             axes.grid(alpha=0.25)
         if log_y:
             all_axes[0].set_yscale("log")
-            y_values = [v for own in panels.values() for line in own for v in line.y]
+            y_values = [v for lines in panels.values() for line in lines for v in line.y]
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
         handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines()}
@@ -131,19 +126,9 @@ def draw(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure on white, as PNG or SVG by the path's ending.
-
-    Raises:
-        UserError: another ending.
-    """
-    check_ending(path)
+    """Write a figure on white, as PNG or SVG by the path's ending."""
     with mpl.rc_context(_THEME), _any_glyph():
         write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=_no_date(path)))
-
-
-def check_ending(path: Path) -> None:
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
 
 
 def inline_svg(figure: Figure, name: str) -> str:
@@ -160,28 +145,6 @@ def inline_svg(figure: Figure, name: str) -> str:
     source = source[source.index("<svg") :].replace(INK.lower(), "currentColor")
     source = re.sub(r"<metadata>.*?</metadata>", "", source, flags=re.DOTALL)
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", source)
-
-
-def plot_perplexity(result: dict[str, Any], path: Path) -> None:
-    """Draw perplexity (log scale, lower is better) against cache size, a line a method.
-
-    Args:
-        result: of `kvalign.eval.evaluations.perplexity.evaluate`.
-        path: where to write, ending in .png or .svg.
-    """
-    rows, settings = result["rows"], result["settings"]
-    title = f"{settings['model']}, {rows[0]['num_labels']} labels of {settings['corpus']}"
-    save(perplexity_figure(rows, title), path)
-
-
-def perplexity_figure(rows: list[dict[str, Any]], title: str) -> Figure:
-    return draw(
-        {title: series(rows, "cache_size", "perplexity")},
-        x="cache size (entries)",
-        y="perplexity (lower is better)",
-        doubling_x=True,
-        log_y=True,
-    )
 
 
 def _draw_line(axes: Axes, line: Series) -> None:

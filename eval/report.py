@@ -6,39 +6,42 @@ import base64
 import hashlib
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvalign.escape import escape_controls
+from kvalign.eval.contents import panels, sections, summary
+from kvalign.eval.evaluation import Plot, Row, Section
 from kvalign.eval.paper import paper_tables
-from kvalign.eval.passages import panels
 from kvalign.eval.plots import inline_svg, save
-from kvalign.eval.report_sections import Plot, Section, sections
-from kvalign.eval.report_tables import summary
 from kvalign.eval.results_folder import Results, read
-from kvalign.eval.rows import flat
+from kvalign.eval.rows import as_csv
 from kvalign.files import write_text
 from kvalign.methods import METHODS
 
 PAGE = "report.html"
 
 
-def write(folder: Path) -> Path:
+def write_report(folder: str | Path) -> Path:
     """Write report.html and plots/*.png, *.svg into a folder of results.
+
+    Args:
+        folder: of `kvalign eval run`, or with a .json file for each document of an evaluation.
 
     Returns:
         The page's path.
 
     Raises:
-        UserError: as `results_folder.read`.
+        NotFoundError: no folder, or none with results.
+        UserError: a file in it that is no document, or a damaged suite.
     """
+    folder = Path(folder)
     results = read(folder)
-    found = sections(results)
-    page = render(results, found)
+    contents = sections(results)
+    page = render(results, contents)
     (folder / "plots").mkdir(exist_ok=True)
-    for section in found:
+    for section in contents:
         for plot in section.plots:
             for ending in (".png", ".svg"):
                 save(plot.figure, folder / "plots" / f"{plot.name}{ending}")
@@ -46,8 +49,8 @@ def write(folder: Path) -> Path:
     return folder / PAGE
 
 
-def render(results: Results, found: list[Section] | None = None) -> str:
-    """The page's source."""
+def render(results: Results, contents: list[Section]) -> str:
+    """The page's source, with these sections of the results."""
     templates = Environment(
         loader=PackageLoader("kvalign.eval"),
         autoescape=True,
@@ -60,16 +63,14 @@ def render(results: Results, found: list[Section] | None = None) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in results.documents.values() for row in d["rows"]}
     return templates.get_template("report.html").render(
-        title=results.suite.get("title", "Streaming methods side by side"),
-        about=results.suite.get("about", ""),
+        suite=results.suite,
         documents=results.documents,
         summary=summary(results),
-        sections=sections(results) if found is None else found,
-        panels=[panel for d in results.of("readability").values() for panel in panels(d)],
-        paper=results.suite.get("paper", {}),
+        sections=contents,
+        panels=panels(results),
         paper_tables=paper_tables(results),
         methods={name: cls.about for name, cls in METHODS.items() if name in used},
-        csv={name: _csv(document) for name, document in results.documents.items()},
+        csv={name: _link(document["rows"]) for name, document in results.documents.items()},
         style=Markup(_template("report.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
@@ -81,10 +82,9 @@ def _svg(plot: Plot) -> Markup:
     return Markup(inline_svg(plot.figure, plot.name))
 
 
-def _csv(document: dict[str, Any]) -> str:
-    """The rows as a link that holds them."""
-    rows = flat(document["rows"]).to_csv(index=False).encode()
-    return "data:text/csv;base64," + base64.b64encode(rows).decode()
+def _link(rows: list[Row]) -> str:
+    """A link that holds the rows as CSV."""
+    return "data:text/csv;base64," + base64.b64encode(as_csv(rows).encode()).decode()
 
 
 def _template(name: str) -> str:

@@ -1,50 +1,58 @@
-"""Rows of results as a table: for the terminal, for a file, and averaged."""
+"""Rows of results: what they are called, grouped, averaged, and as a file."""
 
+import csv
+import io
+from collections.abc import Collection, Iterable
+from statistics import fmean
 from typing import Any
 
-import pandas as pd
-
-from kvalign.eval.metrics import METRICS
-
-_NESTED = ("quarters", "segments", "chunks", "text")
-_PLACES = ("prompt", "answer", "num_fed")  # where in a run a row is
+from kvalign.eval.evaluation import Row, SizedRow
 
 
-def label_of(row: dict[str, Any]) -> str:
+def label_of(row: Row) -> str:
     """What a row is called on a page: method, aligner, sinks, and how many it evicts at once."""
     evicted = row["num_evicted"]
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
     return f"{method_name(row)}, {row['num_sinks']} sinks{several}"
 
 
-def method_name(row: dict[str, Any]) -> str:
+def method_name(row: Row) -> str:
     return f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
 
 
-def as_text(rows: list[dict[str, Any]]) -> str:
-    """An aligned table with the digits that mean something."""
-    table = flat(rows)
-    if "aligner" in table:
-        table["aligner"] = table["aligner"].astype(object).where(table["aligner"].notna(), "")
-    formatters = {name: metric.text for name, metric in METRICS.items() if name in table}
-    return table.to_string(index=False, formatters=formatters)
+def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
+    """Rows by one of their values, in the order in which the values come."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups
 
 
-def flat(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows without the columns that hold lists or passages."""
-    return pd.DataFrame(rows).drop(columns=list(_NESTED), errors="ignore")
-
-
-def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for those that differ in their place alone (prompt, answer): the metrics' means, and
-    the number of rows as `num_passages`.
+def means(rows: Iterable[Row], figures: Collection[str], by: Collection[str] = ()) -> list[Row]:
+    """One row for all of one method, its sizes and the values of `by`: the figures' means, and the
+    number of rows as `num_passages`.
     """
-    table = flat(rows).drop(columns=list(_PLACES), errors="ignore")
-    measured = {*METRICS, "num_tokens", "num_chunks"}
-    cell = [name for name in table if name not in measured]
-    grouped = table.groupby(cell, sort=False, dropna=False)
-    found = grouped.mean()
-    found.insert(0, "num_passages", grouped.size())
-    found = found.reset_index().astype(object)
-    records = found.where(found.notna(), None).to_dict("records")
-    return [{str(name): value for name, value in row.items()} for row in records]
+    same = (*SizedRow.__annotations__, *by)
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in same), []).append(row)
+    return [
+        dict(zip(same, values, strict=True))
+        | {"num_passages": len(group)}
+        | {name: fmean(row[name] for row in group) for name in figures}
+        for values, group in groups.items()
+    ]
+
+
+def as_csv(rows: list[Row]) -> str:
+    """The rows without the columns that hold lists or passages."""
+    names = [name for row in rows for name, value in row.items() if _is_plain(name, value)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, dict.fromkeys(names), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return name != "text" and not isinstance(value, list | tuple | dict)

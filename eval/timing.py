@@ -13,8 +13,41 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.eval.settings import LatencySettings
+from kvalign.eval.evaluation import Row
+from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.grid import sizes_of
+from kvalign.eval.memory import peak_bytes
 from kvalign.methods.base import Method
+
+
+def measure(
+    methods: list[Method],
+    prompts: list[Tensor],
+    batch_size: int,
+    settings: LatencySettings,
+    bar: tqdm,
+) -> list[Row]:
+    """A row for each method, at one cache size and one batch size; see `kvalign.eval.latency`."""
+    first = time_first(methods, [ids.repeat(batch_size, 1) for ids in prompts], settings, bar)
+    steps = time_steps(methods, batch_size, settings, bar)
+    per_token = 1e3 / batch_size * steps  # ms
+    medians = np.median(per_token, 1)
+    base = medians[[method.name for method in methods].index(settings.reference)]
+    return [
+        {
+            **sizes_of(method),
+            "batch_size": batch_size,
+            "num_steps": len(times),
+            "ttft_ms": 1e3 * np.median(to_first),
+            "median_ms": median,
+            "mean_ms": times.mean(),
+            "p90_ms": np.quantile(times, 0.9),
+            "p99_ms": np.quantile(times, 0.99),
+            "ratio": median / base,
+            "peak_mb": _peak_mb(method, batch_size, settings.seed, bar),
+        }
+        for method, to_first, times, median in zip(methods, first, per_token, medians, strict=True)
+    ]
 
 
 def time_first(
@@ -81,6 +114,21 @@ def random_ids(
     """[num_rows, num_tokens] int64 on the model's device."""
     ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), generator=rng)
     return ids.to(model.device)
+
+
+def _peak_mb(method: Method, batch_size: int, seed: int, bar: tqdm) -> float | None:
+    """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
+    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
+
+    def work() -> None:
+        for ids in inputs:
+            method.feed(ids)
+
+    method.reset()
+    peak = peak_bytes(method.model.device, work)
+    method.reset()
+    bar.update()
+    return None if peak is None else peak / 1e6
 
 
 def _order(num_methods: int, trial: int, seed: int) -> np.ndarray:

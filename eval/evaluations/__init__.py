@@ -1,9 +1,21 @@
-"""The evaluations: a line each."""
+"""The evaluations: a line each. `NAME.py` beside this file has the `EVALUATION` of that name."""
 
-EVALUATIONS = {
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalign.registry import Registry
+
+if TYPE_CHECKING:
+    from kvalign.eval.evaluation import Evaluation
+
+ABOUT = {
     "perplexity": "compare methods on perplexity and time",
     "latency": "time per token of all methods, taking turns",
     "readability": "let methods write, and judge what they wrote",
     "streameval": "ask for values registered some lines back in an endless stream",
     "chat": "many conversations through one stream, each answer judged",
 }
+EVALUATIONS: Registry[Evaluation] = Registry(
+    "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
+)

@@ -5,27 +5,76 @@ What is measured is fluency, not whether an answer is right: a stream that has l
 writes word salad whatever it was asked.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from tqdm.auto import tqdm
+from annotated_types import Ge
 
-from kvalign.data_gen.prompts import conversations
-from kvalign.eval.document import document
-from kvalign.eval.fluency import judge
-from kvalign.eval.grid import check_names, make_grid, sizes_of
-from kvalign.eval.settings import ChatSettings
-from kvalign.eval.words import load_words
-from kvalign.methods.base import Method
-from kvalign.models import LoadedModel, load_model
-from kvalign.text_stream import Sampling, TextStream
-from kvalign.turns import turn_ids
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Evaluation,
+    ModelNamed,
+    Plot,
+    ReadDocument,
+    Row,
+    Rows,
+    Section,
+)
+from kvalign.eval.evaluations.readability import MEAN_COLUMNS, MEASURES, WordList, WrittenRow
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
 
 
-def evaluate(settings: ChatSettings) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(ComparisonSettings):
+    """Feed turns one after another through one endless stream and judge each answer: how fluent it
+    stays, not whether it is right.
+
+    Example:
+        kvalign eval chat --cache-sizes 32 --num-turns 2 --max-new-tokens 30
+    """
+
+    prompts: str = option("own", help="conversations: own, mt-bench, or a .jsonl file of turns")
+    num_turns: int = option(8, help="turns to feed, the first of them", at_least=1)
+    max_new_tokens: int = option(100, help="tokens of an answer at most", at_least=1)
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    words: str = option(
+        "auto",
+        help="word list; auto: NLTK's where it is at hand or can be fetched",
+        choices=("auto", "nltk", "english-words"),
+    )
+    nltk_data: Path | None = option(None, help="folder with NLTK's corpora/words.zip")
+    seed: int = option(0, help="seed of the draws, the same for each method")
+
+
+class AnswerRow(WrittenRow):
+    answer: Annotated[int, Ge(0)]
+
+
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[AnswerRow]
+    word_list: WordList
+
+
+@keywords_of(ChatSettings)
+def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Feed the same turns to every method's one stream, and measure its answers.
+
+    Args:
+        settings: or its fields as keywords.
+        loaded: in place of the model that the settings name.
 
     Returns:
         A document with `turns` (what the user said), `word_list` (name, num_words) and a row for
@@ -35,54 +84,99 @@ def evaluate(settings: ChatSettings) -> dict[str, Any]:
     Raises:
         UserError: wrong settings, said before any work.
     """
+    from tqdm.auto import tqdm
+
+    from kvalign.data_gen.prompts import conversations
+    from kvalign.eval.document import document
+    from kvalign.eval.fluency import judge
+    from kvalign.eval.grid import check_names, load, make_grid, sizes_of
+    from kvalign.eval.words import load_words
+    from kvalign.text_stream import Sampling, TextStream
+    from kvalign.turns import turn_ids
+
     started = time.perf_counter()
     check_names(settings)
-    talk = [turn for turns in conversations(settings.prompts) for turn in turns]
-    talk = talk[: settings.num_turns]
+    turns = [turn for conversation in conversations(settings.prompts) for turn in conversation]
+    turns = turns[: settings.num_turns]
     words = load_words(settings.words, settings.nltk_data)
-    loaded = load_model(settings.model, settings.device, settings.dtype)
-    methods = make_grid(settings, loaded.model)
-    rows = []
-    with tqdm(total=len(methods) * len(talk), unit="answer") as bar:
-        for method in methods:
-            bar.set_description(f"{method.title} C={method.sizes.cache_size}")
-            for number, answer in enumerate(_answers(loaded, method, talk, settings)):
-                judged = judge(loaded, answer.prompt_ids, answer.token_ids, words.words)
-                place = {"answer": number, "num_fed": answer.num_fed}
-                rows.append(sizes_of(method) | place | judged)
-                bar.update()
-    return document(
-        "eval chat",
-        settings,
-        rows,
-        started=started,
-        turns=talk,
-        word_list={"name": words.name, "num_words": len(words.words)},
-    )
-
-
-@dataclass(frozen=True)
-class _Answer:
-    prompt_ids: list[int]  # of the turn
-    token_ids: list[int]
-    num_fed: int
-
-
-def _answers(
-    loaded: LoadedModel, method: Method, talk: list[str], settings: ChatSettings
-) -> Iterator[_Answer]:
-    """The answers to all turns, in one stream."""
+    settings, loaded = load(settings, loaded)
     sampling = Sampling(
         max_new_tokens=settings.max_new_tokens,
         top_k=settings.top_k,
         stop_at_end=True,
         seed=settings.seed,
     )
-    stream = TextStream(loaded.tokenizer, method, sampling)
-    for number, turn in enumerate(talk):
-        prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
-        stream.feed(prompt_ids)
-        num_fed = len(stream.ids)
-        for _ in stream:
-            pass
-        yield _Answer(prompt_ids, stream.token_ids, num_fed)
+    methods = make_grid(settings, loaded.model)
+    rows = []
+    with tqdm(total=len(methods) * len(turns), unit="answer") as bar:
+        for method in methods:
+            bar.set_description(f"{method.title} C={method.sizes.cache_size}")
+            stream = TextStream(loaded.tokenizer, method, sampling)
+            for number, turn in enumerate(turns):
+                prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
+                stream.feed(prompt_ids)
+                num_fed = len(stream.ids)
+                for _ in stream:
+                    pass
+                rows.append(
+                    sizes_of(method)
+                    | {"answer": number, "num_fed": num_fed}
+                    | judge(loaded, prompt_ids, stream.token_ids, words.words)
+                )
+                bar.update()
+    return document(
+        "eval chat",
+        settings,
+        rows,
+        started=started,
+        turns=turns,
+        word_list={"name": words.name, "num_words": len(words.words)},
+    )
+
+
+class Chat(Evaluation):
+    settings = ChatSettings
+    columns = MEAN_COLUMNS
+    document = _Document
+
+    @property
+    def summary_columns(self) -> dict[str, Column]:
+        about = "share of readable chunks of the answers"
+        return {"readable": Column("readable in chat", 3, "higher", about)}
+
+    def run(self, settings: ChatSettings) -> Document:
+        return chat(settings)
+
+    def title(self, document: Document) -> str:
+        return f"{super().title(document)}, words: {document['word_list']['name']}"
+
+    def rows(self, document: Document) -> list[Row]:
+        """Means over the answers."""
+        from kvalign.eval.rows import means
+
+        return means(document["rows"], MEASURES)
+
+    def sections(self, documents: Documents) -> list[Section]:
+        from kvalign.eval.plots import draw, series
+        from kvalign.eval.rows import grouped
+
+        section = Section(
+            "Conversations in one stream",
+            "Turns are fed one after another through one stream that never ends; each answer is "
+            "judged by its words, not by whether it is right.",
+            list(documents),
+        )
+        for name, document in documents.items():
+            rows = [row | {"number": row["answer"] + 1} for row in document["rows"]]
+            title, y = super().title(document), "readable chunks of the answer"
+            panels = {
+                f"{title}, C = {cache_size}": series(group, "number", "readable")
+                for cache_size, group in grouped(rows, "cache_size").items()
+            }
+            figure = draw(panels, x="answer", y=y)
+            section.plots.append(Plot(name, figure, f"{y}, one after another: {title}"))
+            section.tables.extend(self.tables(document))
+        return [section]
+
+
+EVALUATION = Chat()

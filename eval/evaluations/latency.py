@@ -5,39 +5,100 @@ with room in the cache, and what follows step by step with the cache full; memor
 no clock runs. The ratio to the reference is that of the medians per token.
 """
 
-import logging
+from __future__ import annotations
+
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-import torch
-from torch import Tensor
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel
-
-from kvalign.aligners import KINDS, Aligner, new_config
-from kvalign.data_gen.prompts import conversations
 from kvalign.errors import UserError
-from kvalign.eval import shapes
-from kvalign.eval.document import document
-from kvalign.eval.grid import check_names, make_grid, nums_evicted, sizes_of
-from kvalign.eval.memory import peak_bytes
-from kvalign.eval.settings import LatencySettings
-from kvalign.eval.timing import filling, random_ids, time_first, time_steps
-from kvalign.methods import METHODS
-from kvalign.methods.base import Method
-from kvalign.models import load_model, spec_of
-from kvalign.training.settings import TrainSettings
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Evaluation,
+    ModelNamed,
+    Plot,
+    ReadDocument,
+    Row,
+    Rows,
+    Section,
+    SizedRow,
+    columns_of,
+)
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
 
-log = logging.getLogger(__name__)
-
-DEFAULT_KINDS = ("table", "network")
-SIZES: tuple[str, ...] = ("position_dim", "layer_dim", "head_embed_dim")
-SIZES += ("key_hidden1", "key_hidden2", "value_hidden1", "value_hidden2")
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
 
 
-def measure(settings: LatencySettings) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class LatencySettings(ComparisonSettings):
+    """Time to the first token, time per token once the cache is full, and peak memory. Methods take
+    turns, so that a busy moment hits all.
+
+    `--model shape:distilgpt2` (gpt2, smollm2-135m) takes random weights: they do not change speed.
+
+    Example:
+        kvalign eval latency --cache-sizes 32 --num-trials 2 --trial-len 4
+    """
+
+    aligner_kinds: tuple[str, ...] | None = option(
+        None,
+        help="untrained kinds of kvalign, without --aligner, a row each: table, network, anchored "
+        "(default: table,network)",
+    )
+    reference: str = option("streaming-llm", help="method to give each row's ratio to")
+    batch_sizes: tuple[int, ...] = option((1,), help="streams at once, comma-separated", at_least=1)
+    prompts: str = option(
+        "own",
+        help="what the first token follows: own, mt-bench, or a .jsonl file of turns; a shape: "
+        "model, which has no tokenizer, ignores it",
+    )
+    prompt_len: int = option(
+        64, help="random tokens that the first token of a shape: model follows", at_least=1
+    )
+    num_trials: int = option(10, help="turns of each method", at_least=1)
+    trial_len: int = option(20, help="tokens timed in a turn", at_least=1)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    seed: int = option(0, help="seed of weights and tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference not in self.methods:
+            raise UserError(f"--reference {self.reference} is not among --methods")
+        if self.aligner and self.aligner_kinds:
+            raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
+
+
+class LatencyRow(SizedRow):
+    batch_size: Annotated[int, Column("batch")]
+    median_ms: Annotated[float, Column("ms/token", 2, "lower", "median of a step, cache full")]
+    mean_ms: Annotated[float, Column("mean ms", 2, "lower", "mean of a step")]
+    p90_ms: Annotated[float, Column("p90 ms", 2, "lower", "nine steps of ten are faster")]
+    p99_ms: Annotated[float, Column("p99 ms", 2, "lower", "99 steps of 100 are faster")]
+    ratio: Annotated[
+        float, Column("ratio", 3, "lower", "by the reference's figure on the same work")
+    ]
+    ttft_ms: Annotated[float, Column("first token, ms", 1, "lower", "prompt to first logits")]
+    peak_mb: Annotated[
+        float | None, Column("peak MB", 1, "lower", "most memory held beyond the weights")
+    ]
+
+
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[LatencyRow]
+
+
+@keywords_of(LatencySettings)
+def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure every method at every cache size and batch size.
+
+    Args:
+        settings: or its fields as keywords.
+        loaded: in place of the model that the settings name.
 
     Returns:
         A document whose rows have method, aligner (kind; None for methods without one), cache_size,
@@ -57,117 +118,71 @@ def measure(settings: LatencySettings) -> dict[str, Any]:
     Raises:
         UserError: wrong settings, said before any work.
     """
+    import torch
+    from tqdm.auto import tqdm
+
+    from kvalign.eval.document import document
+    from kvalign.eval.grid import check_names, make_grid
+    from kvalign.eval.latency_models import load_with_prompts, untrained_aligners
+    from kvalign.eval.timing import measure
+
     started = time.perf_counter()
     check_names(settings)
-    METHODS.find(settings.reference)
-    if settings.reference not in settings.methods:
-        raise UserError(f"--reference {settings.reference} is not among --methods")
     num_threads = torch.get_num_threads()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     try:
-        model, prompts = _load(settings)
-        groups: dict[int, list[Method]] = {}
-        for method in make_grid(settings, model, _aligners(model, settings)):
-            groups.setdefault(method.sizes.cache_size, []).append(method)
-        rows = []
-        num_turns = sum(map(len, groups.values())) * len(settings.batch_sizes)
-        num_turns *= 2 * settings.num_trials + 1
+        settings, model, prompts = load_with_prompts(settings, loaded)
+        methods = make_grid(settings, model, untrained_aligners(model, settings))
+        rows: list[Row] = []
+        num_turns = len(methods) * len(settings.batch_sizes) * (2 * settings.num_trials + 1)
         with tqdm(total=num_turns, unit="turn", smoothing=0.05) as bar:
-            for methods in groups.values():
+            for cache_size in dict.fromkeys(settings.cache_sizes):
+                group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
-                    rows += _rows(methods, prompts, batch_size, settings, bar)
+                    rows += measure(group, prompts, batch_size, settings, bar)
         return document("eval latency", settings, rows, started=started)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _load(settings: LatencySettings) -> tuple[PreTrainedModel, list[Tensor]]:
-    """The model, and prompts [1, T] for the first token to follow."""
-    rng = torch.Generator().manual_seed(settings.seed)
-    if settings.model.startswith(shapes.PREFIX):
-        name = settings.model.removeprefix(shapes.PREFIX)
-        model = shapes.build(name, settings.device, settings.dtype, settings.seed)
-        return model, [random_ids(model, 1, settings.prompt_len, rng)]
-    texts = [turns[0] for turns in conversations(settings.prompts)]
-    loaded = load_model(settings.model, settings.device, settings.dtype)
-    prompts = []
-    for text in texts:
-        ids = loaded.tokenizer(text, verbose=False)["input_ids"]
-        if ids:
-            prompts.append(torch.tensor([ids], device=loaded.model.device))
-        else:
-            log.warning("no token in prompt %r: random ones are taken for it", text[:40])
-            prompts.append(random_ids(loaded.model, 1, settings.prompt_len, rng))
-    return loaded.model, prompts
+class Latency(Evaluation):
+    settings = LatencySettings
+    columns = columns_of(LatencyRow)
+    document = _Document
+    in_summary = ("median_ms", "ttft_ms", "peak_mb")
+
+    def run(self, settings: LatencySettings) -> Document:
+        return latency(settings)
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Those of the first batch size."""
+        rows = document["rows"]
+        return [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
+
+    def sections(self, documents: Documents) -> list[Section]:
+        from kvalign.eval.plots import draw, series
+        from kvalign.eval.rows import grouped
+
+        section = Section(
+            "Time per token",
+            "Steps with a full cache, eviction and realignment in the clock, methods taking turns "
+            "in one process (the paper's figure 4). Lines are medians, whiskers reach to the 90th "
+            "percentile. The first token is timed apart: of a prompt longer than the cache, "
+            "recompute and discard-half read only what they keep.",
+            list(documents),
+        )
+        for name, document in documents.items():
+            title = self.title(document)
+            panels = {
+                f"{title}, batch {size}": series(rows, "cache_size", "median_ms", "p90_ms")
+                for size, rows in grouped(document["rows"], "batch_size").items()
+            }
+            y = "ms/token (lower is better)"
+            figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
+            section.plots.append(Plot(name, figure, f"Time per token: {title}"))
+            section.tables.extend(self.tables(document))
+        return [section]
 
 
-def _aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
-    """Untrained ones of the kinds asked for; None where trained ones are named, or none at all."""
-    if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
-        return None
-    return [_untrained(kind, model, settings) for kind in settings.aligner_kinds or DEFAULT_KINDS]
-
-
-def _untrained(kind: str, model: PreTrainedModel, settings: LatencySettings) -> Aligner:
-    """An aligner that changes nothing and takes as long as one that does."""
-    defaults = TrainSettings.__dataclass_fields__
-    sizes = settings.cache_sizes
-    num_sinks = settings.num_sinks
-    if num_sinks is None:
-        num_sinks = 4 if kind == "network" else 0
-    config = new_config(
-        kind,
-        model,
-        spec_of(model.config, settings.model),
-        chunk_len=max(sizes) + 1,
-        num_sinks=num_sinks,
-        shifts=tuple({n for size in sizes for n in nums_evicted(settings, size)} or {1}),
-        sizes={} if kind == "table" else {name: defaults[name].default for name in SIZES},
-    )
-    return KINDS.find(kind)(config).requires_grad_(False).eval()
-
-
-def _rows(
-    methods: list[Method],
-    prompts: list[Tensor],
-    batch_size: int,
-    settings: LatencySettings,
-    bar: tqdm,
-) -> list[dict[str, Any]]:
-    """A row a method, at one cache size and one batch size."""
-    first = time_first(methods, [ids.repeat(batch_size, 1) for ids in prompts], settings, bar)
-    steps = time_steps(methods, batch_size, settings, bar)
-    per_token = 1e3 / batch_size * steps  # ms
-    medians = np.median(per_token, 1)
-    base = medians[[method.name for method in methods].index(settings.reference)]
-    return [
-        {
-            **sizes_of(method),
-            "batch_size": batch_size,
-            "num_steps": len(own),
-            "ttft_ms": 1e3 * np.median(to_first),
-            "median_ms": median,
-            "mean_ms": own.mean(),
-            "p90_ms": np.quantile(own, 0.9),
-            "p99_ms": np.quantile(own, 0.99),
-            "ratio": median / base,
-            "peak_mb": _peak_mb(method, batch_size, settings.seed, bar),
-        }
-        for method, to_first, own, median in zip(methods, first, per_token, medians, strict=True)
-    ]
-
-
-def _peak_mb(method: Method, batch_size: int, seed: int, bar: tqdm) -> float | None:
-    """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
-    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
-
-    def work() -> None:
-        for ids in inputs:
-            method.feed(ids)
-
-    method.reset()
-    peak = peak_bytes(method.model.device, work)
-    method.reset()
-    bar.update()
-    return None if peak is None else peak / 1e6
+EVALUATION = Latency()

@@ -11,145 +11,282 @@ table). So `seconds` is the harness's time and no measure of a method's speed, u
 was made to step (`--stepwise`); `kvalign eval latency` measures it best.
 """
 
-import logging
-import math
+from __future__ import annotations
+
 import time
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NotRequired
 
-import torch
-from tqdm.auto import tqdm
+from typing_extensions import TypedDict
 
-from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
-from kvalign.eval.cells import Cells, key_of
-from kvalign.eval.document import document
-from kvalign.eval.grid import check_names, make_grid, sizes_of
-from kvalign.eval.settings import PerplexitySettings
-from kvalign.eval.statistics import by_quarter, by_segment, interval
-from kvalign.methods.base import Method
-from kvalign.models import LoadedModel, load_model
-from kvalign.scoring import score as score_fast
-from kvalign.scoring import score_stepwise
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Evaluation,
+    ModelNamed,
+    Plot,
+    ReadDocument,
+    Rows,
+    Section,
+    SizedRow,
+    columns_of,
+)
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.models import LoadedModel
 
 
-def evaluate(settings: PerplexitySettings) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(ComparisonSettings):
+    """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
+
+    Example:
+        kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
+    """
+
+    corpus: str = option(
+        "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
+    )
+    num_tokens: int = option(2000, help="labels to score", at_least=1)
+    reference: str | None = option(
+        None, help="method to give each row's ratio to, with its 95 % interval"
+    )
+    keep: Path | None = option(
+        None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
+    )
+    stepwise: bool = option(
+        False, help="one step a token even where a faster way gives the same figures"
+    )
+    plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference and self.reference not in self.methods:
+            raise UserError(f"--reference {self.reference} is not among --methods")
+        if self.plot and self.plot.suffix not in (".png", ".svg"):
+            raise UserError(f"--plot takes a path ending in .png or .svg, got {str(self.plot)!r}")
+
+
+class Segment(TypedDict):
+    """A piece of the stream, in cache sizes since the cache filled."""
+
+    start: float
+    end: float
+    perplexity: float
+    ratio: NotRequired[float]
+
+
+class PerplexityRow(SizedRow):
+    num_labels: Annotated[int, Column("labels")]
+    nll_nats: Annotated[float, Column("NLL, nats", 4, "lower", "mean loss of a label")]
+    perplexity: Annotated[
+        float, Column("perplexity", 2, "lower", "exp of the mean loss of the labels")
+    ]
+    low: Annotated[float, Column("95 % from", 2, about="block bootstrap over the labels")]
+    high: Annotated[float, Column("95 % to", 2, about="block bootstrap over the labels")]
+    ratio: NotRequired[
+        Annotated[float, Column("ratio", 3, "lower", "by the reference's figure on the same work")]
+    ]
+    ratio_low: NotRequired[
+        Annotated[float, Column("ratio from", 3, about="95 %, paired block bootstrap")]
+    ]
+    ratio_high: NotRequired[
+        Annotated[float, Column("ratio to", 3, about="95 %, paired block bootstrap")]
+    ]
+    drift: NotRequired[
+        Annotated[
+            float,
+            Column("drift", 3, about="ratio in the last quarter of the labels by the first's"),
+        ]
+    ]
+    segments: list[Segment]
+    seconds: Annotated[float, Column("total s", 1, "lower", "time of the whole run")]
+
+
+class _Settings(ModelNamed):
+    corpus: str
+    reference: str | None
+    stepwise: bool
+
+
+class _Document(ReadDocument):
+    settings: _Settings
+    rows: Rows[PerplexityRow]
+
+
+@keywords_of(PerplexitySettings)
+def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Score every method at every cache size and number evicted.
+
+    Args:
+        settings: or its fields as keywords.
+        loaded: in place of the model that the settings name.
 
     Returns:
         A document whose rows have method, aligner (kind and objective; None for methods without
         one), cache_size, num_sinks, num_evicted, num_labels, nll_nats (mean a label), perplexity,
         low, high (its 95 % interval), quarters (perplexity of each quarter of the labels),
-        segments (see `by_segment`), seconds; and with a reference: ratio (perplexity by that of
-        the reference at the same cache size and number evicted, on the same labels), ratio_low,
-        ratio_high, drift (how the ratio changed from the first quarter of the labels to the last,
-        1: not) and the ratio of each segment.
+        segments (see `kvalign.eval.statistics.by_segment`), seconds; and with a reference: ratio
+        (perplexity by that of the reference at the same cache size and number evicted, on the same
+        labels), ratio_low, ratio_high, drift (how the ratio changed from the first quarter of the
+        labels to the last, 1: not) and the ratio of each segment.
 
     Raises:
         UserError: wrong settings, or a corpus shorter than the largest cache and the labels;
             before any work.
     """
+    from kvalign.eval.document import document
+    from kvalign.eval.grid import check_names, load, make_grid
+    from kvalign.eval.loss_store import LossStore
+    from kvalign.eval.perplexity_scores import read_ids, score_methods
+
     started = time.perf_counter()
     check_names(settings)
-    if settings.reference and settings.reference not in settings.methods:
-        raise UserError(f"--reference {settings.reference} is not among --methods")
-    loaded = load_model(settings.model, settings.device, settings.dtype)
+    settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
-    ids = read_ids(loaded, settings.corpus, longest)
-    cells = Cells(settings.keep)
-    rows = score(
+    rows = score_methods(
         methods,
-        ids,
+        read_ids(loaded, settings.corpus, longest),
         settings.num_tokens,
         stepwise=settings.stepwise,
         reference=settings.reference,
-        cells=cells,
+        store=LossStore(settings.keep),
     )
-    return document("eval perplexity", settings, rows, started=started)
+    result = document("eval perplexity", settings, rows, started=started)
+    if settings.plot:
+        from kvalign.eval.plots import save
+
+        save(_figure(result), settings.plot)
+    return result
 
 
-def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> torch.Tensor:
-    """The first tokens of a corpus's test part: [1, num_ids] int64 on the model's device."""
-    ids: list[int] = []
-    for piece in token_pieces(corpus, loaded.tokenizer, "test"):
-        ids += piece
-        if len(ids) >= num_ids:
-            return torch.tensor([ids[:num_ids]], device=loaded.model.device)
-    raise UserError(
-        f"corpus {corpus!r} has {len(ids)} tokens, {num_ids} are needed: lower --num-tokens"
-    )
+class Perplexity(Evaluation):
+    settings = PerplexitySettings
+    columns = columns_of(PerplexityRow)
+    document = _Document
+    in_summary = ("perplexity", "ratio", "drift")
 
+    def run(self, settings: PerplexitySettings) -> Document:
+        return perplexity(settings)
 
-def score(
-    methods: Iterable[Method],
-    ids: torch.Tensor,
-    num_labels: int,
-    *,
-    stepwise: bool = False,
-    reference: str | None = None,
-    cells: Cells | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of `evaluate` for methods that are ready, on ids [1, N]."""
-    methods, cells = list(methods), cells or Cells(None)
-    rows, losses = [], []
-    with tqdm(total=len(methods) * num_labels, unit="label", smoothing=0.05) as bar:
-        for method in methods:
-            bar.set_description(f"{method.name} C={method.sizes.cache_size}")
-            own = ids[:, : method.sizes.cache_size + 1 + num_labels]
-            key = key_of(method, own, stepwise)
-            kept = cells.get(key, own[0, -num_labels:])
-            if kept is not None:
-                nll, seconds = kept
-                bar.update(num_labels)
-            else:
-                start = time.perf_counter()
-                nll = (score_stepwise if stepwise else score_fast)(method, own, bar.update)
-                seconds = time.perf_counter() - start
-                cells.put(key, own[0, -num_labels:], nll, seconds)
-            losses.append(nll.cpu())
-            rows.append(_row(method, losses[-1], seconds))
-    if reference:
-        _compare(rows, losses, reference)
-    return rows
-
-
-def _row(method: Method, nll: torch.Tensor, seconds: float) -> dict[str, Any]:
-    mean = nll.double().mean().item()
-    low, high = interval(nll)
-    return {
-        **sizes_of(method),
-        "num_labels": len(nll),
-        "nll_nats": mean,
-        "perplexity": math.exp(mean),
-        "low": low,
-        "high": high,
-        "quarters": by_quarter(nll),
-        "segments": by_segment(nll, method.sizes.cache_size),
-        "seconds": seconds,
-    }
-
-
-def _compare(rows: list[dict[str, Any]], losses: list[torch.Tensor], reference: str) -> None:
-    """Add each row's ratio to the reference of the same sizes; without one, of the same cache."""
-    for row, nll in zip(rows, losses, strict=True):
-        same = [
-            i
-            for i, other in enumerate(rows)
-            if other["method"] == reference and other["cache_size"] == row["cache_size"]
-        ]
-        closest = [i for i in same if rows[i]["num_evicted"] == row["num_evicted"]] or same
-        base = losses[closest[0]]
-        quarters = by_quarter(nll - base)
-        low, high = interval(nll - base)
-        row |= {
-            "ratio": math.exp((nll - base).double().mean().item()),
-            "ratio_low": low,
-            "ratio_high": high,
-            "drift": quarters[-1] / quarters[0],
+    def chosen(self, documents: Documents) -> Documents:
+        """Less those that stepped through a text for their times alone, while another scored more
+        of it.
+        """
+        settings = {name: document["settings"] for name, document in documents.items()}
+        scored = {(s["model"], s["corpus"]) for s in settings.values() if not s["stepwise"]}
+        return {
+            name: documents[name]
+            for name, s in settings.items()
+            if not s["stepwise"] or (s["model"], s["corpus"]) not in scored
         }
-        paired = by_segment(nll - base, row["cache_size"])
-        for segment, other in zip(row["segments"], paired, strict=True):
-            segment["ratio"] = other["perplexity"]
+
+    def title(self, document: Document) -> str:
+        num_labels = document["rows"][0]["num_labels"]
+        return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
+
+    def sections(self, documents: Documents) -> list[Section]:
+        chosen = self.chosen(documents)
+        stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
+        return [self._by_size(chosen), self._drift(chosen), self._total_time(stepped)]
+
+    def _by_size(self, documents: Documents) -> Section:
+        section = Section(
+            "Perplexity",
+            "exp(mean loss) over the same labels for every method at one cache size, after a first "
+            "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows "
+            "of equal sinks: recompute and window keep none unless asked to.",
+            list(documents),
+        )
+        columns = {n: c for n, c in self.columns.items() if n not in ("nll_nats", "seconds")}
+        for name, document in documents.items():
+            if len({row["cache_size"] for row in document["rows"]}) > 1:
+                caption = f"Perplexity against cache size: {self.title(document)}"
+                section.plots.append(Plot(name, _figure(document), caption))
+            section.tables.extend(self.tables(document, columns))
+        return section
+
+    def _drift(self, documents: Documents) -> Section:
+        from kvalign.eval.plots import draw, series
+        from kvalign.eval.rows import grouped
+
+        section = Section(
+            "Drift",
+            "The same perplexity as the stream goes on, in units of the cache size since the cache "
+            "filled; by the reference's on the same labels where there is one, which takes the "
+            "text's own ups and downs out. A line that climbs compounds an error.",
+            list(documents),
+        )
+        for name, document in documents.items():
+            settings = document["settings"]
+            reference = settings["reference"]
+            y = f"perplexity by {reference}'s" if reference else "perplexity"
+            figure = "ratio" if reference else "perplexity"
+            panels = {}
+            for cache_size, rows in grouped(document["rows"], "cache_size").items():
+                if len(rows[0]["segments"]) > 1:
+                    points = [
+                        row | {"end": segment["end"], "y": segment[figure]}
+                        for row in rows
+                        for segment in row["segments"]
+                    ]
+                    panels[f"C = {cache_size}"] = series(points, "end", "y")
+            if panels:
+                x = "cache sizes since it filled"
+                drawn = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+                caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+                section.plots.append(Plot(f"{name}-drift", drawn, caption))
+        return section
+
+    def _total_time(self, documents: Documents) -> Section:
+        from kvalign.eval.plots import draw, series
+
+        section = Section(
+            "Perplexity against total time",
+            "Every method made to step token by token, as it does when it generates (the paper's "
+            "figure 3); a point is one cache size. To the lower left is better.",
+            list(documents),
+        )
+        columns = {name: self.columns[name] for name in ("perplexity", "seconds")}
+        for name, document in documents.items():
+            title = self.title(document)
+            figure = draw(
+                {title: series(document["rows"], "seconds", "perplexity")},
+                x="total time, s",
+                y="perplexity (lower is better)",
+                log_x=True,
+                log_y=True,
+            )
+            section.plots.append(Plot(name, figure, f"Perplexity against total time: {title}"))
+            section.tables.extend(self.tables(document, columns))
+        return section
+
+    def check(self, document: Document) -> None:
+        if document["settings"]["reference"] and not all(
+            "ratio" in segment for row in document["rows"] for segment in row["segments"]
+        ):
+            raise UserError("rows.segments.ratio: needed with settings.reference")
+
+
+def _figure(document: Document) -> Figure:
+    """Perplexity (log scale) against cache size, a line a method."""
+    from kvalign.eval.plots import draw, series
+
+    return draw(
+        {EVALUATION.title(document): series(document["rows"], "cache_size", "perplexity")},
+        x="cache size (entries)",
+        y="perplexity (lower is better)",
+        doubling_x=True,
+        log_y=True,
+    )
+
+
+EVALUATION = Perplexity()

@@ -3,23 +3,116 @@
 All methods start from the same prompts with the same seed of the draws.
 """
 
+from __future__ import annotations
+
 import time
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from tqdm.auto import tqdm
+from annotated_types import Ge
+from typing_extensions import TypedDict
 
-from kvalign.data_gen.prompts import conversations
-from kvalign.eval.document import document
-from kvalign.eval.fluency import judge
-from kvalign.eval.grid import check_names, make_grid, sizes_of
-from kvalign.eval.settings import ReadabilitySettings
-from kvalign.eval.words import load_words
-from kvalign.models import load_model
-from kvalign.text_stream import Sampling, TextStream
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Evaluation,
+    ModelNamed,
+    ReadDocument,
+    Row,
+    Rows,
+    Section,
+    SizedRow,
+    columns_of,
+)
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.eval.passages import Panel
+    from kvalign.models import LoadedModel
 
 
-def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ReadabilitySettings(ComparisonSettings):
+    """Let methods continue prompts and judge the passages: dictionary words in chunks of 10 tokens
+    (the paper's rule), repetition, perplexity under the model itself.
+
+    Example:
+        kvalign eval readability --cache-sizes 32 --num-prompts 1 --max-new-tokens 40
+    """
+
+    prompts: str = option("own", help="what to continue: own, mt-bench, or a .jsonl file of turns")
+    num_prompts: int = option(2, help="prompts to continue, the first of them", at_least=1)
+    max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    no_repeat_ngram_sizes: tuple[int, ...] = option(
+        (0,), help="never repeat an n-gram of this size, a run each; 0: off", at_least=0
+    )
+    words: str = option(
+        "auto",
+        help="word list; auto: NLTK's where it is at hand or can be fetched",
+        choices=("auto", "nltk", "english-words"),
+    )
+    nltk_data: Path | None = option(None, help="folder with NLTK's corpora/words.zip")
+    seed: int = option(0, help="seed of the draws, the same for each method")
+
+
+class WrittenRow(SizedRow):
+    """How a passage reads: the measures of `kvalign.eval.fluency.judge`."""
+
+    readable: Annotated[
+        float, Column("readable", 3, "higher", "share of chunks, half of whose tokens are words")
+    ]
+    distinct_1: Annotated[float, Column("distinct-1", 3, about="different words by all words")]
+    distinct_2: Annotated[
+        float, Column("distinct-2", 3, about="different pairs of words by all pairs")
+    ]
+    repetition: Annotated[
+        float, Column("repetition", 3, "lower", "share of 4-grams that were there before")
+    ]
+    longest_run: Annotated[
+        int, Column("longest run", 1, "lower", "tokens that only repeat a short phrase")
+    ]
+    dense_perplexity: Annotated[
+        float,
+        Column("dense perplexity", 1, about="of the passage under the model, nothing evicted"),
+    ]
+    text: str
+
+
+class PassageRow(WrittenRow):
+    no_repeat_ngram_size: int
+    prompt: Annotated[int, Ge(0)]
+    chunks: list[tuple[int, int, int, int, bool]]
+
+
+MEASURES = columns_of(WrittenRow)
+MEAN_COLUMNS = {"num_passages": Column("passages"), **MEASURES}
+
+
+class WordList(TypedDict):
+    name: str
+
+
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[PassageRow]
+    prompts: list[str]
+    word_list: WordList
+
+
+@keywords_of(ReadabilitySettings)
+def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method continue every prompt, and measure the passages.
+
+    Args:
+        settings: or its fields as keywords.
+        loaded: in place of the model that the settings name.
 
     Returns:
         A document with `prompts` (the texts continued), `word_list` (name, num_words) and rows:
@@ -29,15 +122,23 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
     Raises:
         UserError: wrong settings, said before any work.
     """
+    from tqdm.auto import tqdm
+
+    from kvalign.data_gen.prompts import conversations
+    from kvalign.eval.document import document
+    from kvalign.eval.fluency import judge
+    from kvalign.eval.grid import check_names, load, make_grid, sizes_of
+    from kvalign.eval.words import load_words
+    from kvalign.text_stream import Sampling, TextStream
+
     started = time.perf_counter()
     check_names(settings)
     prompts = [turns[0] for turns in conversations(settings.prompts)][: settings.num_prompts]
     words = load_words(settings.words, settings.nltk_data)
-    loaded = load_model(settings.model, settings.device, settings.dtype)
-    methods = make_grid(settings, loaded.model)
+    settings, loaded = load(settings, loaded)
     runs = [
         (method, ngram, number)
-        for method in methods
+        for method in make_grid(settings, loaded.model)
         for ngram in settings.no_repeat_ngram_sizes
         for number in range(len(prompts))
     ]
@@ -53,14 +154,16 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
             )
             stream = TextStream(loaded.tokenizer, method, sampling)
             stream.feed(prompts[number])
-            num_prompt = len(stream.ids)
+            prompt_ids = list(stream.ids)
             before = bar.n
             for _ in stream:
                 bar.update(before + len(stream.token_ids) - bar.n)
             bar.update(before + settings.max_new_tokens - bar.n)
-            cell = sizes_of(method) | {"no_repeat_ngram_size": ngram, "prompt": number}
-            prompt_ids = stream.ids[:num_prompt]
-            rows.append(cell | judge(loaded, prompt_ids, stream.token_ids, words.words))
+            rows.append(
+                sizes_of(method)
+                | {"no_repeat_ngram_size": ngram, "prompt": number}
+                | judge(loaded, prompt_ids, stream.token_ids, words.words)
+            )
     return document(
         "eval readability",
         settings,
@@ -69,3 +172,52 @@ def evaluate(settings: ReadabilitySettings) -> dict[str, Any]:
         prompts=prompts,
         word_list={"name": words.name, "num_words": len(words.words)},
     )
+
+
+class Readability(Evaluation):
+    settings = ReadabilitySettings
+    columns = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}  # noqa: RUF012
+    document = _Document
+    in_summary = ("readable", "repetition")
+
+    def run(self, settings: ReadabilitySettings) -> Document:
+        return readability(settings)
+
+    def check(self, document: Document) -> None:
+        if max(row["prompt"] for row in document["rows"]) >= len(document["prompts"]):
+            raise UserError("rows.prompt: must be the index of one of `prompts`")
+
+    def title(self, document: Document) -> str:
+        return f"{super().title(document)}, words: {document['word_list']['name']}"
+
+    def rows(self, document: Document) -> list[Row]:
+        """Means over the prompts."""
+        from kvalign.eval.rows import means
+
+        return means(document["rows"], MEASURES, ["no_repeat_ngram_size"])
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Those of the first n-gram rule."""
+        first = document["rows"][0]["no_repeat_ngram_size"]
+        return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
+
+    def sections(self, documents: Documents) -> list[Section]:
+        section = Section(
+            "Readability",
+            "Every method continues the same prompts with the same seed. A chunk is 10 NLTK "
+            "tokens; it is readable if at least half of them are in the word list (or their "
+            "stems) or end a sentence. That counts words and no sense, so repetition stands "
+            "beside it. Means over the prompts; the passages are below.",
+            list(documents),
+        )
+        for document in documents.values():
+            section.tables.extend(self.tables(document))
+        return [section]
+
+    def panels(self, document: Document) -> list[Panel]:
+        from kvalign.eval.passages import panels_of
+
+        return panels_of(document)
+
+
+EVALUATION = Readability()

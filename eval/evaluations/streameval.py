@@ -12,84 +12,94 @@ An answer is the number and its `>`. It is scored by teacher forcing: each of it
 with the most likely one given the right tokens before it. All are right if and only if greedy
 decoding writes the answer, so `accuracy` is exact match; the text stays the same for all methods;
 and the NLL of the answer grades models that never write it.
-
-A number with its `>` is tokenised apart from what is before and after, in lines and answers alike.
-So an answer has the very tokens of the line it asks for, whatever a tokenizer would merge.
 """
 
-import random
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
 
 from kvalign.errors import UserError
-from kvalign.eval.document import document
-from kvalign.eval.grid import check_names, make_grid, sizes_of
-from kvalign.eval.settings import StreamEvalSettings
-from kvalign.methods.base import Method
-from kvalign.models import load_model
-from kvalign.scoring import OnLabels
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Evaluation,
+    ModelNamed,
+    Plot,
+    ReadDocument,
+    Row,
+    Rows,
+    Section,
+    SizedRow,
+    columns_of,
+)
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A line that registers a number, or a query for it.
+@dataclass(frozen=True, kw_only=True)
+class StreamEvalSettings(ComparisonSettings):
+    """Ask for values registered some lines back in an endless stream: how far back a method, and
+    the model itself, can read.
 
-    Attributes:
-        line: the line that registers the number, counted from 1.
-        distance: lines from that one to the latest when it is asked for; None: no query.
+    Example:
+        kvalign eval streameval --num-lines 20 --distances 0,5
     """
 
-    line: int
-    number: int
-    distance: int | None = None
+    distances: tuple[int, ...] = option(
+        (0, 5, 10, 20, 40),
+        help="lines back to ask for, a row each, comma-separated; 0: the latest line",
+        at_least=0,
+    )
+    num_lines: int = option(200, help="lines of the stream, a value each", at_least=1)
+    query_every: int = option(10, help="lines from one query to the next", at_least=1)
+    seed: int = option(0, help="seed of the values, the same for each method and distance")
 
-    @property
-    def opening(self) -> str:
-        if self.distance is None:
-            return f"line {self.line}: REGISTER_CONTENT is <"
-        return f"What is the REGISTER_CONTENT of line {self.line}? <"
-
-    @property
-    def answer(self) -> str:
-        return f"{self.number}>"
-
-    @property
-    def text(self) -> str:
-        return f"{self.opening}{self.answer}\n"
-
-
-@dataclass(frozen=True)
-class EncodedPiece:
-    """A piece as tokens [T] int64, and the index in the stream of its first."""
-
-    piece: Piece
-    start: int
-    opening: Tensor
-    answer: Tensor
-    newline: Tensor
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.cat([self.opening, self.answer, self.newline])
-
-    @property
-    def answer_start(self) -> int:
-        return self.start + len(self.opening)
-
-    @property
-    def answer_end(self) -> int:
-        return self.answer_start + len(self.answer)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        last = self.num_lines - self.num_lines % self.query_every
+        if last <= max(self.distances):
+            raise UserError(
+                f"--num-lines {self.num_lines} and --query-every {self.query_every} put the last "
+                f"query after line {last}, which must exceed the largest of --distances "
+                f"({max(self.distances)}): raise --num-lines"
+            )
 
 
-def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
+class StreamEvalRow(SizedRow):
+    distance_lines: Annotated[int, Ge(0), Column("lines back")]
+    accuracy: Annotated[float, Column("accuracy", 3, "higher", "share of queries answered exactly")]
+    # No merit as long as no answer is right: it is low for what guesses digits well.
+    answer_nll_nats: Annotated[
+        float, Column("answer NLL, nats", 3, about="loss of the right answer")
+    ]
+    in_cache: Annotated[
+        float, Column("in cache", 2, about="share of queries whose line is still kept")
+    ]
+    distance_tokens: Annotated[
+        float, Column("tokens back", 1, about="from the value to its answer")
+    ]
+
+
+class _Document(ReadDocument):
+    settings: ModelNamed
+    rows: Rows[StreamEvalRow]
+
+
+@keywords_of(StreamEvalSettings)
+def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method read one stream a distance, and score its answers.
+
+    Args:
+        settings: or its fields as keywords.
+        loaded: in place of the model that the settings name.
 
     Returns:
         A document whose rows have method, aligner, cache_size, num_sinks, num_evicted,
@@ -98,12 +108,18 @@ def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
         accuracy (share of answers that are right), answer_nll_nats (mean of an answer), seconds.
 
     Raises:
-        UserError: wrong settings, or a stream too long for a method that does
-            not evict; before any work.
+        UserError: wrong settings, or a stream too long for a method that does not evict; before
+            any work.
     """
+    from tqdm.auto import tqdm
+
+    from kvalign.eval.document import document
+    from kvalign.eval.grid import check_names, load, make_grid
+    from kvalign.eval.streameval_scores import check_fits, encode, num_queries, pieces, score
+
     started = time.perf_counter()
     check_names(settings)
-    loaded = load_model(settings.model, settings.device, settings.dtype)
+    settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     streams = {
         distance: encode(
@@ -114,10 +130,9 @@ def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
         for distance in settings.distances
     }
     for method in methods:
-        check_room(method, streams.values())
-    num_queries = sum(_num_queries(stream) for stream in streams.values())
+        check_fits(method, streams.values())
     rows = []
-    with tqdm(total=len(methods) * num_queries, unit="query") as bar:
+    with tqdm(total=len(methods) * sum(map(num_queries, streams.values())), unit="query") as bar:
         for method in methods:
             for distance, stream in streams.items():
                 bar.set_description(
@@ -127,108 +142,44 @@ def evaluate(settings: StreamEvalSettings) -> dict[str, Any]:
     return document("eval streameval", settings, rows, started=started)
 
 
-def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
-    """Lines with random numbers of five digits, the same at every distance; after each
-    `query_every` of them a query for the number registered `distance` lines before the latest,
-    once there is one.
-    """
-    draws = random.Random(seed)
-    numbers: dict[int, int] = {}
-    for line in range(1, num_lines + 1):
-        numbers[line] = draws.randint(10_000, 99_999)
-        yield Piece(line, numbers[line])
-        asked = line - distance
-        if line % query_every == 0 and asked in numbers:
-            yield Piece(asked, numbers[asked], distance)
+class StreamEval(Evaluation):
+    settings = StreamEvalSettings
+    columns = columns_of(StreamEvalRow)
+    document = _Document
+    in_summary = ("accuracy", "answer_nll_nats")
 
+    def run(self, settings: StreamEvalSettings) -> Document:
+        return streameval(settings)
 
-def encode(
-    stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
-) -> list[EncodedPiece]:
-    """Tokens of pieces that follow each other, without special tokens."""
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Means over the distances."""
+        from kvalign.eval.rows import means
 
-    def ids(text: str) -> Tensor:
-        found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return torch.tensor(found, dtype=torch.int64, device=device)
+        return means(document["rows"], self.in_summary)
 
-    encoded, start = [], 0
-    for piece in stream:
-        parts = [ids(text) for text in (piece.opening, piece.answer, "\n")]
-        encoded.append(EncodedPiece(piece, start, *parts))
-        start += sum(map(len, parts))
-    return encoded
+    def sections(self, documents: Documents) -> list[Section]:
+        from kvalign.eval.plots import draw, series
+        from kvalign.eval.rows import grouped
 
-
-def check_room(method: Method, streams: Iterable[Sequence[EncodedPiece]]) -> None:
-    """Raise UserError for a method that cannot take in a whole stream."""
-    method.reset()
-    longest = max(stream[-1].start + len(stream[-1].ids) for stream in streams)
-    if method.tokens_left is not None and longest > method.tokens_left:
-        raise UserError(
-            f"{method.name} has room for {method.tokens_left} tokens, the stream has {longest}: "
-            "lower --num-lines or choose a streaming method"
+        section = Section(
+            "StreamEval",
+            "Lines that register a number, and every few lines a query for the one some lines "
+            "back. An answer is right if greedy decoding gives it exactly; its loss tells models "
+            "that cannot do it apart. What is no longer in the cache cannot be answered by any "
+            "method.",
+            list(documents),
         )
+        for name, document in documents.items():
+            title = self.title(document)
+            panels = {
+                f"{title}, C = {cache_size}": series(rows, "distance_lines", "answer_nll_nats")
+                for cache_size, rows in grouped(document["rows"], "cache_size").items()
+            }
+            figure = draw(panels, x="lines back", y="loss of the right answer, nats")
+            caption = f"Loss of the right answer against distance: {title}"
+            section.plots.append(Plot(name, figure, caption))
+            section.tables.extend(self.tables(document))
+        return [section]
 
 
-def score(
-    method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
-) -> dict[str, Any]:
-    """A row of `evaluate`, for a stream whose queries are all of one distance."""
-    start = time.perf_counter()
-    right, nll = ask(method, stream, on_queries)
-    seconds = time.perf_counter() - start
-    lines = {one.piece.line: one for one in stream if one.piece.distance is None}
-    asked = [(lines[one.piece.line], one) for one in stream if one.piece.distance is not None]
-    num_between = [query.answer_start - line.answer_end for line, query in asked]
-    num_seen = sum(sees(method, line, query.answer_start) for line, query in asked)
-    return {
-        **sizes_of(method),
-        "distance_lines": asked[0][1].piece.distance,
-        "distance_tokens": sum(num_between) / len(asked),
-        "in_cache": num_seen / len(asked),
-        "num_queries": len(asked),
-        "accuracy": right.double().mean().item(),
-        "answer_nll_nats": nll.double().mean().item(),
-        "seconds": seconds,
-    }
-
-
-def ask(
-    method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
-) -> tuple[Tensor, Tensor]:
-    """Feed a stream; of each of its Q queries, whether the answer is right [Q] bool, and the NLL of
-    the right answer in nats [Q] float32.
-    """
-    method.reset()
-    right, nll = [], []
-    for one in stream:
-        if one.piece.distance is None:
-            method.feed(one.ids[None])
-            continue
-        # Step by step: what is fed at once attends to all of itself besides a full cache.
-        for token in one.opening:
-            logits = method.feed(token.view(1, 1))
-        steps = [logits]
-        for token in one.answer[:-1]:
-            steps.append(method.feed(token.view(1, 1)))
-        method.feed(torch.cat([one.answer[-1:], one.newline])[None])
-        every = torch.cat(steps)  # [answer tokens, V]
-        right.append((every.argmax(-1) == one.answer).all())
-        nll.append(torch.nn.functional.cross_entropy(every, one.answer, reduction="sum"))
-        on_queries(1)
-    return torch.stack(right).cpu(), torch.stack(nll).cpu()
-
-
-def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
-    """Whether a line is wholly among what the step of the `num_fed`-th token attends to: the sinks
-    and the latest, cache_size + 1 at most, less up to num_evicted - 1 that went with the others.
-    """
-    dropped = method.sizes.num_dropped(num_fed - 1)
-    if not dropped or method.tokens_left is not None:
-        return True
-    num_sinks = method.sizes.num_sinks
-    return line.start >= num_sinks + dropped or line.answer_end <= num_sinks
-
-
-def _num_queries(stream: Sequence[EncodedPiece]) -> int:
-    return sum(one.piece.distance is not None for one in stream)
+EVALUATION = StreamEval()

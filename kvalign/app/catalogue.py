@@ -2,20 +2,21 @@
 
 A command is a module of `kvalign.app.commands` with
 
-- `SETTINGS`, the class of its settings, or `settings_for(args)` where the arguments tell;
+- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
+  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
 - `run(settings, as_json)`, which imports what is heavy inside;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
-`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`).
+`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`.
 """
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.registry import unknown
 from kvalign.settings import Settings
 
@@ -34,7 +35,7 @@ GROUPS = {
         "pretrain": "train a small reference language model from scratch",
     },
     "evaluate": {
-        **{f"eval {name}": about for name, about in EVALUATIONS.items()},
+        **{f"eval {name}": about for name, about in ABOUT.items()},
         "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
         "report": "a page, plots and tables of the results in a folder",
     },
@@ -70,11 +71,21 @@ class Command:
             return self._module.settings_for(args)
         return self._module.SETTINGS
 
+    def all_settings(self) -> dict[str, type[Settings]]:
+        """The classes of its settings by kind; a command of one kind has it under ""."""
+        if hasattr(self._module, "all_settings"):
+            return self._module.all_settings()
+        return {"": self.settings_for()}
+
     def run(self, settings: Settings, as_json: bool) -> None:
         self._module.run(settings, as_json)
 
     @property
-    def _module(self) -> ModuleType:
+    def _module(self) -> Any:
+        if self.name.startswith("eval ") and (name := self.name[5:]) in EVALUATIONS:
+            from kvalign.app.commands.evaluation import EvaluationCommand
+
+            return EvaluationCommand(EVALUATIONS[name])
         module = self.name.replace(" ", "_").replace("-", "_")
         return importlib.import_module(f"kvalign.app.commands.{module}")
 

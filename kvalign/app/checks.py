@@ -37,6 +37,11 @@ class Check:
     todo: str = ""
     required: bool = False
 
+    @property
+    def message(self) -> str:
+        """What was found, and what to do about it."""
+        return f"{self.found}: {self.todo}" if self.todo else self.found
+
 
 def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
@@ -124,7 +129,8 @@ def aligners() -> Iterator[Check]:
 
 
 def corpora() -> Iterator[Check]:
-    from kvalign.data_gen.corpora import HUB, SPECS
+    from kvalign.data_gen.corpora import SPECS
+    from kvalign.data_gen.hub_dataset import HUB
     from kvalign.data_gen.python_docs import python_docs
 
     next(python_docs("train"))

@@ -108,7 +108,7 @@ def test_wrong_settings_are_one_line(gpt2, changes, expected):
 
 
 HOSTILE = '<script>alert(1)</script> & "quotes" </bdi> \x1b[1m \u202eleft'
-ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &quot;quotes&quot; &lt;/bdi&gt; "
+ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#34;quotes&#34; &lt;/bdi&gt; "
 ESCAPED += "\u241b[1m [U+202E]left"
 
 

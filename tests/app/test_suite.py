@@ -92,7 +92,8 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 30", "--num-tokens 99999999"))
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
     error = capfd.readouterr().err
-    assert "lower --num-tokens" in error and "stopped: exit code 2 of kvalign eval" in error
+    assert "lower --num-tokens" in error and "error: exit code 2 of kvalign eval" in error
+    assert error.endswith("; finished cells are kept\n")
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
 
 
@@ -121,12 +122,14 @@ def test_killed_run_takes_up_where_it_was(own, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cells: [", "is not understood"),
-        ("- 1", "is not understood"),
-        ("cells: [{name: a}]", "needs a list `cells` of name and command"),
+        ("cells: [", "suite own.yaml is not YAML"),
+        ("- 1", "suite own.yaml: it: Input should be a valid dictionary"),
+        ("cells: [{name: a}]", "suite own.yaml: cells.0.command: Field required"),
+        ("title: a", "suite own.yaml: cells: Field required"),
+        ("cells: [{name: a, command: 'eval chat \"'}]", "cell a: No closing quotation"),
         ("cells: [{name: a/b, command: eval chat}]", "letters, digits and -, got 'a/b'"),
         ("cells: [{name: a, command: eval chat}, {name: a, command: eval chat}]", "of one name"),
-        ("cells: [{name: a, command: rm -rf /}]", "cell a: no such command: rm -rf"),
+        ("cells: [{name: a, command: rm -rf /}]", "cell a: unknown command 'rm'"),
         ("cells: [{name: a, command: eval chat --num-turns 0}]", "--num-turns must be at least 1"),
         ("cells: [{name: a, command: eval chat --turns 1}]", "unrecognized arguments: --turns"),
         ("cells: [{name: a, command: eval chat word}]", "flags begin with --, got 'word'"),
@@ -172,6 +175,7 @@ def test_paper_figures_stand_beside_ours():
     assert "swapped" in log["notes"][0]
 
 
+@pytest.mark.slow
 def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypatch, capfd):
     """The whole of it, small, on folders that stand for the model, texts and prompts."""
 
@@ -211,6 +215,8 @@ def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypa
     assert [e.text == "not run" for e in entries[0][1:]] == [False, False, *[False, True] * 3]
 
 
+@pytest.mark.slow
+@pytest.mark.ray
 def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
     pytest.importorskip("ray")
     assert main(["eval", "run", "own.yaml", "--out", "results", "--ray"]) == 0

@@ -39,10 +39,10 @@ def test_files_hold_turns_or_a_prompt(tmp_path):
 
 NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\): '
 BAD = [
-    ("{'turns': ['x']}", "must be a JSON object: Expecting property name"),
-    ('{"turns": ["x"]', "must be a JSON object: Expecting ',' delimiter"),
-    ("[" * 100_000, "must be a JSON object: "),
-    (b'{"prompt": "\xff"}', "must be a JSON object: 'utf-8' codec can't decode"),
+    ("{'turns': ['x']}", "must be JSON: Expecting property name"),
+    ('{"turns": ["x"]', "must be JSON: Expecting ',' delimiter"),
+    ("[" * 100_000, "must be JSON: "),
+    (b'{"prompt": "\xff"}', "must be JSON: 'utf-8' codec can't decode"),
     ('["x"]', NEEDED + r"it: .*, got \['x'\]"),
     ('"x"', NEEDED + "it: "),
     ("{}", NEEDED + "turns: Field required"),

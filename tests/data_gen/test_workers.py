@@ -17,7 +17,7 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.data_gen.workers import _Worker
 from kvalign.errors import UserError
-from kvalign.files import locked, write_whole
+from kvalign.files import locked
 
 ARGV = [
     *("gen-data", "--corpus", "text:words.txt", "--num-tokens", "6000", "--chunk-len", "64"),
@@ -115,20 +115,6 @@ def test_two_runs_into_one_folder_are_refused(argv, capfd):
         assert main(argv) == 2
     assert "another run is writing to out" in capfd.readouterr().err
     assert [p.name for p in Path("out").iterdir()] == [".lock"]
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    before = {*tmp_path.iterdir()}
-
-    def write(partial):
-        partial.write_text("half")
-        raise RuntimeError("the stream writer failed")
-
-    with pytest.raises(OSError, match="cannot write .*file: the stream writer failed"):
-        write_whole(path, write)
-    assert path.read_text() == "old" and {*tmp_path.iterdir()} == before
 
 
 def test_a_full_disk_is_one_line_and_code_1(tmp_path, monkeypatch, capfd):

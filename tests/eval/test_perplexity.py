@@ -5,7 +5,7 @@ print.
 import json
 import math
 
-import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvalign import checkpoints
 from kvalign.app.cli import main
 from kvalign.data_gen.corpora import texts
+from kvalign.eval.perplexity_scores import compare
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.scoring import score
@@ -135,16 +136,16 @@ def test_stepping_on_request_gives_the_same_figures(capsys, name):
 def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv = [*SHORT, "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
     rows = run_json(capsys, *argv, "--reference", "recompute")["rows"]
-    cells = [(row["method"], row["num_evicted"]) for row in rows]
-    assert cells == [
+    sizes = [(row["method"], row["num_evicted"]) for row in rows]
+    assert sizes == [
         ("recompute", 1),
         ("window", 1),
         ("discard-half", 6),
         ("recompute", 8),
         ("window", 8),
     ]
-    perplexity = dict(zip(cells, (row["perplexity"] for row in rows), strict=True))
-    for (method, num_evicted), row in zip(cells, rows, strict=True):
+    perplexity = dict(zip(sizes, (row["perplexity"] for row in rows), strict=True))
+    for (method, num_evicted), row in zip(sizes, rows, strict=True):
         base = perplexity["recompute", num_evicted if method != "discard-half" else 1]
         assert math.isclose(row["ratio"], perplexity[method, num_evicted] / base, rel_tol=1e-6)
     assert rows[0]["drift"] == 1
@@ -154,36 +155,78 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     assert math.isclose(first[1]["ratio"], expected, rel_tol=1e-6)
 
 
-def test_kept_cells_are_not_rerun(capsys, tmp_path, monkeypatch):
-    keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "cells")]
+def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
+    keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "losses")]
     first = run_json(capsys, *SHORT, *keep)
-    files = sorted((tmp_path / "cells").iterdir())
+    files = sorted((tmp_path / "losses").iterdir())
     assert [path.name.rpartition("-")[0] for path in files] == [
         "recompute-C16-s0-k1",
         "window-C16-s0-k1",
     ]
-    table = pd.read_parquet(files[0])
-    mean = table["nll_nats"].astype(float).mean()
-    assert math.isclose(math.exp(mean), first["rows"][1]["perplexity"])
-    monkeypatch.setattr("kvalign.methods.Recompute.score", None)
-    monkeypatch.setattr("kvalign.methods.Window.score", None)
+    kept = pq.read_table(files[0])["nll_nats"].to_numpy().astype(float)
+    assert math.isclose(math.exp(kept.mean()), first["rows"][1]["perplexity"])
+    monkeypatch.setattr("kvalign.eval.perplexity_scores.score", None)
     assert run_json(capsys, *SHORT, *keep)["rows"] == first["rows"]
     fewer = run_json(capsys, *SHORT[:-1], "25", *keep)["rows"]
-    assert fewer[1]["nll_nats"] == pytest.approx(table["nll_nats"][:25].astype(float).mean())
+    assert fewer[1]["nll_nats"] == pytest.approx(kept[:25].mean())
     files[0].write_bytes(files[0].read_bytes()[:-10])
     assert main([*SHORT, *keep]) == 2
     assert f"{files[0]} is damaged" in capsys.readouterr().err
 
 
-def test_intervals_hold_the_mean_and_shrink():
-    nll = 2 + torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    low, high = interval(nll)
-    assert low < math.exp(2) < high and math.isclose(low, interval(nll)[0])
-    error = 1.96 / math.sqrt(20_000)  # of the mean of independent draws
-    assert math.isclose(math.log(high / low), 2 * error, rel_tol=0.2)
-    wide = interval(nll[:2000])
-    assert wide[1] - wide[0] > 2 * (high - low)
-    assert interval(nll[:150]) == (0, math.inf)
+PHI = 0.9  # of the correlated losses: each is this much of the one before, and a draw
+
+
+def correlated(num_streams, num_labels, seed=0):
+    """Losses [num_streams, num_labels] around 2 whose neighbours are alike, as a text's are: an
+    autoregressive process. The mean of N has the standard error 1 / ((1 - PHI) * sqrt(N)); of
+    independent losses with the same spread it would be 4.4 times smaller.
+    """
+    draws = torch.randn(
+        num_streams, num_labels + 200, generator=torch.Generator().manual_seed(seed)
+    )
+    losses = [draws[:, 0]]
+    for draw in draws[:, 1:].T:
+        losses.append(PHI * losses[-1] + draw)
+    return 2 + torch.stack(losses[200:], 1)
+
+
+def test_intervals_are_as_wide_as_correlated_losses_need():
+    """Widths as the process has them, on average of ten streams; blocks of 100 miss 5 % of it."""
+    nll = correlated(10, 20_000)
+    widths = [math.log(high / low) for low, high in map(interval, nll)]
+    error = 1 / ((1 - PHI) * math.sqrt(20_000))
+    assert math.isclose(sum(widths) / 10, 2 * 1.96 * error, rel_tol=0.1)
+    quarter = [math.log(high / low) for low, high in map(interval, nll[:, :5000])]
+    assert math.isclose(sum(quarter), 2 * sum(widths), rel_tol=0.15)
+    assert interval(nll[0]) == interval(nll[0])
+    assert interval(nll[0, :150]) == (0, math.inf)
+
+
+def test_intervals_have_the_true_perplexity_nineteen_times_of_twenty():
+    intervals = [interval(nll) for nll in correlated(400, 10_000, seed=1)]
+    share = sum(low < math.exp(2) < high for low, high in intervals) / 400
+    assert 0.9 < share < 0.98  # an interval for independent losses would have 0.35
+
+
+def test_comparisons_are_paired_by_label():
+    """The text's ups and downs, the same for both, are in the perplexities alone."""
+    ups = correlated(1, 4000)[0] + torch.arange(4).repeat_interleave(1000)
+    worse = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat_interleave(1000)
+    losses = [ups, ups + worse]
+    rows = [
+        {"method": name, "cache_size": 1000, "num_evicted": 1, "segments": by_segment(nll, 1000)}
+        for name, nll in zip(("recompute", "window"), losses, strict=True)
+    ]
+    compare(rows, losses, "recompute")
+    reference, row = rows
+    for name in ("ratio", "ratio_low", "ratio_high", "drift"):
+        assert reference[name] == 1
+    assert row["ratio"] == pytest.approx(math.exp(0.25))
+    assert row["drift"] == pytest.approx(math.exp(0.4 - 0.1))
+    assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < row["ratio_low"] * 1.1
+    ratios = [segment["ratio"] for segment in row["segments"]]
+    assert ratios == pytest.approx([math.exp(x) for x in (0.1, 0.2, 0.35)])
 
 
 def test_segments_double_in_units_of_the_cache():

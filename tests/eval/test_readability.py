@@ -7,10 +7,9 @@ import torch
 
 from kvalign import load_model, make_method
 from kvalign.app.cli import main
-from kvalign.eval.evaluations.chat import evaluate as chat
+from kvalign.eval import chat
+from kvalign.eval.evaluations.readability import EVALUATION
 from kvalign.eval.fluency import measures
-from kvalign.eval.rows import means
-from kvalign.eval.settings import ChatSettings
 from kvalign.eval.words import load_words
 
 SHORT = [
@@ -51,7 +50,7 @@ def test_passages_are_what_generate_writes(capsys):
 
 def test_table_has_the_means_of_the_passages(capsys):
     found = run_json(capsys, *SHORT, "--methods", "window", "--num-prompts", "2")
-    (mean,) = means(found["rows"])
+    (mean,) = EVALUATION.rows(found)
     assert mean["num_passages"] == 2 and "text" not in mean and "prompt" not in mean
     for name in ("readable", "distinct_1", "dense_perplexity"):
         assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
@@ -59,7 +58,7 @@ def test_table_has_the_means_of_the_passages(capsys):
 
 def test_answers_come_from_one_stream():
     """The command's answers are those of a loop that feeds every turn to one method."""
-    settings = ChatSettings(
+    found = chat(
         methods=("streaming-llm",),
         cache_sizes=(24,),
         num_turns=3,
@@ -67,7 +66,6 @@ def test_answers_come_from_one_stream():
         top_k=1,
         words="english-words",
     )
-    found = chat(settings)
     loaded = load_model("gpt2-mini")
     method = make_method("streaming-llm", loaded.model, cache_size=24)
     logits, num_fed = None, 0

@@ -14,10 +14,12 @@ from rich.console import Console
 from kvalign.app.cli import main
 from kvalign.escape import escape_controls
 from kvalign.eval import terminal
-from kvalign.eval.metrics import METRICS, best
+from kvalign.eval.contents import sections, summary
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.report import render
-from kvalign.eval.report_tables import summary
 from kvalign.eval.results_folder import Results, read
+from kvalign.eval.suite_file import Suite
+from kvalign.eval.tables import best
 
 SEEN = escape_controls(HOSTILE)
 
@@ -50,12 +52,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def results():
-    return Results(documents(), {"title": HOSTILE, "about": HOSTILE})
+    return Results(documents(), Suite(title=HOSTILE, about=HOSTILE, cells=[]))
 
 
 @pytest.fixture(scope="module")
 def source(results):
-    return render(results)
+    return render(results, sections(results))
 
 
 def test_text_of_models_and_users_is_data(source):
@@ -108,7 +110,7 @@ def test_command_writes_page_and_plots(tmp_path, capsys):
 def test_best_is_marked_in_its_direction(results):
     for table in summary(results):
         titles = [column.title for column in table.columns]
-        perplexity = titles.index(METRICS["perplexity"].title)
+        perplexity = titles.index("perplexity")
         marks = [row[perplexity].is_best for row in table.rows]
         values = [float(row[perplexity].text) for row in table.rows]
         assert marks == [value == min(values) for value in values] and sum(marks) == 1
@@ -121,8 +123,8 @@ def test_summary_joins_the_evaluations(results):
     tables = summary(results)
     assert [table.title for table in tables] == [f"{HOSTILE}, C = 16", f"{HOSTILE}, C = 32"]
     titles = [column.title for column in tables[0].columns]
-    for name in ("perplexity", "median_ms", "peak_mb", "readable", "accuracy", "chat"):
-        assert METRICS[name].title in titles
+    shown = [c.title for one in EVALUATIONS.values() for c in one.summary_columns.values()]
+    assert titles == ["method", *shown]
     assert [row[0].text for row in tables[0].rows] == [
         "window, 4 sinks",
         "kvalign (table), 4 sinks",
@@ -150,30 +152,47 @@ def test_terminal_shows_strips_and_no_escapes(tmp_path):
 def test_what_is_no_result_is_refused(tmp_path, capsys):
     folder = write_folder(tmp_path / "results")
     whole = documents()["chat"]
+    cut = {"method": "window", "aligner": None, "cache_size": 0}
     wrong = [
-        "{",
-        "[1]",
-        "{}",
-        json.dumps(whole | {"kind": "eval speed"}),
-        json.dumps(whole | {"kind": 3}),
-        json.dumps(whole | {"rows": []}),
-        json.dumps(whole | {"rows": [1]}),
-        json.dumps(whole | {"rows": [{"method": "window"}]}),
-        json.dumps(whole | {"settings": {}}),
-        json.dumps({k: v for k, v in whole.items() if k != "word_list"}),
+        ("{", "not JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "unknown evaluation"),
+        (json.dumps(whole | {"kind": "eval speed"}), "unknown evaluation 'speed'"),
+        (json.dumps(whole | {"kind": 3}), "unknown evaluation '3'"),
+        (json.dumps(whole | {"rows": []}), "rows: List should have at least 1 item"),
+        (json.dumps(whole | {"rows": [1]}), "rows.0: Input should be a valid dictionary, got 1"),
+        (json.dumps(whole | {"rows": [cut]}), "rows.0.cache_size: Input should be greater"),
+        (json.dumps(whole | {"settings": {}}), "settings.model: Field required"),
+        (json.dumps({k: v for k, v in whole.items() if k != "word_list"}), "word_list: Field req"),
+        (
+            json.dumps(documents()["readability"] | {"prompts": []}),
+            "rows.prompt: must be the index",
+        ),
+        (
+            json.dumps(documents()["perplexity"]).replace('"ratio": 1.0}', '"r": 1}'),
+            "segments.ratio",
+        ),
     ]
-    for text in wrong:
+    for text, field in wrong:
         (folder / "other.json").write_text(text)
         assert main(["report", str(folder)]) == 2
         error = capsys.readouterr().err
         assert f"{folder / 'other.json'} is no document" in error and error.count("\n") == 1
+        assert field in error
     assert not (folder / "report.html").exists()
     (folder / "other.json").unlink()
-    for text in ("cells: [", "- 1", "title: x", "cells: []\npaper: {tables: [{title: x}]}"):
+    paper = "cells: []\npaper: {tables: [{title: x, cell: a, metric: speed, rows: {}}]}"
+    for text, field in (
+        ("cells: [", "is not YAML"),
+        ("- 1", "it: Input should be a valid dictionary"),
+        ("title: x", "cells: Field required"),
+        ("cells: []\npaper: {tables: [{title: x}]}", "paper.tables.0.cell: Field required"),
+        (paper, "names the metric 'speed', which a does not measure"),
+    ):
         (folder / "suite.yaml").write_text(text)
         assert main(["report", str(folder)]) == 2
         error = capsys.readouterr().err
-        assert ("is damaged" in error or "is not understood" in error) and error.count("\n") == 1
+        assert field in error and error.count("\n") == 1
 
 
 def test_results_are_in_the_suites_order(tmp_path):

@@ -7,12 +7,14 @@ from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.results_example import HOSTILE, write_folder
 
 from kvalign.escape import escape_controls
-from kvalign.eval.report import write
+from kvalign.eval import write_report
+
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    return write(write_folder(tmp_path_factory.mktemp("browser") / "results")).as_uri()
+    return write_report(write_folder(tmp_path_factory.mktemp("browser") / "results")).as_uri()
 
 
 @pytest.fixture(params=["light", "dark"])

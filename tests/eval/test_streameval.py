@@ -13,19 +13,14 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.app.arguments import parse
-from kvalign.eval.evaluations.streameval import (
-    ask,
-    check_room,
-    encode,
-    evaluate,
-    pieces,
-    score,
-    sees,
-)
-from kvalign.eval.settings import StreamEvalSettings
+from kvalign.app.cli import main
+from kvalign.eval import streameval
+from kvalign.eval.evaluations.streameval import StreamEvalSettings
+from kvalign.eval.streameval_scores import ask, check_fits, encode, pieces, score, sees
 from kvalign.generation import stream_tokens
-from kvalign.methods import METHODS, Method, make_method
+from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Method
+from kvalign.sizes import CacheSizes
 
 ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "distance_lines"]
 ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]
@@ -61,7 +56,7 @@ class Oracle(Method):
 
     def __init__(self, tokenizer, memory_len):
         self.tokenizer, self.memory_len = tokenizer, memory_len
-        self.cache_size, self.num_sinks, self.num_evicted = memory_len - 1, 0, 1
+        self.sizes = CacheSizes(memory_len - 1, 0, 1)
 
     def reset(self):
         self.memory = []
@@ -260,7 +255,7 @@ def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
     settings = StreamEvalSettings(
         cache_sizes=(32, 40), num_lines=4, query_every=4, distances=(0, 1), seed=5
     )
-    found = evaluate(settings)
+    found = streameval(settings)
     rows = found["rows"]
     assert found["kind"] == "eval streameval"
     assert [list(row) for row in rows] == [ROW] * 20
@@ -292,10 +287,11 @@ def spy(monkeypatch, cls, name, streams):
 
 def test_command_prints_one_document_or_a_table(capsys):
     argv = ["--num-lines", "4", "--query-every", "2", "--distances", "1", "--cache-sizes", "32"]
-    settings = parse(StreamEvalSettings, [*argv, "--methods", "recompute"], "kvalign")[0]
-    run(settings)
-    assert capsys.readouterr().out.split()[:2] == ["method", "aligner"]
-    run(replace(settings, json=True))
+    argv = ["eval", "streameval", *argv, "--methods", "recompute"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "gpt2-mini, C = 32" in printed and "answer NLL, nats" in printed
+    assert main([*argv, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["rows"][0]
     assert row["num_queries"] == 2 and 0 < row["answer_nll_nats"] < math.inf
 
@@ -325,22 +321,18 @@ def test_the_shortest_stream_that_has_a_query_is_taken(loaded):
 
 def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkeypatch, loaded):
     with pytest.raises(ValueError, match="unknown method 'sink'"):
-        evaluate(StreamEvalSettings(methods=("sink",)))
+        streameval(methods=("sink",))
     stream = encode(pieces(20, 10, 0, 0), loaded.tokenizer)
     length = len(torch.cat([one.ids for one in stream]))
     model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=length)
-    check_room(make_method("dense", model, cache_size=16), [stream])
+    check_fits(make_method("dense", model, cache_size=16), [stream])
     monkeypatch.setattr("kvalign.methods.StreamingLLM.feed", None)
     message = f"dense has room for 512 tokens, the stream has {length}: lower --num-lines"
     with pytest.raises(ValueError, match=message):
-        evaluate(
-            StreamEvalSettings(
-                methods=("streaming-llm", "dense"), num_lines=20, distances=(0,), query_every=10
-            )
-        )
+        streameval(methods=["streaming-llm", "dense"], num_lines=20, distances=0, query_every=10)
 
 
 def test_dense_reads_a_stream_that_fits():
     settings = StreamEvalSettings(methods=("dense",), num_lines=10, distances=(9,))
-    (row,) = evaluate(settings)["rows"]
+    (row,) = streameval(settings)["rows"]
     assert row["in_cache"] == row["num_queries"] == 1

@@ -13,6 +13,7 @@ from typing import Any
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, Command
 from kvalign.app.cli import main
+from kvalign.settings import Settings
 
 # Settings of a command that are no larger, given or not.
 SMALLER = {
@@ -57,11 +58,18 @@ INSIDE = {
 }
 
 
+def examples(command: str) -> list[list[str]]:
+    """The words after `kvalign` of the examples in a command's help, one a kind."""
+    return [_example(command, cls) for cls in Command(command).all_settings().values()]
+
+
 def example(command: str) -> list[str]:
     """The words after `kvalign` of the example in a command's help."""
-    text = (
-        inspect.cleandoc(Command(command).settings_for().__doc__).partition("Example:")[2].strip()
-    )
+    return _example(command, Command(command).settings_for())
+
+
+def _example(command: str, settings_type: type[Settings]) -> list[str]:
+    text = inspect.cleandoc(settings_type.__doc__ or "").partition("Example:")[2].strip()
     assert "\n" not in text, "an example is one line, to be copied as it stands"
     words = shlex.split(text)
     assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]

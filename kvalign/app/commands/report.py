@@ -31,7 +31,7 @@ def run(settings: ReportSettings, as_json: bool) -> None:
 
         show(settings.folder)
         return
-    from kvalign.eval.report import write
+    from kvalign.eval import write_report
 
-    page = write(settings.folder)
+    page = write_report(settings.folder)
     print(json.dumps({"report": str(page)}) if as_json else f"report: {page}")

@@ -61,9 +61,10 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     load = functools.cache(functools.partial(load_model, device=device))
     load(models[0])
     if aligner:
-        config = (made := Aligner.from_pretrained(aligner)).config
-        sizes = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
-        made.check(load(models[0]).model, sizes)
+        offer = Aligner.from_pretrained(aligner)
+        config = offer.config
+        largest = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
+        offer.check(load(models[0]).model, largest)
     words = load_words("english-words").words  # it asks nothing of the network
     newest: dict[str, object] = {}  # the run of each page that is open
 

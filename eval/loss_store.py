@@ -1,6 +1,6 @@
-"""A folder that keeps the loss of every scored token, one Parquet file a cell of the comparison.
+"""A folder that keeps the loss of every scored token, one Parquet file for each method and size.
 
-A cell is named by everything that its numbers depend on, so a run takes from the folder what an
+A file is named by everything that its numbers depend on, so a run takes from the folder what an
 earlier one has left there, however that ended. A longer run serves a shorter one.
 """
 
@@ -9,18 +9,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from kvalign.errors import UserError
-from kvalign.files import write_whole
+from kvalign.files import checked, write_whole
 from kvalign.methods.base import Method
 
 
-class Cells:
+class _Metadata(BaseModel):
+    """What is written into the Parquet file beside its columns."""
+
+    key: dict[str, Any]
+    seconds: float
+
+
+class LossStore:
     """Per-token losses by key; without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None):
@@ -37,16 +44,16 @@ class Cells:
             return None
         try:
             table = pq.read_table(path, page_checksum_verification=True)
-            kept = json.loads(table.schema.metadata[b"kvalign"])
+            metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
             tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it") from error
-        if kept["key"] != json.loads(json.dumps(key)):
+        if metadata.key != json.loads(json.dumps(key)):
             raise UserError(f"{path} holds other figures: delete it")
         common = min(len(tokens), len(labels))
         if not torch.equal(tokens[:common], labels[:common].cpu()):
             return None  # another text with the same beginning
-        return (nll[: len(labels)], kept["seconds"]) if common == len(labels) else None
+        return (nll[: len(labels)], metadata.seconds) if common == len(labels) else None
 
     def put(self, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float) -> None:
         """Keep the losses of labels [N] and the labels themselves."""
@@ -54,10 +61,10 @@ class Cells:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = pd.DataFrame({"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()})
-        kept = json.dumps({"key": key, "seconds": seconds})
-        table = pa.Table.from_pandas(rows, preserve_index=False)
-        table = table.replace_schema_metadata({b"kvalign": kept.encode()})
+        table = pa.table(
+            {"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()},
+            metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
+        )
         write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
 
     def _path(self, key: dict[str, Any]) -> Path | None:
