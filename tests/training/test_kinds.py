@@ -125,6 +125,7 @@ def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work)
         ("--data d --objective kl", "--objective is for --aligner-kind table or anchored, not net"),
         ("--data=d --aligner-kind table", "--data is for --aligner-kind network, not table"),
         ("--aligner-kind=table --devices 2", "--devices is for --aligner-kind network, not table"),
+        ("--aligner-kind table --no-resume", "--resume is for --aligner-kind network, not table"),
         ("--aligner-kind table --key-hidden1 8", "is for --aligner-kind network or anchored, not"),
         ("--aligner-kind tabel", "unknown aligner kind 'tabel'; did you mean table?"),
         ("--aligner-kind", "expected one argument"),
