@@ -11,7 +11,7 @@ _QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 class Marked:
-    about = "any of these in WikiText's tokenised form (`it 's a two @-@ part word`)"
+    about = "any other in WikiText's tokenised form (`it 's a two @-@ part word`)"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """The text of the corpus `rest`, marked a piece at a time."""

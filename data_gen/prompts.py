@@ -52,7 +52,7 @@ def conversations(spec: str) -> list[list[str]]:
     Raises:
         UserError: unknown prompts, a hub that cannot be reached (the message names what works
             offline), or a row without a turn (the message names its line).
-        NotFoundError: there is no such file.
+        NotFoundError: no such file.
     """
     if spec == "own":
         return [list(turns) for turns in OWN]

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 from tqdm.auto import tqdm
 
@@ -37,6 +36,8 @@ from kvalign.settings import keywords_of
 
 log = logging.getLogger(__name__)
 
+_FREE = ("batch_size", "device")  # may change between the runs: they touch the last bits at most
+
 
 @keywords_of(RecordSettings)
 def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> Store:
@@ -63,7 +64,15 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"--num-tokens must be at least {needed_len} for a chunk in both train and val, "
             f"got {settings.num_tokens}"
         )
-    run = _run(settings.out, config)
+    is_finished = (settings.out / MANIFEST).exists()
+    run = ResumableRun(
+        settings.out,
+        config.model_dump(mode="json"),
+        free=_FREE + ("versions",) * is_finished,
+        config_name=CONFIG,
+        result_name=MANIFEST,
+        read_config=lambda path: read_config(path).model_dump(mode="json"),
+    )
     if run.state() == "finished":
         return open_store(settings.out)
     pieces = equal_shares(
@@ -85,21 +94,6 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     return open_store(settings.out)
 
 
-def _run(folder: Path, config: RecordingConfig) -> ResumableRun:
-    """The recording in a folder. Batches and devices touch the last bits at most; versions may
-    change once it is finished.
-    """
-    free = ("batch_size", "device", *["versions"] * (folder / MANIFEST).exists())
-    return ResumableRun(
-        folder,
-        config.model_dump(mode="json"),
-        free=free,
-        config_name=CONFIG,
-        result_name=MANIFEST,
-        read_config=lambda path: read_config(path).model_dump(mode="json"),
-    )
-
-
 def _record_shards(
     settings: RecordSettings,
     config: RecordingConfig,
@@ -115,21 +109,20 @@ def _record_shards(
         tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar,
         writer(settings, loaded, bar.update) as write,
     ):
-        for content in by_shard(chunks, config.settings, config.chunks_per_shard):
-            size = (content.shard_index, len(content.chunk_indices))
-            of_content = [
-                expected_shard(settings.out, config, content.split, shift, *size)
+        for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
+            expected = [
+                expected_shard(settings.out, config, shard_chunks, shift)
                 for shift in config.settings.num_evicted
             ]
-            shards += of_content
-            num_chunks = max(num_chunks, int(content.chunk_indices[-1]) + 1)
-            tokens = hashlib.sha256(content.ids.numpy().tobytes()).hexdigest()
-            missing = [shard for shard in of_content if not _is_recorded(shard, config, tokens)]
+            shards += expected
+            num_chunks = max(num_chunks, int(shard_chunks.chunk_indices[-1]) + 1)
+            tokens = hashlib.sha256(shard_chunks.ids.numpy().tobytes()).hexdigest()
+            missing = [shard for shard in expected if not _is_recorded(shard, config, tokens)]
             if missing:
-                write(Task(content, missing, tokens))
+                write(Task(shard_chunks, missing, tokens))
             else:
-                bar.initial += content.ids.numel()  # no part of the speed
-                bar.update(content.ids.numel())
+                bar.initial += shard_chunks.ids.numel()  # no part of the speed
+                bar.update(shard_chunks.ids.numel())
     if num_chunks < num_expected:
         log.warning(
             "corpus %s ended after %d of %d chunks",
@@ -137,12 +130,15 @@ def _record_shards(
             num_chunks,
             num_expected,
         )
-    return sorted(shards, key=lambda s: (SPLITS.index(s.split), s.num_evicted, s.path.name))
+    return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
 
 
 def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> bool:
     """Whether the shard is written, whole, and of these tokens (a corpus may have changed)."""
-    return not find_damage(shard, config) and shard.notes().get("tokens_sha256") == tokens_sha256
+    try:
+        return not find_damage(shard, config) and shard.notes().tokens_sha256 == tokens_sha256
+    except UserError:
+        return False
 
 
 def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
@@ -150,7 +146,7 @@ def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
     for shift in config.settings.num_evicted:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]
         num_numbers = sum(shard.num_rows for shard in of_shift) * config.model.head_dim
-        squares = [shard.notes()["squared_error"] for shard in of_shift]
+        squares = [shard.notes().squared_error for shard in of_shift]
         for kv in KV:
             mse[kv][shift] = sum(square[kv] for square in squares) / num_numbers
     num_chunks, num_rows = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)

@@ -12,14 +12,15 @@ int64, the chunks' indices in the corpus.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvalign.aligners.base import Text
+from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig, read_config
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import checked, read_json, sha256, write_whole
@@ -54,10 +55,21 @@ class Shard:
         with safe_open(self.path, "pt") as file:
             return file.get_tensor("chunk")
 
-    def notes(self) -> dict[str, Any]:
-        """What was noted when the shard was written; empty if nothing was."""
+    def notes(self) -> "ShardNotes":
+        """What was noted when the shard was written; UserError if nothing was."""
         with safe_open(self.path, "pt") as file:
-            return json.loads((file.metadata() or {}).get(_NOTES, "{}"))
+            text = (file.metadata() or {}).get(_NOTES, "")
+        try:
+            return ShardNotes.model_validate_json(text)
+        except ValidationError:
+            raise UserError(f"{self.path} is not a shard of ours: it has no notes") from None
+
+
+class ShardNotes(BaseModel):
+    """Notes in the header of a shard: sum of squared differences by kv, and of which tokens."""
+
+    squared_error: dict[str, float]
+    tokens_sha256: str
 
 
 class ShardEntry(BaseModel):
@@ -122,14 +134,14 @@ class Store:
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store:
-    """Open a finished store after a look at the header of each shard.
+    """Open a finished recording after a look at the header of each shard.
 
     Args:
         folder: what `kvalign gen-data --out` wrote.
         verify: also read every byte and compare the SHA-256 of each shard.
 
     Raises:
-        NotFoundError: there is no store.
+        NotFoundError: no recording is in the folder.
         UserError: it is unfinished or damaged; the message names the file and what to do.
     """
     folder = Path(folder)
@@ -154,21 +166,18 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
 
 
 def expected_shard(
-    folder: Path,
-    config: RecordingConfig,
-    split: str,
-    num_evicted: int,
-    index: int,
-    num_chunks: int,
+    folder: Path, config: RecordingConfig, chunks: ShardChunks, num_evicted: int
 ) -> Shard:
-    """A shard that the recording will have or has: written or not."""
-    path = folder / f"{split}-k{num_evicted}-{index:05d}.safetensors"
-    return Shard(path, split, num_evicted, num_chunks, config.num_rows(num_evicted, num_chunks))
+    """The shard of these chunks, written or not."""
+    path = folder / f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors"
+    num_chunks = len(chunks.chunk_indices)
+    num_rows = config.num_rows(num_evicted, num_chunks)
+    return Shard(path, chunks.split, num_evicted, num_chunks, num_rows)
 
 
-def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write `PAIRS` and `chunk`, with notes that JSON can hold."""
-    metadata = {_NOTES: json.dumps(notes, sort_keys=True)}
+def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> None:
+    """Write `PAIRS` and `chunk`, with the notes."""
+    metadata = {_NOTES: json.dumps(notes.model_dump(), sort_keys=True)}
     write_whole(shard.path, lambda path: save_file(tensors, path, metadata=metadata))
 
 

@@ -1,4 +1,4 @@
-"""The corpora `text:PATH`: text files of one's own."""
+"""The corpora `text:PATH`: text files of a user."""
 
 import glob
 from collections.abc import Iterator

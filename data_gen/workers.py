@@ -20,7 +20,7 @@ from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.data_gen.store import Shard, write_shard
+from kvalign.data_gen.store import Shard, ShardNotes, write_shard
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
 
@@ -82,7 +82,7 @@ def write_task(
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}
-        notes = {"squared_error": squares, "tokens_sha256": task.tokens_sha256}
+        notes = ShardNotes(squared_error=squares, tokens_sha256=task.tokens_sha256)
         write_shard(shard, {**tensors, "chunk": task.chunks.chunk_indices}, notes)
 
 

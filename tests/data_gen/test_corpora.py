@@ -75,7 +75,7 @@ def test_python_docs_are_split_by_document():
     names = {split: [row["name"] for row in python_docs(split)] for split in ("train", "test")}
     assert set(names["train"]).isdisjoint(names["test"])
     assert 0.05 < len(names["test"]) / len(names["train"]) < 0.2
-    assert _text("python-docs", "test").startswith(next(python_docs("test"))["text"])
+    assert next(texts("python-docs", "test")).startswith(next(python_docs("test"))["text"])
     assert "module/argparse.py" in names["train"] + names["test"]
 
 

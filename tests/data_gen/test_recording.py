@@ -1,4 +1,4 @@
-"""Recorded pairs are plain encodings; splits depend on indices alone; interrupted runs resume."""
+"""A store has the pairs of its chunks; interrupted runs resume; others are refused."""
 
 import hashlib
 import json
@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.tiny_corpus import TEXT, byte_tokenizer
-from helpers.tiny_models import CONTEXT_LEN, KINDS, VOCAB, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import data_gen
 from kvalign.app.commands import gen_data
 from kvalign.data_gen import workers
-from kvalign.data_gen.chunks import cut_chunks, equal_shares, first_val_chunk, split_of
 from kvalign.data_gen.config import SPLITS
 from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.errors import UserError
-from kvalign.models import LoadedModel, rotation_of, spec_of
-from kvalign.rope import rerotate
+from kvalign.models import LoadedModel, spec_of
 
 
 @pytest.fixture(scope="session")
@@ -74,46 +72,6 @@ def _bytes(folder: Path) -> dict[str, str]:
         for path in folder.iterdir()
         if not path.name.startswith(".")
     }
-
-
-def _encode(model, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values of one chunk [T], by the whole model and its own cache: [L, H, T, D] each."""
-    layers = model(input_ids=ids[None], use_cache=True).past_key_values.layers
-    return [torch.cat([getattr(x, name) for x in layers]) for name in ("keys", "values")]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_are_plain_encodings(models, wrap, kind):
-    model, num_sinks, shift = models[kind], 4, 3
-    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
-    found = record_pairs(wrap(model), ids, num_sinks, (1, shift))[shift]
-    for row, chunk in enumerate(ids):
-        key_stale, value_stale = (x[..., 7:, :] for x in _encode(model, chunk))
-        left = torch.tensor([*chunk[:4].tolist(), *chunk[7:].tolist()])
-        key_aligned, value_aligned = (x[..., 4:, :] for x in _encode(model, left))
-        if hasattr(model.base_model, "rotary_emb"):
-            key_stale = rerotate(key_stale, shift, rotation_of(model).inv_freq)
-        expected = (key_stale, key_aligned, value_stale, value_aligned)
-        for a, b in zip(found, expected, strict=True):
-            assert a.shape == (2, *b.shape)
-            assert torch.allclose(a[row], b, atol=1e-4)
-
-
-def test_rotary_keys_are_rerotated_so_that_layer_0_is_aligned(models, wrap):
-    """Values of layer 0 know no position; keys of layer 0 nothing but their position."""
-    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
-    for key_stale, key_aligned, value_stale, value_aligned in record_pairs(
-        wrap(models["llama"]), ids, 4, (1, 8)
-    ).values():
-        assert torch.allclose(key_stale[:, 0], key_aligned[:, 0], atol=1e-4)
-        assert torch.allclose(value_stale[:, 0], value_aligned[:, 0], atol=1e-5)
-        assert not torch.allclose(key_stale[:, 1], key_aligned[:, 1], atol=1e-2)
-
-
-def test_sliding_window_layers_keep_every_entry(wrap):
-    model = tiny_model("mistral", sliding_window=8)
-    ids = torch.arange(20)[None]
-    assert record_pairs(wrap(model), ids, 4, (1,))[1][0].shape[3] == 15
 
 
 def test_store_holds_the_pairs_of_its_chunks(gpt2, tokenizer, text_file, settings):
@@ -290,37 +248,6 @@ def test_numbers_that_do_not_fit_are_refused(wrap, settings):
         record(settings(), loaded=wrap(model))
 
 
-@pytest.mark.parametrize("stride", [24, 7])
-@pytest.mark.parametrize("sizes", [(1000,), (1,) * 300 + (50,) * 14, (23, 25, 0, 952)])
-def test_chunks_are_windows_of_the_stream(stride, sizes):
-    stream, pieces = list(range(1000)), []
-    for size in sizes:
-        pieces.append(stream[sum(map(len, pieces)) :][:size])
-    expected = [stream[start : start + 24] for start in range(0, 990 - 23, stride)]
-    assert list(cut_chunks(pieces, 24, stride, 990)) == expected
-
-
-@pytest.mark.parametrize("stride", [24, 16, 7, 1])
-def test_no_token_is_in_both_splits(stride):
-    rule = {"chunk_len": 24, "stride": stride, "val_share": 0.2, "seed": 3}
-    tokens = {"train": set(), "val": set(), None: set()}
-    for index in range(4000):
-        tokens[split_of(index, **rule)] |= set(range(index * stride, index * stride + 24))
-    assert tokens["train"].isdisjoint(tokens["val"])
-    assert 0.1 < len(tokens["val"]) / (4000 * stride) < 0.3
-    assert next(i for i in range(4000) if split_of(i, **rule) == "val") == first_val_chunk(
-        24, stride
-    )
-    assert split_of(0, **rule) == "train"
-
-
-def test_seed_draws_another_split():
-    def drawn(seed: int) -> list:
-        return [split_of(index, 24, 24, 0.5, seed) for index in range(100)]
-
-    assert drawn(0) == drawn(0) != drawn(1)
-
-
 def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
     monkeypatch.setattr("kvalign.data_gen.recording.load_model", lambda name, device: gpt2)
     gen_data.run(settings(), as_json=False)
@@ -339,21 +266,3 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
     manifest = store.manifest.model_dump(mode="json")
     for name in ("num_chunks", "num_rows", "input_label_mse"):
         assert document[name] == manifest[name]
-
-
-def test_several_corpora_give_equal_shares():
-    first, second = [[1, 2], [3, 4, 5], [6, 7]], [[11], [12, 13], [14, 15, 16]]
-    assert [id_ for piece in equal_shares([first, second], 8) for id_ in piece] == [
-        1,
-        2,
-        3,
-        4,
-        11,
-        12,
-        13,
-        14,
-    ]
-    assert [id_ for piece in equal_shares([first, second], 9) for id_ in piece] == [
-        *(1, 2, 3, 4),
-        *(11, 12, 13, 14, 15),
-    ]

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, RecordingConfig
-from kvalign.data_gen.store import expected_shard, open_store, write_shard
+from kvalign.data_gen.store import ShardNotes, expected_shard, open_store, write_shard
 from kvalign.errors import UserError
 from kvalign.files import sha256, write_json
 
@@ -54,9 +56,10 @@ def folder(tmp_path):
     config = RecordingConfig.model_validate(CONFIG)
     entries = []
     for split, index, num_chunks in (("train", 0, 2), ("train", 1, 1), ("val", 0, 1)):
-        shard = expected_shard(tmp_path, config, split, 1, index, num_chunks)
+        chunks = ShardChunks(split, index, torch.arange(num_chunks), torch.empty(num_chunks, 10))
+        shard = expected_shard(tmp_path, config, chunks, 1)
         tensors = {name: _numbers(name, split, index, num_chunks) for name in PAIRS}
-        write_shard(shard, {**tensors, "chunk": torch.arange(num_chunks)}, {"note": index})
+        write_shard(shard, {**tensors, "chunk": torch.arange(num_chunks)}, _notes(index))
         fields = ("split", "num_evicted", "num_chunks", "num_rows")
         entry = {field: getattr(shard, field) for field in fields}
         entries.append({"file": shard.path.name, **entry, "sha256": sha256(shard.path)})
@@ -68,6 +71,10 @@ def folder(tmp_path):
     }
     write_json(tmp_path / "manifest.json", manifest)
     return tmp_path
+
+
+def _notes(index: int) -> ShardNotes:
+    return ShardNotes(squared_error={"key": 0.5 + index, "value": 0.25}, tokens_sha256="ab")
 
 
 def _numbers(name: str, split: str, index: int, num_chunks: int) -> torch.Tensor:
@@ -91,7 +98,7 @@ def test_what_was_written_is_read(folder):
                 place = (split, index, shard.num_chunks)
                 assert torch.equal(stale, _numbers(f"{kv}_stale", *place))
                 assert torch.equal(aligned, _numbers(f"{kv}_aligned", *place))
-            assert shard.notes() == {"note": index}
+            assert shard.notes() == _notes(index)
             assert shard.chunk_indices().tolist() == list(range(shard.num_chunks))
 
 
@@ -101,7 +108,7 @@ def test_same_pairs_are_the_same_bytes(folder):
     for _ in range(5):
         shard = open_store(folder).shards("train")[0]
         tensors = {name: _numbers(name, "train", 0, 2) for name in PAIRS}
-        write_shard(shard, {"chunk": torch.arange(2), **tensors}, {"note": 0})
+        write_shard(shard, {"chunk": torch.arange(2), **tensors}, _notes(0))
         assert path.read_bytes() == before
 
 
@@ -222,3 +229,13 @@ def test_damaged_configs_are_refused(folder, change, field):
     with pytest.raises(UserError, match=rf"config\.json: {field}") as caught:
         open_store(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"kvalign": ""}, {"kvalign": "[" * 10_000}, {"kvalign": '{"note": 1}'}]
+)
+def test_notes_of_others_are_refused(folder, metadata):
+    shard = open_store(folder).shards("val")[0]
+    save_file({"chunk": torch.arange(1)}, shard.path, metadata=metadata)
+    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of ours"):
+        shard.notes()
