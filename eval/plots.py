@@ -18,7 +18,7 @@ from matplotlib.ticker import NullLocator
 
 from kvalign.escape import escape_controls
 from kvalign.eval.evaluation import Row
-from kvalign.eval.rows import label_of
+from kvalign.eval.rows import grouped, label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
@@ -68,6 +68,15 @@ def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list
         )
         for label, group in groups.items()
     ]
+
+
+def panels_by(
+    name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
+) -> dict[str, list[Series]]:
+    """Lines in a panel for each value of a column, which ends the panel's title."""
+    return {
+        f"{title}{value}": series(group, x, y, high) for value, group in grouped(rows, name).items()
+    }
 
 
 def style_of(row: Row) -> tuple[str, str]:
