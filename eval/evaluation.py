@@ -82,6 +82,7 @@ class Evaluation(ABC):
         settings: the class of its settings.
         run: from settings to the document.
         columns: what its tables show, by the name in a row.
+        more_columns: what else it measures.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
         row_fields: what else is read of a row, and its type.
@@ -92,12 +93,17 @@ class Evaluation(ABC):
     settings: ClassVar[type[ComparisonSettings]]
     run: ClassVar[Callable[..., Document]]
     columns: ClassVar[Mapping[str, Column]]
+    more_columns: ClassVar[tuple[tuple[str, Column], ...]] = ()
     heading: ClassVar[str]
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
     row_fields: ClassVar[Fields] = ()
     document_fields: ClassVar[Fields] = ()
     settings_read: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def all_columns(self) -> Mapping[str, Column]:
+        return {**self.columns, **dict(self.more_columns)}
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:

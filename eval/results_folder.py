@@ -95,7 +95,7 @@ def _model_of(evaluation: Evaluation) -> type[BaseModel]:
     number = int | float
     columns: dict[str, Any] = {
         name: (number | None, None) if column.is_optional else (number, ...)
-        for name, column in evaluation.columns.items()
+        for name, column in evaluation.all_columns.items()
     }
     row = create_model("Row", __base__=_Row, **columns, **_required(*evaluation.row_fields))
     hints = typing.get_type_hints(evaluation.settings)

@@ -115,6 +115,8 @@ COLUMNS = {
     "ratio_high": Column("ratio to", 3, "", "95 %, paired block bootstrap", True),
     "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True),
 }
+NLL = Column("NLL, nats", 4, "lower", "mean loss of a label")
+TIME = Column("total s", 1, "lower", "time of the whole run")
 
 
 class Perplexity(Evaluation):
@@ -128,7 +130,8 @@ class Perplexity(Evaluation):
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
-    row_fields = (("segments", list[dict[str, float]]), ("seconds", float))
+    more_columns = (("nll_nats", NLL), ("seconds", TIME))
+    row_fields = (("segments", list[dict[str, float]]),)
     settings_read = ("corpus", "reference", "stepwise")
 
     def chosen(self, documents: Documents) -> Documents:
@@ -198,6 +201,7 @@ class Perplexity(Evaluation):
             "figure 3); a point is one cache size. To the lower left is better.",
             list(documents),
         )
+        columns = {"perplexity": COLUMNS["perplexity"], "seconds": TIME}
         for name, document in documents.items():
             title = self.title(document)
             figure = draw(
@@ -208,7 +212,7 @@ class Perplexity(Evaluation):
                 log_y=True,
             )
             section.plots.append(Plot(name, figure, f"Perplexity against total time: {title}"))
-            section.tables.extend(tables_by_cache(title, document["rows"], TIME_COLUMNS))
+            section.tables.extend(tables_by_cache(title, document["rows"], columns))
         return section
 
     def check(self, document: Document) -> None:
@@ -236,8 +240,4 @@ def _by_size(document: Document) -> Figure:
     )
 
 
-TIME_COLUMNS = {
-    "perplexity": Perplexity.columns["perplexity"],
-    "seconds": Column("total s", 1, "lower", "time of the whole run"),
-}
 EVALUATION = Perplexity()
