@@ -4,7 +4,6 @@ the report know each by its `Evaluation` alone.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -75,7 +74,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
 
-class Evaluation(ABC):
+class Evaluation:
     """One evaluation: what can be set, what it measures, and how that is shown.
 
     Attributes:
@@ -109,7 +108,7 @@ class Evaluation(ABC):
     def summary_columns(self) -> Mapping[str, Column]:
         return {name: self.columns[name] for name in self.in_summary}
 
-    def check(self, document: Document) -> None:  # noqa: B027
+    def check(self, document: Document) -> None:
         """Raise UserError for what the types of its fields do not say."""
 
     def chosen(self, documents: Documents) -> Documents:

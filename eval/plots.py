@@ -162,7 +162,10 @@ def _draw_line(axes: Axes, line: Series) -> None:
     if line.high is None:
         axes.plot(line.x, line.y, color=color, marker=marker, label=line.label, zorder=in_front)
         return
-    whiskers = [[0.0] * len(line.y), [h - v for h, v in zip(line.high, line.y, strict=True)]]
+    whiskers = [
+        [0.0] * len(line.y),
+        [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)],
+    ]
     axes.errorbar(
         line.x, line.y, whiskers, color=color, marker=marker, label="_", zorder=in_front, capsize=3
     )
