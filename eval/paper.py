@@ -6,7 +6,7 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
 from kvalign.eval.rows import method_name
 from kvalign.eval.suite_file import PaperTable
-from kvalign.eval.tables import METHOD, Entry, Table
+from kvalign.eval.tables import METHOD, Table
 
 
 def paper_tables(results: Results) -> list[Table]:
