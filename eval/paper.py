@@ -1,5 +1,6 @@
 """The paper's figures beside ours; a suite lists them (`paper:` of its file)."""
 
+from kvalign.console import Entry
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column
 from kvalign.eval.evaluations import EVALUATIONS

@@ -46,12 +46,15 @@ def variety(settings: VarietySettings, *, loaded: LoadedModel | None = None) -> 
     return document("eval variety", settings, rows, started=started)
 
 
+COLUMNS = {"variety": Column("variety", 3, "higher", "different tokens by all tokens")}
+
+
 class Variety(Evaluation):
     settings = VarietySettings
     run = staticmethod(variety)
     heading = "Variety"
     about = "Different tokens among those that a method wrote."
-    columns = {"variety": Column("variety", 3, "higher", "different tokens by all tokens")}
+    columns = COLUMNS
     in_summary = ("variety",)
 
 
