@@ -4,9 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo
 PROMPT := = History of the island = The island was first settled
+SLOW := slow or browser or ray
+# One thread a process: the tests' tensors are small, and the processes are as many as the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test docs lint format wheel-test clean
+.PHONY: demo test test-slow coverage docs lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -22,8 +25,19 @@ demo: .venv/installed
 	$(BIN)/kvalign eval run quick --out $(DEMO)/results --override "--aligner $(DEMO)/network,$(DEMO)/table"
 	$(BIN)/kvalign report $(DEMO)/results --terminal
 
+# What a contributor needs, in minutes; test-slow has the rest.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	$(PYTEST) -m "not ($(SLOW))"
+
+test-slow: .venv/installed
+	$(PYTEST) -m "$(SLOW)"
+
+# Which lines all tests reach: build/coverage/html/index.html.
+coverage: .venv/installed
+	@rm -rf build/coverage && mkdir -p build/coverage
+	$(PYTEST) --cov --cov-report=
+	$(BIN)/coverage report --skip-covered --sort=cover | tail -30
+	$(BIN)/coverage html --quiet
 
 # The documentation, build/site/index.html; any warning is an error.
 docs: .venv/installed
@@ -34,12 +48,13 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p kvalign
+	$(BIN)/lint-imports
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The wheel alone, in a clean environment, away from the checkout.
+# The wheel alone, in a clean environment, away from the checkout; and its modules with the packages of each extra alone.
 wheel-test: .venv/installed
 	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
 	$(PYTHON) -m venv --clear build/wheel/venv
@@ -47,6 +62,7 @@ wheel-test: .venv/installed
 	cd build/wheel && venv/bin/kvalign doctor
 	cd build/wheel && venv/bin/kvalign generate --model gpt2-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	cd build/wheel && venv/bin/kvalign generate --model llama-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
+	$(BIN)/python tests/scripts/extras.py build/wheel/*.whl
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,91 +1,140 @@
-"""The config of a recording: what its bytes depend on, and whether a folder holds it or another."""
+"""The config of a recording: what its bytes depend on, as `config.json` has it."""
 
-import json
+import math
 import platform
-from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
 import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from kvalign.aligners import embedding_fingerprint
+from kvalign.aligners.base import Count, Text
+from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.data_gen.store import CONFIG, MANIFEST, PAIRS
 from kvalign.errors import UserError
-from kvalign.files import read_json
-from kvalign.models import LoadedModel
+from kvalign.files import checked, read_json
+from kvalign.models import LoadedModel, ModelSpec
 
-# Settings that may change between the runs of a recording: they touch the last bits at most.
-_FREE = ("batch_size", "device")
+SPLITS = ("train", "val")
+PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))
+
+Positive = Annotated[Count, Field(ge=1)]
 
 
-def new_config(settings: RecordSettings, loaded: LoadedModel) -> dict[str, Any]:
-    """What `config.json` holds; UserError if the model is too short for a chunk."""
+class RecordedSettings(BaseModel):
+    """The settings of a recording that its bytes depend on; see `RecordSettings`.
+
+    Attributes:
+        num_evicted: ascending, each once.
+        stride: always a number.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Text
+    corpus: tuple[Text, ...]
+    num_tokens: Positive
+    chunk_len: Positive
+    num_sinks: Count
+    num_evicted: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    stride: Positive
+    val_share: float
+    dtype: Literal["float16", "float32", "bfloat16"]
+    shard_mb: float
+    batch_size: Positive
+    device: Text
+    seed: int
+
+
+class RecordingConfig(BaseModel):
+    """What was recorded, of which model, in which shape: the `config.json` of a recording.
+
+    Attributes:
+        embedding_fingerprint: of the model (`probe` in recordings of version 0.1).
+        stale: what the stale keys and values are, in words.
+        shapes: of a chunk's tensors, by number evicted: L, H, S, D.
+        chunks_per_shard: chunks in each shard but the last of a split.
+        versions: of Python and packages.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    format: Literal[1] = 1
+    settings: RecordedSettings
+    model: ModelSpec
+    embedding_fingerprint: Annotated[
+        tuple[float, ...], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
+    ]
+    stale: Text
+    shapes: dict[int, tuple[Positive, Positive, Positive, Positive]]
+    chunks_per_shard: Positive
+    versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        shifts = self.settings.num_evicted
+        if sorted(set(shifts)) != list(shifts):
+            raise ValueError("settings.num_evicted must be ascending")
+        if self.shapes != shapes_of(self.settings, self.model):
+            raise ValueError("shapes must be those that follow from settings and model")
+        return self
+
+    def num_rows(self, num_evicted: int, num_chunks: int) -> int:
+        """The pairs of each kv in so many chunks: num_chunks * L * H * S."""
+        return num_chunks * math.prod(self.shapes[num_evicted][:3])
+
+
+def shapes_of(settings: RecordedSettings, spec: ModelSpec) -> dict[int, tuple[int, int, int, int]]:
+    """Shape of a chunk's tensors by number evicted: L, H, S, D."""
+    num_slots = settings.chunk_len - settings.num_sinks
+    return {
+        shift: (spec.num_layers, spec.num_kv_heads, num_slots - shift, spec.head_dim)
+        for shift in settings.num_evicted
+    }
+
+
+def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig:
+    """The config of a recording to be made.
+
+    Raises:
+        UserError: the model is too short for a chunk.
+    """
     spec, limit = loaded.spec, loaded.spec.context_len
     if limit is not None and settings.chunk_len > limit:
         raise UserError(
             f"--chunk-len must be at most {limit} for {spec.name} (its context length), "
             f"got {settings.chunk_len}"
         )
-    runs = ("out", "workers", "ray_address")
-    values = {k: v for k, v in settings.as_dict().items() if k not in runs}
-    values["stride"] = settings.stride or settings.chunk_len
-    values["num_evicted"] = shifts = sorted(set(settings.num_evicted))
-    room = settings.chunk_len - settings.num_sinks
-    shapes = {k: (spec.num_layers, spec.num_kv_heads, room - k, spec.head_dim) for k in shifts}
+    values = settings.as_dict() | {
+        "stride": settings.stride or settings.chunk_len,
+        "num_evicted": sorted(set(settings.num_evicted)),
+    }
+    recorded = RecordedSettings(**{name: values[name] for name in RecordedSettings.model_fields})
+    shapes = shapes_of(recorded, spec)
     itemsize = getattr(torch, settings.dtype).itemsize
-    chunk_bytes = len(PAIRS) * torch.Size(shapes[shifts[0]]).numel() * itemsize
-    config = {
-        "format": 1,
-        "settings": values,
-        "model": asdict(spec),
-        "embedding_fingerprint": embedding_fingerprint(loaded.model),
-        "stale": "keys rerotated to the new positions, values as encoded"
+    chunk_bytes = len(PAIRS) * math.prod(shapes[recorded.num_evicted[0]]) * itemsize
+    return RecordingConfig(
+        settings=recorded,
+        model=spec,
+        embedding_fingerprint=embedding_fingerprint(loaded.model),
+        stale="keys rerotated to the new positions, values as encoded"
         if spec.family == "rotary"
         else "keys and values as encoded",
-        "shapes": shapes,
-        "chunks_per_shard": max(1, int(settings.shard_mb * 1e6 / chunk_bytes)),
-        "versions": {
+        shapes=shapes,
+        chunks_per_shard=max(1, int(settings.shard_mb * 1e6 / chunk_bytes)),
+        versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("kvalign", "torch", "transformers")},
         },
-    }
-    return json.loads(json.dumps(config))  # as it will be read: lists, and keys that are strings
+    )
 
 
-def is_finished(settings: RecordSettings, config: dict[str, Any]) -> bool:
-    """Whether the folder has the whole recording; UserError if it has another, or other files."""
-    if not (settings.out / CONFIG).exists():
-        found = settings.out.iterdir() if settings.out.is_dir() else ()
-        if any(not path.name.startswith(".") for path in found):
-            raise UserError(f"{settings.out} holds other files: name a new folder with --out")
-        return False
-    finished = (settings.out / MANIFEST).exists()
-    skip = (*_FREE, "versions") if finished else _FREE
-    there = read_json(settings.out / CONFIG)
-    if field := _first_difference(there, config, skip):
-        raise UserError(
-            f"{settings.out} was recorded with {field.removeprefix('settings.')} "
-            f"{_at(there, field)!r}, not {_at(config, field)!r}: "
-            "take that, or name a new folder with --out"
-        )
-    return finished
+def read_config(path: Path) -> RecordingConfig:
+    """The config in a file.
 
-
-def _first_difference(there: Any, here: Any, skip: tuple[str, ...]) -> str:
-    """Dotted name of the first field in which two configs differ, or an empty string."""
-    for field in {**here, **there}:
-        a, b = there.get(field), here.get(field)
-        if field in skip or a == b:
-            continue
-        if not (isinstance(a, dict) and isinstance(b, dict)):
-            return field
-        if inner := _first_difference(a, b, skip):
-            return f"{field}.{inner}"
-    return ""
-
-
-def _at(config: Any, field: str) -> Any:
-    for name in field.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
+    Raises:
+        UserError: it is damaged; the message names the file and the field.
+    """
+    return checked(RecordingConfig, read_json(path), path)

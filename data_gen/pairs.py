@@ -40,7 +40,7 @@ def record_pairs(
 
     Args:
         ids: [B, T] int64, chunks without special tokens.
-        num_sinks: first entries that stay where they are.
+        num_sinks: first entries, which are never evicted.
         shifts: numbers of entries evicted right after the sinks.
 
     Returns:
@@ -50,8 +50,8 @@ def record_pairs(
     keys, values = encode(loaded.model, ids)
     rotation, pairs = rotation_of(loaded.model), {}
     for shift in shifts:
-        left = torch.cat([ids[:, :num_sinks], ids[:, num_sinks + shift :]], dim=1)
-        key_aligned, value_aligned = (x[..., num_sinks:, :] for x in encode(loaded.model, left))
+        rest = torch.cat([ids[:, :num_sinks], ids[:, num_sinks + shift :]], dim=1)
+        key_aligned, value_aligned = (x[..., num_sinks:, :] for x in encode(loaded.model, rest))
         key_stale, value_stale = (x[..., num_sinks + shift :, :] for x in (keys, values))
         if rotation:
             key_stale = rotation.shift(key_stale, shift)
@@ -61,5 +61,5 @@ def record_pairs(
 
 def squared_error(stale: Tensor, aligned: Tensor) -> float:
     """Sum of squared differences in float64, a chunk at a time: [num_chunks, ...] each."""
-    chunks = zip(stale, aligned, strict=True)
-    return sum((a.double() - b.double()).square().sum().item() for a, b in chunks)
+    pairs = zip(stale, aligned, strict=True)
+    return sum((a.double() - b.double()).square().sum().item() for a, b in pairs)

@@ -10,14 +10,10 @@ A conversation is the list of what its user says. Each first turn of `own` break
 for a model that continues texts instead of answering.
 """
 
-import difflib
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from kvalign import hub
-from kvalign.errors import NotFoundError, UserError
+from kvalign.errors import UserError
+from kvalign.registry import unknown
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "mt-bench", "PATH.jsonl")
@@ -56,68 +52,18 @@ def conversations(spec: str) -> list[list[str]]:
     Raises:
         UserError: unknown prompts, a hub that cannot be reached (the message names what works
             offline), or a row without a turn (the message names its line).
-        NotFoundError: there is no such file.
+        NotFoundError: no such file.
     """
     if spec == "own":
         return [list(turns) for turns in OWN]
+    from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
+
     if spec == "mt-bench":
-        rows = _hub_rows(MT_BENCH)
+        turns = prompt_rows.of_hub(MT_BENCH, f"prompts that work offline: {', '.join(OFFLINE)}")
     elif spec.endswith(".jsonl"):
-        rows = _file_rows(Path(spec).expanduser())
+        turns = prompt_rows.of_file(Path(spec).expanduser())
     else:
-        near = difflib.get_close_matches(spec, NAMES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"unknown prompts {spec!r}{hint} (known: {', '.join(NAMES)})")
-    found = [_turns(row, where) for where, row in rows]
-    if not found:
+        raise UserError(unknown("prompts", spec, NAMES))
+    if not turns:
         raise UserError(f"no prompt in {spec}: at least one is needed")
-    return found
-
-
-def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a hub data set, or of a local folder of its name, each with where it is."""
-    import datasets
-
-    offline = f"prompts that work offline: {', '.join(OFFLINE)}"
-    if not Path(name).is_dir() and not hub.is_reachable():
-        raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
-    try:
-        rows = list(datasets.load_dataset(name, split="train", streaming=True))
-    except (OSError, ValueError) as error:  # no such data set or split; no connection
-        raise UserError(f"cannot load 'train' of {name!r}: {error}; {offline}") from error
-    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows))
-
-
-def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its line; blank lines are left out."""
-    if not path.is_file():
-        raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
-    # As bytes: JSON may hold characters that end a line for str.splitlines.
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON or UTF-8, or nested too deep
-            reason = getattr(error, "msg", error)
-            raise UserError(f"{where} must be a JSON object: {reason}") from error
-        yield where, row
-
-
-def _turns(row: Any, where: str) -> list[str]:
-    turns: Any = None
-    if isinstance(row, dict):
-        turns = row.get("turns", row.get("prompt"))
-        if isinstance(turns, str) and "turns" not in row:
-            turns = [turns]
-    if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-        raise UserError(
-            f'{where} needs "turns" (a list of texts) or "prompt" (a text or a list of them), '
-            f"none empty, got {row!r:.80}"
-        )
     return turns
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())

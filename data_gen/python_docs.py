@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvalign.data_gen.corpus import in_pieces
+
 TEST_SHARE = 0.1
 _SKIPPED = {
     "test",
@@ -27,19 +29,27 @@ _SKIPPED = {
 }
 
 
+class PythonDocs:
+    about = "CPython's language reference and docstrings; offline"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """The documents, an empty line after each."""
+        return in_pieces(row["text"] + "\n\n" for row in python_docs(split))
+
+
 def python_docs(split: str) -> Iterator[dict[str, str]]:
     """Yield `{"name", "text"}` documents of `split` (`train` or `test`), in a fixed order."""
     from pydoc_data.topics import topics  # 700 kB
 
-    wanted = split == "test"
+    of_test = split == "test"
     for topic in sorted(topics):
         name = f"topic/{topic}"
-        if _is_test(name) == wanted:
+        if _is_test(name) == of_test:
             yield {"name": name, "text": topics[topic]}
     stdlib = Path(sysconfig.get_path("stdlib"))
     for path in _sources(stdlib):
         name = f"module/{path.relative_to(stdlib).as_posix()}"
-        if _is_test(name) == wanted and (text := _docstrings(path)):
+        if _is_test(name) == of_test and (text := _docstrings(path)):
             yield {"name": name, "text": text}
 
 
@@ -48,16 +58,16 @@ def _is_test(name: str) -> bool:
 
 
 def _sources(stdlib: Path) -> list[Path]:
-    """The library's own source files in order; packages installed below it are not listed."""
-    found = []
+    """The source files of the library, in order; packages installed below it are not listed."""
+    paths = []
     for folder, subfolders, files in os.walk(stdlib):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
-        found += [
+        paths += [
             Path(folder, name)
             for name in files
             if name.endswith(".py") and not name.startswith("test_")
         ]
-    return sorted(found)
+    return sorted(paths)
 
 
 def _docstrings(path: Path) -> str:

@@ -35,14 +35,12 @@ class RecordSettings(Settings):
     stride: int | None = option(
         None, help="tokens from chunk to chunk, less overlaps (default: chunk-len)", at_least=1
     )
-    val_share: float = option(
-        0.1, help="share of the chunks kept for validation", above=0, at_most=0.5
-    )
+    val_share: float = option(0.1, help="share of the chunks for validation", above=0, at_most=0.5)
     dtype: str = option(
         "float16", help="type of the stored numbers", choices=("float16", "float32", "bfloat16")
     )
     shard_mb: float = option(
-        64.0, help="size of a file in megabytes, reached in whole chunks", above=0
+        64.0, help="size of a file in megabytes, reached in whole chunks", above=0, at_most=1e6
     )
     batch_size: int = option(8, help="chunks encoded at once", at_least=1)
     device: str = option("cpu", help="cpu or cuda; with several workers a GPU each")
@@ -56,10 +54,10 @@ class RecordSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        room = self.chunk_len - self.num_sinks - max(self.num_evicted)
-        if room < 1:
+        num_removed = self.num_sinks + max(self.num_evicted)
+        if self.chunk_len <= num_removed:
             raise UserError(
-                f"--chunk-len must be above --num-sinks + --num-evicted ({self.chunk_len - room}): "
+                f"--chunk-len must be above --num-sinks + --num-evicted ({num_removed}): "
                 f"no entry is left to align, got {self.chunk_len}"
             )
         if self.stride is not None and self.stride > self.chunk_len:

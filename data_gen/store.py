@@ -6,31 +6,28 @@
 
 A shard holds `key_stale`, `key_aligned`, `value_stale`, `value_aligned`, each
 [num_chunks, L, H, S, D] with S = chunk_len - num_sinks - num_evicted, and `chunk` [num_chunks]
-int64, places in the corpus.
+int64, the chunks' indices in the corpus.
 """
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, Self
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.aligners.network_sizes import KV
+from kvalign.aligners.base import Text
+from kvalign.data_gen.chunks import ShardChunks
+from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig, read_config
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import read_json, sha256, write_whole
+from kvalign.files import checked, read_json, sha256, write_whole
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
-SPLITS = ("train", "val")
-PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))
 
 _DTYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}  # torch's and safetensors' names
-_NAME = re.compile(r"(train|val)-k([1-9]\d{0,8})-(\d{5,9})\.safetensors")
-_FIELDS = ("split", "num_evicted", "num_rows")
 _NOTES = "kvalign"  # one entry, because safetensors writes several in random order
 
 
@@ -53,51 +50,98 @@ class Shard:
         with safe_open(self.path, "pt") as file:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
-    def chunks(self) -> Tensor:
-        """The chunks' places in the corpus, in the order of the tensors: [num_chunks] int64."""
+    def chunk_indices(self) -> Tensor:
+        """The chunks' indices in the corpus, in the order of the tensors: [num_chunks] int64."""
         with safe_open(self.path, "pt") as file:
             return file.get_tensor("chunk")
 
-    def notes(self) -> dict[str, Any]:
-        """What was noted when the shard was written; empty if nothing was."""
+    def notes(self) -> "ShardNotes":
+        """What was noted when the shard was written; UserError if nothing was."""
         with safe_open(self.path, "pt") as file:
-            return json.loads((file.metadata() or {}).get(_NOTES, "{}"))
+            text = (file.metadata() or {}).get(_NOTES, "")
+        try:
+            return ShardNotes.model_validate_json(text)
+        except ValidationError:
+            raise UserError(f"{self.path} is not a shard of ours: it has no notes") from None
+
+
+class ShardNotes(BaseModel):
+    """Notes in the header of a shard: sum of squared differences by kv, and of which tokens."""
+
+    squared_error: dict[str, float]
+    tokens_sha256: str
+
+
+class ShardEntry(BaseModel):
+    """A line of the manifest; the name of its file never leads out of the folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: Annotated[str, Field(pattern=r"^(train|val)-k[0-9]{1,9}-[0-9]{5,9}\.safetensors$")]
+    split: Literal["train", "val"]
+    num_evicted: Positive
+    num_chunks: Positive
+    num_rows: Positive
+    sha256: Text
+
+    @model_validator(mode="after")
+    def _name_fits(self) -> Self:
+        if not self.file.startswith(f"{self.split}-k{self.num_evicted}-"):
+            raise ValueError("file must be named after split and num_evicted")
+        return self
+
+
+class Manifest(BaseModel):
+    """What a finished recording has: its `manifest.json`.
+
+    Attributes:
+        num_chunks, num_rows: of each split; rows of each kv.
+        input_label_mse: mean squared difference of stale and aligned entries over both splits,
+            by kv and number evicted.
+        shards: by split and number evicted, then in the order of the corpus.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_chunks: dict[str, int]
+    num_rows: dict[str, int]
+    input_label_mse: dict[str, dict[int, float]]
+    shards: Annotated[list[ShardEntry], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Store:
-    """A finished store.
-
-    Attributes:
-        config: `settings` (of gen-data), `model` (its `ModelSpec`), `probe`, `stale`, `shapes`
-            (of each number evicted: L, H, S, D), `chunks_per_shard`, `versions`.
-        manifest: `shards`; `num_chunks` and `num_rows` of each split;
-            `input_label_mse[kv][str(num_evicted)]`, over both splits.
-    """
+    """A finished recording."""
 
     folder: Path
-    config: dict[str, Any]
-    manifest: dict[str, Any]
+    config: RecordingConfig
+    manifest: Manifest
 
-    def shards(self, split: str) -> list[Shard]:
-        """The shards of `train` or `val`, by number evicted, then in the order of the corpus."""
-        return [shard for shard in _listed(self) if shard.split == split]
+    def shards(self, split: str | None = None) -> list[Shard]:
+        """The shards of `train` or `val`, or all, by number evicted, then in the order of the
+        corpus.
+        """
+        return [
+            Shard(self.folder / e.file, e.split, e.num_evicted, e.num_chunks, e.num_rows)
+            for e in self.manifest.shards
+            if split in (None, e.split)
+        ]
 
     @property
     def shifts(self) -> tuple[int, ...]:
         """Numbers of entries evicted at once, ascending."""
-        return tuple(self.config["settings"]["num_evicted"])
+        return self.config.settings.num_evicted
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store:
-    """Open a finished store after a look at the header of each shard.
+    """Open a finished recording after a look at the header of each shard.
 
     Args:
         folder: what `kvalign gen-data --out` wrote.
         verify: also read every byte and compare the SHA-256 of each shard.
 
     Raises:
-        NotFoundError: there is no store.
+        NotFoundError: no recording is in the folder.
         UserError: it is unfinished or damaged; the message names the file and what to do.
     """
     folder = Path(folder)
@@ -107,12 +151,11 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
         )
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is unfinished: run the same gen-data command again")
-    store = Store(folder, read_json(folder / CONFIG), read_json(folder / MANIFEST))
-    _check_config(folder / CONFIG, store.config)
-    shards = list(_listed(store))
-    for shard, entry in zip(shards, store.manifest["shards"], strict=True):
+    manifest = checked(Manifest, read_json(folder / MANIFEST), folder / MANIFEST)
+    store = Store(folder, read_config(folder / CONFIG), manifest)
+    for shard, entry in zip(store.shards(), manifest.shards, strict=True):
         damage = find_damage(shard, store.config)
-        if not damage and verify and sha256(shard.path) != entry.get("sha256"):
+        if not damage and verify and sha256(shard.path) != entry.sha256:
             damage = "its SHA-256 differs from the manifest's"
         if damage:
             raise UserError(
@@ -122,80 +165,42 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
     return store
 
 
-def shard_at(
-    folder: Path, config: dict[str, Any], split: str, num_evicted: int, index: int, num_chunks: int
+def expected_shard(
+    folder: Path, config: RecordingConfig, chunks: ShardChunks, num_evicted: int
 ) -> Shard:
-    """The shard of that place, written or not."""
-    num_layers, num_heads, num_slots, _ = config["shapes"][str(num_evicted)]
-    num_rows = num_chunks * num_layers * num_heads * num_slots
-    path = folder / f"{split}-k{num_evicted}-{index:05d}.safetensors"
-    return Shard(path, split, num_evicted, num_chunks, num_rows)
+    """The shard of these chunks, written or not."""
+    path = folder / f"{chunks.split}-k{num_evicted}-{chunks.shard_index:05d}.safetensors"
+    num_chunks = len(chunks.chunk_indices)
+    num_rows = config.num_rows(num_evicted, num_chunks)
+    return Shard(path, chunks.split, num_evicted, num_chunks, num_rows)
 
 
-def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write `PAIRS` and `chunk`, with notes that JSON can hold."""
-    metadata = {_NOTES: json.dumps(notes, sort_keys=True)}
+def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> None:
+    """Write `PAIRS` and `chunk`, with the notes."""
+    metadata = {_NOTES: json.dumps(notes.model_dump(), sort_keys=True)}
     write_whole(shard.path, lambda path: save_file(tensors, path, metadata=metadata))
 
 
-def find_damage(shard: Shard, config: dict[str, Any]) -> str | None:
-    """What is wrong with a shard's file by its header and its length, or None."""
-    shape = [shard.num_chunks, *config["shapes"][str(shard.num_evicted)]]
-    expected = dict.fromkeys(PAIRS, (shape, _DTYPES[config["settings"]["dtype"]]))
+def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
+    """What is wrong with a shard by its manifest, its file's header and length, or None."""
+    if shard.num_evicted not in config.shapes:
+        return f"num_evicted {shard.num_evicted} was not recorded"
+    num_rows = config.num_rows(shard.num_evicted, shard.num_chunks)
+    if shard.num_rows != num_rows:
+        return f"num_rows must be {num_rows}, the manifest has {shard.num_rows}"
+    shape = [shard.num_chunks, *config.shapes[shard.num_evicted]]
+    expected = dict.fromkeys(PAIRS, (shape, _DTYPES[config.settings.dtype]))
     expected["chunk"] = ([shard.num_chunks], "I64")
     try:
         with safe_open(shard.path, "pt") as file:
             names = file.keys()
             slices = {name: file.get_slice(name) for name in names}
-            found = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+            header = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except FileNotFoundError:
         return "it is missing"
     except (SafetensorError, OSError) as error:
         return str(error)
     for name, wanted in expected.items():
-        if found.get(name) != wanted:
-            return f"{name} must be {wanted}, found {found.get(name, 'nothing')}"
+        if header.get(name) != wanted:
+            return f"{name} must be {wanted}, found {header.get(name, 'nothing')}"
     return None
-
-
-def _check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raise UserError, naming the field, unless a store can be read by this config."""
-    settings, shapes = config.get("settings"), config.get("shapes")
-    if not isinstance(settings, dict) or not isinstance(shapes, dict):
-        raise UserError(f"{path} is damaged: settings and shapes must be objects")
-    if settings.get("dtype") not in list(_DTYPES):
-        raise UserError(f"{path} is damaged: dtype must be one of {', '.join(_DTYPES)}")
-    shifts: Any = settings.get("num_evicted")
-    if not _are_counts(shifts) or sorted(set(shifts)) != shifts:
-        raise UserError(f"{path} is damaged: num_evicted must be ascending counts, got {shifts!r}")
-    for shift in map(str, shifts):
-        if not _are_counts(shapes.get(shift)) or len(shapes[shift]) != 4:
-            raise UserError(f"{path} is damaged: shapes[{shift!r}] must be [L, H, S, D]")
-
-
-def _listed(store: Store) -> Iterator[Shard]:
-    """The manifest's shards; a name never leads out of the folder."""
-    path, entries = store.folder / MANIFEST, store.manifest.get("shards")
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path} is damaged: shards must be a list of objects")
-    for entry in entries:
-        name = entry.get("file") if isinstance(entry, dict) else None
-        match = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if match is None:
-            raise UserError(f"{path} is damaged: {name!r} is not the name of a shard")
-        split, num_evicted, index = match[1], int(match[2]), int(match[3])
-        if num_evicted not in store.shifts or not _are_counts([entry.get("num_chunks")]):
-            raise UserError(f"{path} is damaged: num_evicted or num_chunks of {name}")
-        place = (split, num_evicted, index, entry["num_chunks"])
-        shard = shard_at(store.folder, store.config, *place)
-        if [entry.get(field) for field in _FIELDS] != [split, num_evicted, shard.num_rows]:
-            raise UserError(f"{path} is damaged: {', '.join(_FIELDS)} of {name}")
-        yield shard
-
-
-def _are_counts(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(type(value) is int and 0 < value < 2**31 for value in values)
-    )

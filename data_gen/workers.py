@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvalign.aligners.network_sizes import KV
 from kvalign.cluster import ray_session
-from kvalign.data_gen.chunks import Group
+from kvalign.data_gen.chunks import ShardChunks
+from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.data_gen.store import KV, PAIRS, Shard, write_shard
+from kvalign.data_gen.store import Shard, ShardNotes, write_shard
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
 
@@ -27,9 +29,9 @@ OnTokens = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Task:
-    """Shards to write of one group of chunks: one for each number evicted."""
+    """Shards to write of the same chunks: one for each number evicted."""
 
-    group: Group
+    chunks: ShardChunks
     shards: list[Shard]
     tokens_sha256: str
 
@@ -63,10 +65,10 @@ def writer(
 def write_task(
     settings: RecordSettings, loaded: LoadedModel, task: Task, on_tokens: OnTokens
 ) -> None:
-    """Encode the chunks of a group, a batch at a time, and write its shards."""
+    """Encode the chunks of a task, a batch at a time, and write its shards."""
     dtype = getattr(torch, settings.dtype)
     parts: dict[int, list[list[Tensor]]] = {shard.num_evicted: [] for shard in task.shards}
-    for ids in task.group.ids.split(settings.batch_size):
+    for ids in task.chunks.ids.split(settings.batch_size):
         for shift, pairs in record_pairs(loaded, ids, settings.num_sinks, tuple(parts)).items():
             parts[shift].append([x.to("cpu", dtype) for x in pairs])
         on_tokens(ids.numel())
@@ -80,8 +82,8 @@ def write_task(
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}
-        notes = {"squared_error": squares, "tokens_sha256": task.tokens_sha256}
-        write_shard(shard, {**tensors, "chunk": task.group.places}, notes)
+        notes = ShardNotes(squared_error=squares, tokens_sha256=task.tokens_sha256)
+        write_shard(shard, {**tensors, "chunk": task.chunks.chunk_indices}, notes)
 
 
 class _Worker:
@@ -96,9 +98,9 @@ class _Worker:
         """Tokens encoded, and what went wrong."""
         try:
             write_task(self.settings, self.loaded, task, lambda num_tokens: None)
-        except ValueError as error:
+        except UserError as error:
             return 0, str(error)
-        return task.group.ids.numel(), ""
+        return task.chunks.ids.numel(), ""
 
 
 @contextmanager

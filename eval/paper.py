@@ -1,12 +1,13 @@
 """The paper's figures beside ours; a suite lists them (`paper:` of its file)."""
 
+from kvalign.console import Entry
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
 from kvalign.eval.rows import method_name
 from kvalign.eval.suite_file import PaperTable
-from kvalign.eval.tables import METHOD, Entry, Table
+from kvalign.eval.tables import METHOD, Table
 
 
 def paper_tables(results: Results) -> list[Table]:

@@ -16,6 +16,6 @@ for name in kvalign.METHODS:
     if name == "dense":
         continue  # it stops at the context length
     method = kvalign.make_method(name, loaded.model, cache_size=CACHE_SIZE)
-    nll = method.score(ids)  # nats, one for each label: ids[0, CACHE_SIZE + 1:]
+    nll = kvalign.score(method, ids)  # nats, one for each label: ids[0, CACHE_SIZE + 1:]
     assert len(nll) == NUM_LABELS
-    print(f"{method.title:20} {method.num_sinks} sinks  perplexity {nll.mean().exp():6.1f}")
+    print(f"{method.title:20} {method.sizes.num_sinks} sinks  perplexity {nll.mean().exp():6.1f}")

@@ -1,3 +1,6 @@
+from . import data_gen as data_gen
+from . import eval as eval
+from . import training as training
 from .aligners import Aligner as Aligner
 from .cache import StreamingCache as StreamingCache
 from .errors import UserError as UserError
@@ -7,6 +10,7 @@ from .methods import METHODS as METHODS
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method
 from .models import load_model as load_model
+from .scoring import score as score
 from .sizes import CacheSizes as CacheSizes
-from .stream_file import load_stream as load_stream
+from .text_stream import load_stream as load_stream
 from .text_stream import stream as stream

@@ -9,14 +9,17 @@ are realigned. The model needs no hook and no patch: it asks the cache for its l
 each token its position inside the cache (0..C), never its position in the stream.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvalign.aligners import Move
 from kvalign.errors import UserError
 from kvalign.models import ModelSpec, spec_of
-from kvalign.realign import Move, Realigner
+from kvalign.realign import Realigner
 from kvalign.sizes import CacheSizes
 
 
@@ -26,7 +29,7 @@ class StreamingCache(Cache):
     Args:
         spec: the model, from `kvalign.models.spec_of(model.config)`.
         sizes: how many entries it keeps and drops.
-        realigner: moves the entries that stay after an eviction; None leaves them as they are.
+        realigner: moves the entries that stay after an eviction; None leaves them unchanged.
 
     Raises:
         UserError: more entries than the model has positions for.
@@ -155,23 +158,23 @@ class Slots:
 
 
 class SlidingBuffer:
-    """Entries [B, H, S, D] that come at the end and go at the front; the rest is seldom copied."""
+    """Entries [B, H, S, D] appended at the end and dropped at the front, seldom copied."""
 
     def __init__(self, entries: Tensor):
-        self.held, self.first, self.end = entries, 0, entries.shape[2]
+        self.buffer, self.first, self.end = entries, 0, entries.shape[2]
 
     @property
     def entries(self) -> Tensor:
-        return self.held[:, :, self.first : self.end]
+        return self.buffer[:, :, self.first : self.end]
 
     def append(self, new: Tensor) -> None:
         old, num_new = self.entries, new.shape[2]
-        if self.end + num_new > self.held.shape[2]:
+        if self.end + num_new > self.buffer.shape[2]:
             length = old.shape[2]
             shape = (*old.shape[:2], length + num_new + length // 4, old.shape[3])
-            self.held, self.first, self.end = old.new_empty(shape), 0, length
-            self.held[:, :, :length] = old
-        self.held[:, :, self.end : self.end + num_new] = new
+            self.buffer, self.first, self.end = old.new_empty(shape), 0, length
+            self.buffer[:, :, :length] = old
+        self.buffer[:, :, self.end : self.end + num_new] = new
         self.end += num_new
 
     def drop(self, num_first: int) -> None:
@@ -181,9 +184,9 @@ class SlidingBuffer:
 class StreamingLayer(DynamicLayer):
     """One layer of the cache. `keys` and `values` [B, H, S, D] are what attention sees.
 
-    With a realigner, `sources` holds what it places the entries after the sinks from: what it made
-    of them when they were new, in the model's precision, or its own last output in float32, so that
-    half precision does not add up rounding errors.
+    With a realigner, `sources` holds what it computes the placed entries from, those of the sinks
+    left out: what `anchor` returned when they were new, in the model's precision, or its own last
+    output in float32, so that rounding errors do not add up in half precision.
     """
 
     is_croppable = False
@@ -196,7 +199,7 @@ class StreamingLayer(DynamicLayer):
         self.sources: list[SlidingBuffer] = []  # of keys and of values
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take in [B, H, T, D]; return all entries for this step's attention, store what stays."""
         if not self.is_initialized:
@@ -307,8 +310,8 @@ def expect_tensor(
     state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """A tensor of a state; UserError unless it is there with this shape and dtype."""
-    found = state.get(name)
-    if found is None or found.shape != shape or found.dtype != dtype:
-        what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+    tensor = state.get(name)
+    if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+        what = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
         raise UserError(f"a stream's {name} must be {shape} {dtype}, found {what}")
-    return found
+    return tensor

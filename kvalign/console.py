@@ -11,56 +11,71 @@ from rich.text import Text
 from kvalign.escape import escape_controls
 
 PIPE_WIDTH = 132  # columns; a file or a pipe has no width of its own
+_ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A column's; numbers are set to the right."""
+    """The heading of a column; numbers are aligned to the right."""
 
-    text: str
+    text: str = ""
     is_number: bool = False
+    min_width: int = 0
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """One entry; the best of a column is marked, and not by colour alone."""
 
     text: str
     is_best: bool = False
 
 
-def console_for(stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or as a table needs where there is none."""
+def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
+    """A console as wide as the terminal, or as a file or a pipe is taken to be."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, PIPE_WIDTH)
+        console.width = max(console.width, pipe_width)
     return console
 
 
 def print_table(
     headings: Sequence[Heading | str],
-    rows: Sequence[Sequence[Cell | str]],
+    rows: Sequence[Sequence[Entry | str]],
     *,
     title: str = "",
     console: Console | None = None,
 ) -> None:
-    """Print one table, a line a row where the console is wide enough."""
+    """Print one table, a line a row where the console is wide enough.
+
+    Args:
+        headings: of the columns; a table whose headings are all empty begins with its first row.
+        rows: as many entries each.
+        title: a line above the table.
+        console: where to print; by default stdout, where a row of a file or a pipe is one line.
+    """
+    columns = [Heading(one) if isinstance(one, str) else one for one in headings]
     table = Table(
-        title=Text(escape_controls(title)) if title else None,
+        title=Text(escape_controls(title), "bold") if title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        show_edge=False,
+        show_header=any(column.text for column in columns),
         pad_edge=False,
     )
-    for heading in headings:
-        heading = Heading(heading) if isinstance(heading, str) else heading
-        justify = "right" if heading.is_number else "left"
-        table.add_column(Text(escape_controls(heading.text)), justify=justify)
+    for column in columns:
+        table.add_column(
+            Text(escape_controls(column.text)),
+            justify="right" if column.is_number else "left",
+            min_width=column.min_width or None,
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*map(_text, row))
-    (console or console_for()).print(table)
+    (console or console_for(pipe_width=_ROW_WIDTH)).print(table)
 
 
-def _text(cell: Cell | str) -> Text:
-    cell = Cell(cell) if isinstance(cell, str) else cell
+def _text(cell: Entry | str) -> Text:
+    cell = Entry(cell) if isinstance(cell, str) else cell
     text = escape_controls(" ".join(cell.text.split()))
     return Text(f"{text} ★" if cell.is_best else text, "bold green" if cell.is_best else "")

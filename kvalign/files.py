@@ -79,12 +79,12 @@ def checked(model: type[M], values: Any, where: object) -> M:
     except RecursionError:
         raise UserError(f"{where} is nested too deep") from None
     except ValidationError as error:
-        found = []
+        faults = []
         for fault in error.errors(include_url=False, include_context=False)[:3]:
             field = ".".join(map(str, fault["loc"]))
             value = "" if fault["type"] == "missing" else f", got {fault['input']!r:.80}"
-            found.append(f"{field or 'it'}: {fault['msg']}{value}")
-        raise UserError(f"{where}: {'; '.join(found)}") from None
+            faults.append(f"{field or 'it'}: {fault['msg']}{value}")
+        raise UserError(f"{where}: {'; '.join(faults)}") from None
 
 
 def sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ A family says what moving a cached entry means:
 
 import difflib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,11 +135,16 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     )
 
 
+CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {
+    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float())
+}
+"""What moves the keys of a family exactly, where there is such a thing."""
+
+
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """The closed form that moves the model's keys; None where positions have none."""
-    if spec_of(model.config).family != "rotary":
-        return None
-    return Rotation(model.base_model.rotary_emb.inv_freq.float())
+    """The closed form that moves the model's keys; None where its family has none."""
+    make = CLOSED_FORMS.get(spec_of(model.config).family)
+    return make(model) if make else None
 
 
 def check_device(device: str) -> None:
@@ -159,7 +165,7 @@ def _context_len(config: PretrainedConfig) -> int | None:
     context_len = config.max_position_embeddings
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    if FAMILIES[config.model_type] != "rotary" or kind in _FIXED_ROPE:
+    if kind in _FIXED_ROPE:  # or no rotary positions at all
         return context_len
     if kind not in _LENGTH_ROPE:
         raise UserError(

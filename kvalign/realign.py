@@ -1,8 +1,8 @@
-"""How kept entries are moved to their new positions, as the cache sees it.
+"""How the entries that stay are moved to their new positions, as the cache sees it.
 
-Either the cache keeps entries without their position and gives them the one they have now, after
-each eviction: one rounding, however often an entry moved, so half precision does not drift. Or it
-hands a realigner its own last output, eviction after eviction, as the paper's network needs it.
+Either the cache stores entries without their position and gives them their present one after each
+eviction: one rounding, however often an entry moved, so half precision does not drift. Or a
+realigner is given its own last output, eviction after eviction, as the paper's network needs it.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from kvalign.models import rotation_of
 
 
 class Realigner(ABC):
-    """Moves kept keys and values; one instance serves all layers and holds no state."""
+    """Moves keys and values; one instance serves all layers and has no state."""
 
     recursive: bool
     """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
@@ -24,14 +24,14 @@ class Realigner(ABC):
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
     ) -> tuple[Tensor, Tensor]:
-        """What the cache keeps of new entries [B, H, S, D] that were computed at the
-        positions `birth`, [S] int64 or a slice.
+        """What the cache stores of new entries [B, H, S, D], computed at the positions `birth`, [S]
+        int64 or a slice.
         """
         return keys, values
 
     @abstractmethod
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-        """The entries [B, H, S, D] of the slots after the sinks, from what was kept of them."""
+        """The entries [B, H, S, D] of the slots after the sinks, from what was stored of them."""
 
 
 class FromBirth(Realigner):

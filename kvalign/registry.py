@@ -5,28 +5,40 @@ Names can be listed, in help and at a shell's TAB, without importing what they s
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Generic, TypeVar, cast
 
 from kvalign.errors import UserError
 
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
-    """A mapping from names to what is defined at `module:name`.
+class Registry(MutableMapping[str, T], Generic[T]):
+    """A mapping from names to what is defined at `module:member`.
+
+    A notebook adds to it without a file: `METHODS["mine"] = MyMethod`.
 
     Args:
         what: what a name names, for messages: `method`.
-        places: `module:name` by name, in the order in which they are listed.
+        places: `module:member` by name, in the order in which they are listed.
     """
 
     def __init__(self, what: str, places: Mapping[str, str]):
-        self.what, self.places = what, dict(places)
+        self.what = what
+        self.places: dict[str, str | T] = dict(places)
 
     def __getitem__(self, name: str) -> T:
-        module, _, member = self.places[name].partition(":")
-        return getattr(importlib.import_module(module), member)
+        place = self.places[name]
+        if isinstance(place, str):
+            module, _, member = place.partition(":")
+            place = self.places[name] = cast(T, getattr(importlib.import_module(module), member))
+        return place
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self.places[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.places[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.places

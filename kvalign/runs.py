@@ -7,7 +7,7 @@ was interrupted is told from one that is finished, and the same run goes on wher
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ class ResumableRun:
         config: what the run depends on: values that JSON knows, in dicts.
         free: names of fields in it, at any depth, that may differ between a run and its resumption.
         config_name, result_name: of the two files.
+        remedy: what to do about a folder with another run, for the message.
+        read_config: reads the first, of earlier versions too, as this version would write it.
     """
 
     def __init__(
@@ -35,8 +37,11 @@ class ResumableRun:
         free: Collection[str] = (),
         config_name: str = "run.json",
         result_name: str = "result.json",
+        remedy: str = "give those, or name another --out",
+        read_config: Callable[[Path], dict[str, Any]] = read_json,
     ):
-        self.folder, self.free = folder, frozenset(free)
+        self.folder, self.free, self.read_config = folder, frozenset(free), read_config
+        self.remedy = remedy
         self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
@@ -47,14 +52,13 @@ class ResumableRun:
             ExistsError: it holds another run, or files that are no run.
         """
         if not self.config_path.exists():
-            found = self.folder.iterdir() if self.folder.is_dir() else ()
-            if any(not path.name.startswith(".") for path in found):
+            existing = self.folder.iterdir() if self.folder.is_dir() else ()
+            if any(not path.name.startswith(".") for path in existing):
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
             raise ExistsError(
-                f"{self.folder} holds a run of other settings ({field}): give those, or name "
-                "another --out"
+                f"{self.folder} holds a run of other settings ({field}): {self.remedy}"
             )
         return "finished" if self.result_path.exists() else "unfinished"
 
@@ -62,12 +66,12 @@ class ResumableRun:
         """The first field in which the folder's run differs from this one, with both values; ""
         where they are the same.
         """
-        there = read_json(self.config_path)
-        field = _first_difference(there, self.config, self.free)
+        existing = self.read_config(self.config_path)
+        field = _first_difference(existing, self.config, self.free)
         if not field:
             return ""
         name = field.removeprefix("settings.")
-        return f"{name} is {_at(there, field)!r} there, {_at(self.config, field)!r} now"
+        return f"{name} is {_at(existing, field)!r} there, {_at(self.config, field)!r} now"
 
     def begin(self) -> None:
         """Write down what the run is."""

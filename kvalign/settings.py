@@ -147,13 +147,13 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        own = [
+        more_parameters = [
             p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
         ]
 
         @functools.wraps(function)
         def call(settings: S | None = None, /, **keywords: Any) -> Result:
-            more = {p.name: keywords.pop(p.name) for p in own if p.name in keywords}
+            more = {p.name: keywords.pop(p.name) for p in more_parameters if p.name in keywords}
             if settings is None:
                 settings = cls(**keywords)
             elif keywords:
@@ -173,7 +173,7 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
             )
             for field in fields
         ]
-        call.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        call.__signature__ = inspect.Signature([*parameters, *more_parameters])  # type: ignore[attr-defined]
         lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
         about = inspect.cleandoc(function.__doc__ or "")
         call.__doc__ = "\n".join([about, "", "Keywords:", *lines])

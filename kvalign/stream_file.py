@@ -6,7 +6,6 @@ re-encoding the text would give another stream.
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +14,13 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from kvalign.aligners import Aligner
-from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
+from kvalign.aligners.base import has_fingerprint
 from kvalign.cache import expect_tensor
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import checked, write_whole
-from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.text_stream import Sampling, TextStream
 
 _FORMAT = "kvalign stream 1"
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -57,80 +53,19 @@ class SavedStream(BaseModel):
     num_new: Count
 
 
-def save_stream(stream: TextStream, path: Path) -> None:
-    """Write the stream; a file of that name is replaced when the new one is whole."""
-    stream.check_whole()
-    method, model = stream.method, stream.method.model
-    saved = SavedStream(
-        method=method.name,
-        **asdict(method.sizes),
-        aligner=_fingerprint(method),
-        base_model=method.spec.name,
-        embedding_fingerprint=list(embedding_fingerprint(model)),
-        sampling=asdict(stream.sampling),
-        device=model.device.type,
-        num_fed=stream.num_fed,
-        num_new=len(stream.token_ids),
-    )
-    tensors = {f"method.{name}": x.cpu().contiguous() for name, x in method.state().items()}
-    tensors["ids"] = torch.tensor(stream.ids, dtype=torch.int64)
-    tensors["generator"] = stream.generator.get_state()
+def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> None:
+    """Write a stream; a file of that name is replaced when the new one is whole."""
     metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
     write_whole(path, lambda partial: save_file(tensors, partial, metadata))
 
 
-def load_stream(
-    path: str | Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    aligner: Aligner | str | Path | None = None,
-) -> TextStream:
-    """The stream that `TextStream.save` wrote, ready to be fed and iterated.
-
-    It gives the tokens that the saved one would have given, on the same kind of device.
-
-    Args:
-        path: the file.
-        model, tokenizer: those that the stream was made with.
-        aligner: that the stream was made with, if it was another than the shipped default.
+def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
+    """What a file says of its stream, fields checked, and its tensors.
 
     Raises:
         NotFoundError: no such file.
-        UserError: it is not a stream, or one of another model, precision or aligner.
+        UserError: it is not a saved stream.
     """
-    saved, tensors = _read(Path(path))
-    try:
-        if not has_fingerprint(model, saved.embedding_fingerprint):
-            raise UserError(
-                f"it is a stream of {saved.base_model}: the embedding weights of this model are "
-                "others"
-            )
-        _check_tokens(saved, tensors, model.config.vocab_size)
-        sizes = {name: getattr(saved, name) for name in ("cache_size", "num_sinks", "num_evicted")}
-        for name in METHODS.find(saved.method).fixed:
-            del sizes[name]
-        method = make_method(saved.method, model, aligner=aligner, **sizes)
-        if _fingerprint(method) != saved.aligner:
-            raise UserError("it was made with another aligner: name that one")
-        stream = TextStream(tokenizer, method, Sampling(**saved.sampling))
-        method.restore(
-            {
-                name.removeprefix("method."): x.to(model.device)
-                for name, x in tensors.items()
-                if name.startswith("method.")
-            }
-        )
-        if saved.device == model.device.type:
-            stream.generator.set_state(tensors["generator"])
-    except (TypeError, RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"cannot go on with the stream in {path}: {error}") from error
-    stream.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
-    return stream
-
-
-def _read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
-    """What the file says of the stream, fields checked, and its tensors."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -145,10 +80,15 @@ def _read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     return checked(SavedStream, about, f"{path} is not a stream that kvalign saved"), tensors
 
 
-def _check_tokens(saved: SavedStream, tensors: dict[str, Tensor], vocab_size: int) -> None:
+def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    """Raise UserError unless the stream is one of this model, and whole."""
+    if not has_fingerprint(model, saved.embedding_fingerprint):
+        raise UserError(
+            f"it is a stream of {saved.base_model}: the embedding weights of this model are others"
+        )
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise UserError(f"its ids must be below {vocab_size}")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
+        raise UserError(f"its ids must be below {model.config.vocab_size}")
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith("method.") for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
@@ -157,7 +97,7 @@ def _check_tokens(saved: SavedStream, tensors: dict[str, Tensor], vocab_size: in
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
 
 
-def _fingerprint(method: Method) -> str | None:
+def aligner_digest(method: Method) -> str | None:
     """SHA-256 of the weights of the method's aligner, if it has one."""
     aligner = getattr(method, "aligner", None)
     if aligner is None:

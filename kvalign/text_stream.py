@@ -7,70 +7,26 @@ for piece in stream:
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.aligners import Aligner
+from kvalign import stream_file
+from kvalign.aligners import Aligner, embedding_fingerprint
 from kvalign.errors import RunError, UserError
 from kvalign.generation import stream_tokens
-from kvalign.methods import make_method
+from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
+from kvalign.sampling import Sampling
+from kvalign.stream_file import SavedStream
 
+_STATE = "method."  # what a tensor of the method's own state is called by in a file
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        max_new_tokens: tokens after each input; None: without end.
-        top_k: draw from the k most likely; 1 is greedy.
-        temperature: divides the logits.
-        no_repeat_ngram_size: over the whole history, 0 for off.
-        stop_at_end: end at the model's end token.
-        seed: of the draws.
-    """
-
-    max_new_tokens: int | None = None
-    top_k: int = 20
-    temperature: float = 1.0
-    no_repeat_ngram_size: int = 0
-    stop_at_end: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        low = {"max_new_tokens": 1, "top_k": 1, "no_repeat_ngram_size": 0}
-        for name, least in low.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
-        if not self.temperature > 0:
-            raise UserError(f"temperature must be above 0, got {self.temperature}")
-
-    def processors(self) -> LogitsProcessorList:
-        """transformers' own, in its order."""
-        found = LogitsProcessorList()
-        if self.no_repeat_ngram_size:
-            found.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
-        if self.temperature != 1.0:
-            found.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k > 1:
-            found.append(TopKLogitsWarper(self.top_k))
-        return found
 
 
 class TextStream:
@@ -168,9 +124,23 @@ class TextStream:
 
     def save(self, path: str | Path) -> None:
         """Write all that going on later needs to one safetensors file; see `load_stream`."""
-        from kvalign.stream_file import save_stream
-
-        save_stream(self, Path(path))
+        self.check_whole()
+        method, model = self.method, self.method.model
+        saved = SavedStream(
+            method=method.name,
+            **asdict(method.sizes),
+            aligner=stream_file.aligner_digest(method),
+            base_model=method.spec.name,
+            embedding_fingerprint=list(embedding_fingerprint(model)),
+            sampling=asdict(self.sampling),
+            device=model.device.type,
+            num_fed=self.num_fed,
+            num_new=len(self.token_ids),
+        )
+        tensors = {_STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
+        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
+        tensors["generator"] = self.generator.get_state()
+        stream_file.write(Path(path), saved, tensors)
 
     def check_whole(self) -> None:
         """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
@@ -250,7 +220,7 @@ def stream(
         UserError: as in `make_method`, or a tokenizer that cannot stream.
         TypeError: an unknown setting.
     """
-    made = make_method(
+    streaming = make_method(
         method,
         model,
         cache_size=cache_size,
@@ -258,7 +228,52 @@ def stream(
         num_evicted=num_evicted,
         aligner=aligner,
     )
-    text_stream = TextStream(tokenizer, made, Sampling(**sampling))
+    text_stream = TextStream(tokenizer, streaming, Sampling(**sampling))
     if prompt:
         text_stream.feed(prompt)
     return text_stream
+
+
+def load_stream(
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    aligner: Aligner | str | Path | None = None,
+) -> TextStream:
+    """The stream that `TextStream.save` wrote, ready to be fed and iterated.
+
+    It gives the tokens that the saved one would have given, on the same kind of device.
+
+    Args:
+        path: the file.
+        model, tokenizer: those that the stream was made with.
+        aligner: that the stream was made with, if it was another than the shipped default.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is not a stream, or one of another model, precision or aligner.
+    """
+    saved, tensors = stream_file.read(Path(path))
+    try:
+        stream_file.check_fits(saved, tensors, model)
+        sizes = {name: getattr(saved, name) for name in ("cache_size", "num_sinks", "num_evicted")}
+        for name in METHODS.find(saved.method).fixed:
+            del sizes[name]
+        method = make_method(saved.method, model, aligner=aligner, **sizes)
+        if stream_file.aligner_digest(method) != saved.aligner:
+            raise UserError("it was made with another aligner: name that one")
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling))
+        method.restore(
+            {
+                name.removeprefix(_STATE): x.to(model.device)
+                for name, x in tensors.items()
+                if name.startswith(_STATE)
+            }
+        )
+        if saved.device == model.device.type:
+            loaded.generator.set_state(tensors["generator"])
+    except (TypeError, RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"cannot go on with the stream in {path}: {error}") from error
+    loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
+    return loaded

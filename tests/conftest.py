@@ -1,5 +1,8 @@
 """Fixtures that all tests share; the models are read-only."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.browser import DRIVER_WARNINGS, launched
@@ -33,5 +36,16 @@ def browser():
 def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)
             for warning in DRIVER_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Add what was skipped, and why, to the file that KVALIGN_SKIPPED names."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    if path := os.environ.get("KVALIGN_SKIPPED"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            for report in skipped:
+                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "unknown"
+                file.write(f"{report.nodeid.partition('[')[0]}: {reason}\n")

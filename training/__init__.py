@@ -1,1 +1,9 @@
-"""."""
+"""Training: aligners of every kind (`kinds/`), sweeps over the networks' sizes, the import of the
+authors' networks, and the reference language models.
+
+`__init__.pyi` lists the public functions, which are imported when they are first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

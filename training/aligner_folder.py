@@ -1,58 +1,55 @@
-"""The folder that `kvalign train` writes, for every kind of aligner."""
+"""The folder of a trained aligner, whatever its kind: not overwritten unasked, its training on
+record, written whole.
+"""
 
-import dataclasses
 import os
+import platform
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvalign.aligners import Aligner, AlignerConfig
+import torch
+
+from kvalign.aligners import Aligner
 from kvalign.aligners.base import CONFIG, WEIGHTS
-from kvalign.aligners.network_sizes import SHARED_SIZES
-from kvalign.data_gen.store import KV, MANIFEST, Store
-from kvalign.files import sha256
-from kvalign.training.settings import TrainSettings
+from kvalign.errors import ExistsError
+from kvalign.settings import Settings
+
+OVERWRITE = "give --overwrite or another --out"
 
 
-def network_sizes(settings: TrainSettings) -> dict[str, int]:
-    """The sizes of networks for keys and values, by the names that a config gives them."""
-    names = (*SHARED_SIZES, *(f"{kv}_hidden{i}" for kv in KV for i in (1, 2)))
-    return {name: getattr(settings, name) for name in names}
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raise ExistsError if `out` holds an aligner that is not to be overwritten."""
+    if (out / CONFIG).exists() and not overwrite:
+        raise ExistsError(f"{out} already holds an aligner: {OVERWRITE}")
 
 
-def config_for(
-    kind: str, store: Store, shifts: tuple[int, ...], sizes: dict[str, int]
-) -> AlignerConfig:
-    """The config of an aligner of `kind` for the model and the caches that were recorded."""
-    model, recorded = store.config["model"], store.config["settings"]
-    return AlignerConfig(
-        kind=kind,
-        base_model=model["name"],
-        **{name: model[name] for name in ("family", "num_layers", "num_kv_heads", "head_dim")},
-        embedding_fingerprint=tuple(store.config["embedding_fingerprint"]),
-        chunk_len=recorded["chunk_len"],
-        num_sinks=recorded["num_sinks"],
-        shifts=shifts,
-        sizes=sizes,
-    )
+def train_command(kind: str, settings: Settings) -> str:
+    """The command that trains the same again."""
+    return settings.command_line(f"train --aligner-kind {kind}", leave_out=("resume", "overwrite"))
 
 
-def describe_data(store: Store) -> dict[str, Any]:
-    """What an aligner's config and card say of the recording that it was trained on."""
-    recorded = store.config["settings"]
-    names = ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
-    return {
-        "model": store.config["model"]["name"],
-        **{name: recorded[name] for name in names},
-        "num_rows": store.manifest["num_rows"],
-        "manifest_sha256": sha256(store.folder / MANIFEST),
-    }
+def record_of(
+    command: str,
+    data: dict[str, Any],
+    device: torch.device | None = None,
+    packages: tuple[str, ...] = ("kvalign", "torch"),
+) -> dict[str, Any]:
+    """What an aligner's config and card say of how a part of it came about.
 
-
-def command_line(settings: TrainSettings) -> str:
-    """The command that trains the same, without what only concerns how it runs and prints."""
-    asked = dataclasses.replace(settings, resume=True, overwrite=False)
-    return asked.command_line("train")
+    Args:
+        command: a shell command that makes it again.
+        data: what it was trained on.
+        device: what it was trained on; None for what was not trained here.
+        packages: whose versions are recorded.
+    """
+    record: dict[str, Any] = {"command": command, "data": data}
+    if device is not None:
+        on_gpu = device.type == "cuda"
+        record["device"] = torch.cuda.get_device_name(device) if on_gpu else platform.machine()
+        record["num_threads"] = torch.get_num_threads()
+    return record | {"versions": {name: version(name) for name in packages}}
 
 
 def save(aligner: Aligner, out: Path) -> None:

@@ -25,11 +25,10 @@ from tqdm.auto import tqdm
 
 from kvalign.aligners import RealignNet
 from kvalign.errors import UserError
+from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_rows import Batch, RecordedRows
-from kvalign.training.settings import TrainSettings
 
 BEST, LAST = "best.ckpt", "last.ckpt"
-LR = 7e-4
 LOG_EVERY = 50  # steps between reports of the training loss
 
 
@@ -41,11 +40,11 @@ class Realignment(pl.LightningModule):
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        found = loss(self.net, batch)
+        train_loss = loss(self.net, batch)
         if batch_idx % LOG_EVERY == 0:
             for logger in self.loggers:
-                logger.log_metrics({"train_loss": found.item()}, step=self.global_step)
-        return found
+                logger.log_metrics({"train_loss": train_loss.item()}, step=self.global_step)
+        return train_loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", loss(self.net, batch), batch_size=len(batch.stale), sync_dist=True)
@@ -60,7 +59,7 @@ class Realignment(pl.LightningModule):
 def fit(
     net: RealignNet,
     rows: RecordedRows,
-    settings: TrainSettings,
+    settings: NetworkSettings,
     work_dir: Path,
     callbacks: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
@@ -79,7 +78,7 @@ def fit(
         try:
             trainer = _trainer(rows, settings, work_dir, callbacks)
             trainer.fit(
-                Realignment(net, settings.lr or LR, settings.weight_decay),
+                Realignment(net, settings.lr, settings.weight_decay),
                 datamodule=rows,
                 ckpt_path=last if last.exists() else None,
                 weights_only=True,
@@ -120,7 +119,7 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
 
 def _trainer(
     rows: RecordedRows,
-    settings: TrainSettings,
+    settings: NetworkSettings,
     work_dir: Path,
     callbacks: Sequence[pl.Callback],
 ) -> pl.Trainer:
@@ -168,12 +167,12 @@ class _Progress(pl.Callback):
         self.name = name
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        total, hidden = (
-            int(trainer.estimated_stepping_batches),
-            None if trainer.is_global_zero else True,
-        )
         self.bar = tqdm(
-            total=total, initial=trainer.global_step, desc=self.name, unit="step", disable=hidden
+            total=int(trainer.estimated_stepping_batches),
+            initial=trainer.global_step,
+            desc=self.name,
+            unit="step",
+            disable=None if trainer.is_global_zero else True,
         )
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -1,110 +1,154 @@
-"""A training run: one network a kv, then the aligner's folder, whole or not at all."""
+"""Training the paper's networks: a resumable run for keys, one for values, then the aligner's
+folder, whole or not at all.
+
+    OUT/training/KV/run.json              written first: settings and data
+    OUT/training/KV/best.ckpt, last.ckpt  Lightning's checkpoints
+    OUT/training/KV/csv, tensorboard      losses by step
+    OUT/training/KV/result.json           written last
+"""
 
 import math
 import os
-import platform
+import shutil
 from contextlib import nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities import rank_zero_only
 
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
-from kvalign.aligners.network_sizes import KV
-from kvalign.data_gen.store import Store, open_store
+from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
+from kvalign.data_gen.corpora import hub_datasets
+from kvalign.data_gen.store import MANIFEST, Store, open_store
 from kvalign.errors import ExistsError, UserError
-from kvalign.files import locked
-from kvalign.training.aligner_folder import (
-    SHARED_SIZES,
-    command_line,
-    config_for,
-    network_sizes,
-    save,
-)
+from kvalign.files import locked, sha256
+from kvalign.runs import ResumableRun
+from kvalign.training.aligner_folder import OVERWRITE, record_of, save, train_command
+from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import best_weights, fit, losses
 from kvalign.training.network_rows import InOrder, RecordedRows
-from kvalign.training.run_folder import RunFolder, describe
-from kvalign.training.settings import TrainSettings
 
 _EVAL_BATCH = 8192
+# What may differ between a run and its resumption.
+_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
+_OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
-def train(settings: TrainSettings) -> dict[str, dict[str, Any]]:
-    """Train the asked networks and save the aligner in `settings.out`.
-
-    Returns:
-        for each kv what the aligner's config keeps: `val_loss` and `input_label_mse` (mean
-        squared errors per number), `ratio` (first by second, lower is better), `used` (a network
-        that does no better than none is saved as one that adds nothing), steps, seconds, settings,
-        data; empty on devices other than the first.
-
-    Raises:
-        NotFoundError: no recorded data.
-        ExistsError: `out` holds a trained network or another unfinished run, and `overwrite`
-            is not set.
-        UserError: unfinished data, an aligner in `out` that cannot take another network, a loss
-            that is not finite.
-    """
+def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
+    """What `kvalign.training.train_network` does."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    assert settings.data is not None  # TrainSettings sees to it
     store = open_store(settings.data, verify=True)
-    targets = KV if settings.target == "both" else (settings.target,)
     torch.manual_seed(settings.seed)
-    aligner = _beside_trained(NetworkAligner(_config(store, settings)), settings, targets)
-    rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in targets}
-    runs = {kv: describe(settings, store, kv) for kv in targets}
+    aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings)
+    rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in settings.kvs}
+    runs = {
+        kv: ResumableRun(
+            settings.out / "training" / kv, describe(settings, store, kv), remedy=OVERWRITE
+        )
+        for kv in settings.kvs
+    }
     # The processes of other devices are started by the one that holds the lock.
     with nullcontext() if "LOCAL_RANK" in os.environ else locked(settings.out):
-        return _fit(settings, aligner, rows, runs)
+        return _train(settings, aligner, rows, runs)
 
 
-def _fit(
-    settings: TrainSettings,
+def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
+    """The config of networks for the model and the caches that were recorded."""
+    model = store.config.model
+    return AlignerConfig(
+        kind=NetworkAligner.kind,
+        base_model=model.name,
+        **{name: getattr(model, name) for name in _OF_MODEL},
+        embedding_fingerprint=store.config.embedding_fingerprint,
+        **store.config.settings.model_dump(include={"chunk_len", "num_sinks"}),
+        shifts=store.shifts,
+        sizes={name: getattr(settings, name) for name in NETWORK_SIZES},
+    )
+
+
+def describe(settings: NetworkSettings, store: Store, kv: str) -> dict[str, Any]:
+    """What the run of one kv depends on; its aligner's config and card say so, too."""
+    other = KV[1 - KV.index(kv)]
+    return {
+        "settings": {
+            name: value
+            for name, value in settings.as_dict().items()
+            if name not in _FREE and not name.startswith(f"{other}_")
+        },
+        "data": describe_data(store),
+    }
+
+
+def describe_data(store: Store) -> dict[str, Any]:
+    """What an aligner's config and card say of the recording that it was trained on."""
+    names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
+    return {
+        "model": store.config.model.name,
+        **store.config.settings.model_dump(include=names),
+        "num_rows": store.manifest.num_rows,
+        "manifest_sha256": sha256(store.folder / MANIFEST),
+        "datasets": hub_datasets(store.config.settings.corpus),
+    }
+
+
+def _train(
+    settings: NetworkSettings,
     aligner: NetworkAligner,
     rows: dict[str, RecordedRows],
-    runs: dict[str, dict[str, Any]],
+    runs: dict[str, ResumableRun],
 ) -> dict[str, dict[str, Any]]:
-    """Train the networks of the targets that `rows` has, and save the aligner."""
-    targets = tuple(rows)
-    folders = {kv: RunFolder(settings.out / "training" / kv) for kv in targets}
+    """Train the networks that `runs` has, and save the aligner."""
+    trained = aligner.config.training
     # All before the first fit: it starts the other devices' processes, which must find them so.
-    results = {
-        kv: folders[kv].begin(runs[kv], settings, aligner.config.training.get(kv)) for kv in targets
-    }
-    for kv in targets:
+    results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
+    for kv, run in runs.items():
         net = getattr(aligner, kv)
         if results[kv]:
-            best_weights(net, folders[kv].path)
+            best_weights(net, run.folder)
         else:
-            trainer = fit(net, rows[kv], settings, folders[kv].path)
+            trainer = fit(net, rows[kv], settings, run.folder)
             if trainer.is_global_zero:
-                results[kv] = {
-                    **_measure(net, rows[kv]),
-                    **_made_by(settings, trainer),
-                    **runs[kv],
-                }
-                folders[kv].finish(results[kv])
+                results[kv] = _measure(net, rows[kv]) | _record(settings, run, trainer)
+                run.finish(results[kv])
         if results[kv] and not results[kv]["used"]:
             net.clear()
     if not all(results.values()):
         return {}
-    trained = {**aligner.config.training, **results}
-    aligner.config = aligner.config.model_copy(update={"training": trained})
+    aligner.config = aligner.config.model_copy(update={"training": {**trained, **results}})
     save(aligner, settings.out)
     return results
 
 
-def _config(store: Store, settings: TrainSettings) -> AlignerConfig:
-    return config_for(NetworkAligner.kind, store, store.shifts, network_sizes(settings))
+def _begin(
+    run: ResumableRun, settings: NetworkSettings, in_aligner: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Make a run's folder ready: new, or as an unfinished run of the same settings left it.
+
+    Args:
+        in_aligner: result of the run that the saved aligner's network is from, if any.
+
+    Returns:
+        the result of a run that was finished but is not in the aligner yet; else nothing.
+
+    Raises:
+        ExistsError: the folder holds another unfinished run, and `overwrite` is not set.
+    """
+    exists, result = run.config_path.exists(), run.result()
+    if exists and settings.resume and not run.difference() and (not result or result != in_aligner):
+        return result
+    if not settings.overwrite and not (exists and (result or not settings.resume)):
+        run.state()  # refuses what is not ours to replace
+    if rank_zero_only.rank == 0:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.begin()
+    return {}
 
 
-def _beside_trained(
-    new: NetworkAligner, settings: TrainSettings, targets: tuple[str, ...]
-) -> NetworkAligner:
+def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAligner:
     """`new` with the network that `out` already holds for the kv not to be trained now.
 
     Raises:
@@ -113,54 +157,43 @@ def _beside_trained(
     """
     if not (settings.out / CONFIG).exists():
         return new
-    found = Aligner.from_pretrained(settings.out)
-    there = found.config
-    kept = [kv for kv in KV if kv in there.training and kv not in targets]
-    clash = [kv for kv in targets if kv in there.training]
-    if (clash or not kept) and not settings.overwrite:
-        what = (
-            f"a trained {' and '.join(clash)} network"
-            if clash
-            else f"another aligner, of kind {there.kind}"
-        )
-        raise ExistsError(f"{settings.out} already holds {what}: give --overwrite or another --out")
-    if not kept:
-        # The old results still tell `RunFolder.begin` which run is already in the aligner.
-        new.config = new.config.model_copy(update={"training": there.training})
+    saved = Aligner.from_pretrained(settings.out)
+    config, kvs = saved.config, settings.kvs
+    others = [kv for kv in KV if kv in config.training and kv not in kvs]
+    clash = [kv for kv in kvs if kv in config.training]
+    if (clash or not others) and not settings.overwrite:
+        what = f"another aligner, of kind {config.kind}"
+        if clash:
+            what = f"a trained {' and '.join(clash)} network"
+        raise ExistsError(f"{settings.out} already holds {what}: {OVERWRITE}")
+    if not others:
+        # The old results still tell `_begin` which run is already in the aligner.
+        new.config = new.config.model_copy(update={"training": config.training})
         return new
-    fields = (
-        "kind",
-        "family",
-        "num_layers",
-        "num_kv_heads",
-        "head_dim",
-        "embedding_fingerprint",
-        "chunk_len",
-        "num_sinks",
-        "shifts",
-    )
-    pairs = [(name, getattr(there, name), getattr(new.config, name)) for name in fields]
-    pairs += [(name, there.sizes.get(name), new.config.sizes[name]) for name in SHARED_SIZES]
+    (other,), (kv,) = others, kvs
+    pairs = [
+        (name, getattr(config, name), getattr(new.config, name))
+        for name in AlignerConfig.model_fields
+        if name not in ("base_model", "sizes", "training")
+    ]
+    pairs += [(name, config.sizes.get(name), new.config.sizes[name]) for name in SHARED_SIZES]
     for name, expected, here in pairs:
         if expected != here:
-            shown = "another" if name == "embedding_fingerprint" else f"{expected}, here {here}"
+            values = "another" if name == "embedding_fingerprint" else f"{expected}, here {here}"
             raise UserError(
-                f"{settings.out} holds a {kept[0]} network made for {there.base_model}: "
-                f"{name} is {shown}; name another --out"
+                f"{settings.out} holds a {other} network made for {config.base_model}: "
+                f"{name} is {values}; name another --out"
             )
-    hidden = {
-        name: size for name, size in there.sizes.items() if name.startswith(f"{kept[0]}_hidden")
-    }
-    sizes = {**new.config.sizes, **hidden}
-    merged = NetworkAligner(
-        new.config.model_copy(update={"sizes": sizes, "training": there.training})
-    )
-    setattr(merged, kept[0], getattr(found, kept[0]))
-    setattr(merged, targets[0], getattr(new, targets[0]))
+    hidden = {name: size for name, size in config.sizes.items() if name.startswith(f"{other}_")}
+    changes = {"sizes": {**new.config.sizes, **hidden}, "training": config.training}
+    merged = NetworkAligner(new.config.model_copy(update=changes))
+    setattr(merged, other, getattr(saved, other))
+    setattr(merged, kv, getattr(new, kv))
     return merged
 
 
 def _measure(net: RealignNet, rows: RecordedRows) -> dict[str, Any]:
+    """The network's errors on the validation rows; UserError if they are not finite."""
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.kv, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise UserError(
@@ -174,16 +207,13 @@ def _measure(net: RealignNet, rows: RecordedRows) -> dict[str, Any]:
     }
 
 
-def _made_by(settings: TrainSettings, trainer: pl.Trainer) -> dict[str, Any]:
-    device = trainer.strategy.root_device
+def _record(settings: NetworkSettings, run: ResumableRun, trainer: pl.Trainer) -> dict[str, Any]:
     (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+    packages = ("kvalign", "torch", "lightning")
+    command, device = train_command("network", settings), trainer.strategy.root_device
     return {
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
-        "command": command_line(settings),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.machine(),
-        "num_threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("kvalign", "torch", "lightning")},
+        "settings": run.config["settings"],
+        **record_of(command, run.config["data"], device, packages),
     }

@@ -13,20 +13,19 @@ kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
   it (`kvalign.realign.Recursive`); `with_rotation` puts the difference into the weights.
 """
 
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
-from kvalign.aligners.base import CONFIG
-from kvalign.aligners.network_sizes import KV
-from kvalign.errors import ExistsError, NotFoundError, UserError
+from kvalign.aligners.network_sizes import KV, SHARED_SIZES
+from kvalign.errors import NotFoundError, UserError
 from kvalign.files import sha256
-from kvalign.models import ModelSpec, load_model, rotation_of
+from kvalign.models import LoadedModel, ModelSpec, load_model, rotation_of
 from kvalign.rope import Rotation
-from kvalign.training.aligner_folder import SHARED_SIZES, save
+from kvalign.settings import keywords_of
+from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.settings import ImportPublishedSettings
 
 SOURCE = "github.com/eecs585projectorg/kv-align"
@@ -38,8 +37,11 @@ _NAMES = [f"{name}.weight" for name in _EMBEDDINGS]
 _NAMES += [f"{name}.{part}" for name in _LAYERS for part in ("weight", "bias")]
 
 
-def import_published(settings: ImportPublishedSettings) -> AlignerConfig:
-    """Read both files, check them against the base model, save the aligner.
+@keywords_of(ImportPublishedSettings)
+def import_published(
+    settings: ImportPublishedSettings, *, loaded: LoadedModel | None = None
+) -> AlignerConfig:
+    """Make an aligner of the authors' two files, once they are checked against the base model.
 
     Returns:
         the aligner's config.
@@ -49,13 +51,10 @@ def import_published(settings: ImportPublishedSettings) -> AlignerConfig:
         NotFoundError: a file is missing.
         UserError: a file that is no such network, or one for another model.
     """
-    if (settings.out / CONFIG).exists() and not settings.overwrite:
-        raise ExistsError(
-            f"{settings.out} already holds an aligner: give --overwrite or another --out"
-        )
+    check_free(settings.out, settings.overwrite)
     paths = dict(zip(KV, (settings.keys, settings.values), strict=True))
     states = {kv: read_network(path) for kv, path in paths.items()}
-    loaded = load_model(settings.model)
+    loaded = loaded or load_model(settings.model)
     for kv, path in paths.items():
         _check_fit(states[kv], path, loaded.spec, settings)
     shared = [_shared_sizes(states[kv]) for kv in KV]
@@ -207,13 +206,10 @@ def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _origin(path: Path, settings: ImportPublishedSettings) -> dict[str, object]:
     """What the config and the card say of where a network is from."""
-    return {
-        "command": settings.command_line("import-published", leave_out=("overwrite",)),
-        "versions": {name: version(name) for name in ("kvalign", "torch")},
-        "data": {
-            "weights": f"trained and published by the authors of KV-Align ({SOURCE})",
-            "licence": "theirs",
-            "file": path.name,
-            "sha256": sha256(path),
-        },
+    data = {
+        "weights": f"trained and published by the authors of KV-Align ({SOURCE})",
+        "licence": "theirs",
+        "file": path.name,
+        "sha256": sha256(path),
     }
+    return record_of(settings.command_line("import-published", leave_out=("overwrite",)), data)

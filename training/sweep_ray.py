@@ -13,8 +13,8 @@ from typing import Any
 
 from kvalign.cluster import ray_session
 from kvalign.errors import UserError
-from kvalign.training.network_fit import LR
-from kvalign.training.settings import TrainSettings, TuneSettings
+from kvalign.training.kinds.network import NetworkSettings
+from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep_report import Trial
 from kvalign.training.sweep_trial import HIDDEN, PLACE, POINT, run_trial
 
@@ -24,7 +24,7 @@ TRIALS = "trials"
 _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
 
 
-def run_trials(out: Path, settings: TuneSettings, base: TrainSettings) -> list[Trial]:
+def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list[Trial]:
     """Run all trials, or those that a killed sweep in `out / trials` has not finished.
 
     Args:
@@ -74,7 +74,7 @@ def scheduler(settings: TuneSettings) -> Any:
     )
 
 
-def _tuner(out: Path, settings: TuneSettings, base: TrainSettings) -> Any:
+def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
     from ray import tune
     from ray.tune.search import BasicVariantGenerator
 
@@ -112,9 +112,9 @@ def _tuner(out: Path, settings: TuneSettings, base: TrainSettings) -> Any:
     )
 
 
-def _defaults(base: TrainSettings) -> dict[str, Any]:
+def _defaults(base: NetworkSettings) -> dict[str, Any]:
     sizes = {name: getattr(base, f"{base.target}_{name}") for name in HIDDEN}
-    return {**sizes, "batch_size": base.batch_size, "lr": LR}
+    return {**sizes, "batch_size": base.batch_size, "lr": base.lr}
 
 
 def _name(trial: Any) -> str:
@@ -133,13 +133,11 @@ def _trial(result: Any) -> Trial:
     return Trial(Path(result.path).name, point, reports, error[-1] if error else "")
 
 
-def _check_resources(settings: TuneSettings, there: dict[str, float]) -> None:
+def _check_resources(settings: TuneSettings, available: dict[str, float]) -> None:
     for name in ("CPU", "GPU"):
-        asked = getattr(settings, f"{name.lower()}s_per_trial")
-        if asked > there.get(name, 0):
-            raise UserError(
-                f"--{name.lower()}s-per-trial {asked}: this machine has {there.get(name, 0):g}"
-            )
+        asked, has = getattr(settings, f"{name.lower()}s_per_trial"), available.get(name, 0)
+        if asked > has:
+            raise UserError(f"--{name.lower()}s-per-trial {asked}: this machine has {has:g}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is left of a sweep: tables of its trials and their reports, and two plots."""
+"""The files that a sweep leaves: tables of its trials and their reports, and two plots."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from kvalign.eval.plots import INK, Series, draw, save
 from kvalign.files import write_text
 
 _REPORT = ("report", "epochs", "val_loss", "seconds")
-_DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 # Colour, marker and label: told apart without colour too.
 _STYLES = {
     "stopped": (("#808080", "v"), "stopped early"),
@@ -28,7 +27,7 @@ class Trial:
 
     Attributes:
         point: hidden1, hidden2, batch_size, lr.
-        reports: of `tune_trial.Reports`, in order, each once.
+        reports: of `sweep_trial.Reports`, in order, each once.
         error: of a failed trial, one line.
     """
 
@@ -40,8 +39,8 @@ class Trial:
     @property
     def val_loss(self) -> float | None:
         """The best one; None if there is no finite one."""
-        found = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
-        return min(found, default=None)
+        finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
+        return min(finite, default=None)
 
     @property
     def state(self) -> str:
@@ -74,61 +73,27 @@ def ranked(trials: list[Trial]) -> list[Trial]:
 
 
 def write(out: Path, trials: list[Trial], kv: str) -> None:
-    """Write trials.csv and .md, reports.csv, and the plots; the first of `trials` is the best."""
-    rows = [trial.row for trial in trials]
+    """Write trials.csv, reports.csv, and the plots; the first of `trials` is the best."""
     reports = [{"trial": t.name} | {k: r[k] for k in _REPORT} for t in trials for r in t.reports]
-    write_text(out / "trials.csv", pd.DataFrame(rows).to_csv(index=False))
-    write_text(out / "trials.md", as_markdown(rows))
+    rows = pd.DataFrame([trial.row for trial in trials])
+    write_text(out / "trials.csv", rows.to_csv(index=False))
     write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
-    title = f"{kv} network: {len(trials)} trials"
-    lines, points = _lines(trials), _points(trials)
-    figures = {
-        "loss-by-report": draw(
-            {title: lines},
-            x="epochs, a mark at each validation report",
-            y="validation loss (lower is better)",
-            log_y=_is_wide(lines),
-        ),
-        "loss-by-size": draw(
-            {title: points},
-            x="parameters",
-            y="best validation loss (lower is better)",
-            log_x=True,
-            log_y=_is_wide(points),
-        ),
-    }
-    for name, figure in figures.items():
-        for ending in (".png", ".svg"):
-            save(figure, out / (name + ending))
-
-
-def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """An aligned table, also as it stands in a terminal."""
-    head = list(rows[0])
-    cells = [head] + [[_text(name, row[name]) for name in head] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    lines = (" | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-    return "".join(f"| {line} |\n" for line in lines)
-
-
-def _text(name: str, value: Any) -> str:
-    return "" if value is None else _DIGITS.get(name, "{}").format(value)
-
-
-def _lines(trials: list[Trial]) -> list[Series]:
-    return [
-        _series(trial, trial is trials[0], [(r["epochs"], r["val_loss"]) for r in trial.reports])
-        for trial in reversed(trials)  # the best on top
-    ]
-
-
-def _points(trials: list[Trial]) -> list[Series]:
-    return [
-        _series(trial, trial is trials[0], [(trial.row["num_parameters"], trial.val_loss)])
-        for trial in reversed(trials)
-        if trial.val_loss is not None
-    ]
+    title, y = f"{kv} network: {len(trials)} trials", "validation loss (lower is better)"
+    lines, points = [], []
+    for trial in reversed(trials):  # the best on top
+        is_best = trial is trials[0]
+        losses = [(report["epochs"], report["val_loss"]) for report in trial.reports]
+        lines.append(_series(trial, is_best, losses))
+        if trial.val_loss is not None:
+            best = [(trial.row["num_parameters"], trial.val_loss)]
+            points.append(_series(trial, is_best, best))
+    x = "epochs, a mark at each validation report"
+    by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
+    y = f"best {y}"
+    by_size = draw({title: points}, x="parameters", y=y, log_x=True, log_y=_is_wide(points))
+    for ending in (".png", ".svg"):
+        save(by_report, out / f"loss-by-report{ending}")
+        save(by_size, out / f"loss-by-size{ending}")
 
 
 def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> Series:
@@ -139,5 +104,5 @@ def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> S
 
 def _is_wide(lines: list[Series]) -> bool:
     """Whether a log axis has round values enough to read it by."""
-    values = [value for own in lines for value in own.y]
+    values = [value for series in lines for value in series.y]
     return max(values) > 2 * min(values)

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import Timer
 
 from kvalign.aligners import NetworkAligner
 from kvalign.data_gen.store import open_store
-from kvalign.training.aligner_folder import config_for, network_sizes
+from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import fit
 from kvalign.training.network_rows import RecordedRows
-from kvalign.training.settings import TrainSettings
+from kvalign.training.network_run import config_for
 
 HIDDEN = ("hidden1", "hidden2")
 POINT = (*HIDDEN, "batch_size", "lr")
@@ -28,13 +28,13 @@ POINT = (*HIDDEN, "batch_size", "lr")
 PLACE = "place"
 
 
-def settings_at(base: TrainSettings, point: Mapping[str, Any]) -> TrainSettings:
+def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:
     """The training settings at a point of the space, the rest as in `base`."""
     sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
     return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
 
 
-def run_trial(point: dict[str, Any], base: TrainSettings, folder: Path) -> None:
+def run_trial(point: dict[str, Any], base: NetworkSettings, folder: Path) -> None:
     """Train in `folder / trial's name`, in a process of Ray; all paths absolute."""
     from ray import tune
 
@@ -43,20 +43,18 @@ def run_trial(point: dict[str, Any], base: TrainSettings, folder: Path) -> None:
     train_trial(settings_at(base, point), folder / tune.get_context().get_trial_name(), reports)
 
 
-def train_trial(settings: TrainSettings, work_dir: Path, reports: "Reports") -> None:
-    """Train a target's network from the weights that `align_run.train` starts from."""
-    assert settings.data is not None  # the sweep sees to it
+def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -> None:
+    """Train one network from the weights that `train_network` starts from."""
     store = open_store(settings.data)
     torch.manual_seed(settings.seed)
-    config = config_for(NetworkAligner.kind, store, store.shifts, network_sizes(settings))
-    net = getattr(NetworkAligner(config), settings.target)
+    net = getattr(NetworkAligner(config_for(store, settings)), settings.target)
     rows = RecordedRows(store, settings.target, settings.batch_size, settings.seed)
     fit(net, rows, settings, work_dir, callbacks=[reports])
     reports.send_rest()
 
 
 class Reports(pl.Callback):
-    """A trial's validation reports, kept in its checkpoints.
+    """A trial's validation reports, saved in its checkpoints.
 
     Each is sent when the next step begins: by then it is in `last.ckpt`, which Lightning writes
     after this callback's `on_validation_end`. Sending may end the process.
@@ -64,23 +62,23 @@ class Reports(pl.Callback):
 
     def __init__(self, send: Callable[[dict[str, Any]], object], vals_per_epoch: int):
         self.send, self.vals_per_epoch = send, vals_per_epoch
-        self.made: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self.num_sent = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"made": self.made}
+        return {"reports": self.reports}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.made = state_dict["made"]
+        self.reports = state_dict["reports"]
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         num_batches = trainer.num_training_batches
         max_reports = most_reports(
             num_batches, trainer.val_check_batch, trainer.max_epochs, trainer.max_steps
         )
-        number, epochs = len(self.made) + 1, trainer.global_step / num_batches
+        number, epochs = len(self.reports) + 1, trainer.global_step / num_batches
         (timer,) = (c for c in trainer.callbacks if isinstance(c, Timer))
-        self.made.append(
+        self.reports.append(
             {
                 "report": number,
                 "max_reports": max_reports,
@@ -97,9 +95,9 @@ class Reports(pl.Callback):
         self.send_rest()
 
     def send_rest(self) -> None:
-        while self.num_sent < len(self.made):
+        while self.num_sent < len(self.reports):
             self.num_sent += 1
-            self.send(self.made[self.num_sent - 1])
+            self.send(self.reports[self.num_sent - 1])
 
 
 def most_reports(num_batches: int, every: int, max_epochs: int, max_steps: int) -> int:

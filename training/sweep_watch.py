@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a live table in a terminal, else a line as each trial ends."""
+"""Progress of a sweep: a live table in a terminal, else a line as each trial ends."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ class Watch(Callback):
     live: ClassVar[Live | None] = None
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """The table, made anew: Ray calls this after each event."""
+        """Draw the table again: Ray calls this after each event."""
         if not sys.stderr.isatty():
             return
         if Watch.live is None:
@@ -45,11 +45,11 @@ class Watch(Callback):
 
 def table(trials: list[Trial]) -> Table:
     """A row a trial, the best so far marked."""
-    found = Table(*("trial", *POINT, "report", "val_loss", "best so far", "state"))
+    rows = Table(*("trial", *POINT, "report", "val_loss", "best so far", "state"))
     best = min(map(best_loss, trials), default=math.inf)
     for trial in trials:
-        last, own = trial.last_result or {}, best_loss(trial)
-        found.add_row(
+        last, lowest = trial.last_result or {}, best_loss(trial)
+        rows.add_row(
             str(trial),
             *(
                 f"{trial.config[name]:.3g}" if name == "lr" else str(trial.config[name])
@@ -57,18 +57,19 @@ def table(trials: list[Trial]) -> Table:
             ),
             f"{last['report']} of {last['max_reports']}" if "report" in last else "",
             f"{last['val_loss']:.4g}" if "report" in last else "",
-            f"{own:.4g}" + (" ★" if own == best else "") if own < math.inf else "",
+            f"{lowest:.4g}" + (" ★" if lowest == best else "") if lowest < math.inf else "",
             state_of(trial),
         )
-    return found
+    return rows
 
 
 def line(trials: list[Trial], trial: Trial, state: str) -> str:
     """A trial's end on one line."""
     last, point = trial.last_result or {}, trial.config
     reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
-    best, own = min(map(best_loss, trials), default=math.inf), best_loss(trial)
-    measured = f"val loss {own:.4g} (best so far {best:.4g})" if own < math.inf else "no val loss"
+    best, lowest = min(map(best_loss, trials), default=math.inf), best_loss(trial)
+    is_finite = lowest < math.inf
+    measured = f"val loss {lowest:.4g} (best so far {best:.4g})" if is_finite else "no val loss"
     return (
         f"trial {trial} {state}{reached}: hidden {point['hidden1']}, {point['hidden2']}; "
         f"batch size {point['batch_size']}; lr {point['lr']:.3g}; {measured}"
@@ -77,8 +78,8 @@ def line(trials: list[Trial], trial: Trial, state: str) -> str:
 
 def best_loss(trial: Trial) -> float:
     """Infinite for a trial that has none."""
-    found = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
-    return found if math.isfinite(found) else math.inf
+    lowest = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
+    return lowest if math.isfinite(lowest) else math.inf
 
 
 def state_of(trial: Trial) -> str:

@@ -1,8 +1,8 @@
-"""Training tables through the streaming model itself: the language model is frozen, its loss is
-not.
+"""Training tables through the streaming language model, whose own weights stay frozen.
 
-What is learned is a change at a few positions (knots), interpolated between: neighbouring positions
-behave alike, and thousands of tokens a knot say more than a dozen a position.
+What is learned is a change at a few positions (knots), with linear interpolation in between:
+neighbouring positions behave alike, and a knot learns from thousands of tokens, a position from a
+dozen.
 
 `nll` is the model's own loss on the text, `kl` the divergence from the model that re-encodes its
 window at each step. `kl` sees no labels: what it gains is realignment alone, and the step from
@@ -47,7 +47,8 @@ def tune(
     lr: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Train `aligner` in place; keep the weights with the best validation loss, the first included.
+    """Train `aligner` in place; keep the weights with the best validation loss, those before the
+    first step included.
 
     Each step streams rows of text with a cache of random size that evicts a random number at once,
     both log-uniform.
@@ -55,7 +56,7 @@ def tune(
     Returns:
         val_before and val_after, the objective in nats a token, and num_steps.
     """
-    losses: dict[str, Loss] = {"nll": nll, "kl": kl}
+    loss: Loss = {"nll": nll, "kl": kl}[objective]
     rng = torch.Generator().manual_seed(seed)
     largest = aligner.config.chunk_len - 1
     model.requires_grad_(False)
@@ -67,7 +68,7 @@ def tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
-    before = best = validate(aligner, model, text, losses[objective])
+    before = best = validate(aligner, model, text, loss)
     best_weights = _copy(aligner)
     with tqdm(total=num_steps, desc=objective, unit="step") as bar:
         for step in range(num_steps):
@@ -83,15 +84,15 @@ def tune(
             with parametrize.cached():
                 logits = stream.feed(ids[:, :-1], logits_to_keep=row_len - cache_size).float()
                 optimizer.zero_grad()
-                losses[objective](stream, ids, logits, rng).backward()
+                loss(stream, ids, logits, rng).backward()
             optimizer.step()
             schedule.step()
             bar.update()
             if (step + 1) % VAL_EVERY == 0 or step + 1 == num_steps:
-                found = validate(aligner, model, text, losses[objective])
-                bar.set_postfix(val=f"{found:.4f}", before=f"{before:.4f}")
-                if found < best:
-                    best, best_weights = found, _copy(aligner)
+                val_loss = validate(aligner, model, text, loss)
+                bar.set_postfix(val=f"{val_loss:.4f}", before=f"{before:.4f}")
+                if val_loss < best:
+                    best, best_weights = val_loss, _copy(aligner)
     aligner.load_state_dict(best_weights)
     for name in TABLES:
         parametrize.remove_parametrizations(aligner, name)
@@ -141,7 +142,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
     """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
     largest, rng = aligner.config.chunk_len - 1, torch.Generator().manual_seed(0)
     sizes = sorted({min(size, largest) for size in (32, 96, largest)})
-    found = []
+    losses = []
     for cache_size in sizes:
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
         if row_len <= cache_size:
@@ -152,8 +153,8 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
             rows = torch.stack([ids[s : s + row_len + 1] for s in starts]).to(model.device)
             stream = Stream(model, CacheSizes(cache_size, 0), FromBirth(model, aligner))
             logits = stream.feed(rows[:, :-1], logits_to_keep=row_len - cache_size).float()
-            found.append(loss(stream, rows, logits, rng).item())
-    return sum(found) / len(found)
+            losses.append(loss(stream, rows, logits, rng).item())
+    return sum(losses) / len(losses)
 
 
 def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
@@ -162,23 +163,22 @@ def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Te
 
 
 def kl(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
-    """KL(recompute || stream) at random places of each row, given the tokens that both see."""
+    """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
     num_rows, num_logits = logits.shape[:2]
-    num_places = max(num_rows, TEACHER_TOKENS // stream.sizes.cache_size)
-    row = torch.arange(num_places) % num_rows
-    place = torch.randint(num_logits, (num_places,), generator=rng)
-    last = place + stream.sizes.cache_size
+    num_queries = max(num_rows, TEACHER_TOKENS // stream.sizes.cache_size)
+    row = torch.arange(num_queries) % num_rows
+    column = torch.randint(num_logits, (num_queries,), generator=rng)
+    last = column + stream.sizes.cache_size
     first = stream.sizes.num_dropped(last)
     offsets = torch.arange(stream.sizes.cache_size + 1)
-    windows = (first[:, None] + offsets).clamp(
-        max=ids.shape[1] - 1
-    )  # what lies beyond `last` is not seen
+    # What lies beyond `last` is not seen.
+    windows = (first[:, None] + offsets).clamp(max=ids.shape[1] - 1)
     with torch.no_grad():
         hidden = stream.model.base_model(
             input_ids=ids[row[:, None], windows], use_cache=False
         ).last_hidden_state
-        teacher = stream.model.lm_head(hidden[torch.arange(num_places), last - first]).float()
-    student = logits[row, place].log_softmax(-1)
+        teacher = stream.model.lm_head(hidden[torch.arange(num_queries), last - first]).float()
+    student = logits[row, column].log_softmax(-1)
     return kl_div(student, teacher.log_softmax(-1), log_target=True, reduction="batchmean")
 
 

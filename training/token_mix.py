@@ -1,5 +1,5 @@
-"""The text of a language model's training: corpora with shares, a tokenizer of their own, token
-files, batches.
+"""The text that a language model is pretrained on: corpora with shares, a tokenizer trained on
+them, token files, batches.
 """
 
 import hashlib

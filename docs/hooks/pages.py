@@ -14,7 +14,6 @@ Pictures are taken from eval/results, which keeps them once.
 """
 
 import re
-import shutil
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,24 +23,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import kvalign
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "build" / "package"  # as in mkdocs.yml
-PARTS = ("data_gen", "training", "eval", "checkpoints")  # as in pyproject.toml
 PICTURES = ("gpt2-mini.png", "report.png")
 LANES = "lanes.html"
 
 _LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
-
-
-def on_startup(command: str, dirty: bool) -> None:
-    """Lay the top folders out as the package that they are installed as."""
-    shutil.rmtree(PACKAGE, ignore_errors=True)
-    for folder, place in [("kvalign", "kvalign"), *((part, f"kvalign/{part}") for part in PARTS)]:
-        for path in (ROOT / folder).rglob("*.py"):
-            copy = PACKAGE / place / path.relative_to(ROOT / folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)  # griffe follows no links
-    _package.cache_clear()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -77,19 +65,16 @@ def source(name: str) -> str:
     if found.docstring:
         first, end = found.docstring.lineno - found.lineno, found.docstring.endlineno - found.lineno
         del lines[first : end + 1]
-    file = Path(found.filepath).relative_to(PACKAGE / "kvalign")
-    folder = "" if file.parts[0] in PARTS else "kvalign/"
-    title = f"{folder}{file.as_posix()}, line {found.lineno}"
+    file = Path(found.filepath).resolve().relative_to(ROOT)  # where a link leads
+    title = f"{file.as_posix()}, line {found.lineno}"
     return "\n".join([f'```python title="{title}"', *lines, "```"]) + "\n"
 
 
 def public() -> str:
     """A row a public name: a link to its reference, and the first line of its docstring."""
-    import kvalign
-
     rows = ["| `kvalign.` | |", "|---|---|"]
-    for name, module in kvalign._PUBLIC.items():
-        found = _package()[f"{module}.{name}".removeprefix("kvalign.")]
+    for name in kvalign.__all__:
+        found = _package()[name]
         found = found.final_target if found.is_alias else found
         about = found.docstring.value.split("\n\n")[0] if found.docstring else ""
         about = " ".join(about.split()).replace("|", "\\|")
@@ -105,7 +90,7 @@ def lanes() -> str:
 @lru_cache(maxsize=1)
 def _package() -> griffe.Module:
     package = griffe.load(
-        "kvalign", search_paths=[PACKAGE], try_relative_path=False, resolve_aliases=True
+        "kvalign", search_paths=[ROOT], try_relative_path=False, resolve_aliases=True
     )
     assert isinstance(package, griffe.Module)
     return package

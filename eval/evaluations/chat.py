@@ -69,7 +69,8 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     from kvalign.eval.fluency import judge
     from kvalign.eval.grid import load, make_grid, sizes_of
     from kvalign.eval.words import load_words
-    from kvalign.text_stream import Sampling, TextStream
+    from kvalign.sampling import Sampling
+    from kvalign.text_stream import TextStream
     from kvalign.turns import turn_ids
 
     started = time.perf_counter()

@@ -69,7 +69,8 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     from kvalign.eval.fluency import judge
     from kvalign.eval.grid import load, make_grid, sizes_of
     from kvalign.eval.words import load_words
-    from kvalign.text_stream import Sampling, TextStream
+    from kvalign.sampling import Sampling
+    from kvalign.text_stream import TextStream
 
     started = time.perf_counter()
     prompts = [turns[0] for turns in conversations(settings.prompts)][: settings.num_prompts]

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Move
-from kvalign.aligners.network import KV, NETWORK_SIZES, RealignNet, hidden_sizes
+from kvalign.aligners.network import RealignNet, hidden_sizes
+from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
 from kvalign.aligners.table import TableAligner
 from kvalign.sizes import CacheSizes
 
@@ -46,12 +47,6 @@ class AnchoredAligner(Aligner):
             placed[0] + self.key.correction(keys.float(), layer, move.first),
             placed[1] + self.value.correction(values.float(), layer, move.first),
         )
-
-    def clear(self) -> None:
-        """Change nothing, as before training."""
-        self.table.clear()
-        self.key.clear()
-        self.value.clear()
 
 
 def rows_of(

@@ -1,8 +1,8 @@
 """What every aligner is: trained parts made for one base model, in a folder of safetensors and a
 config that says so.
 
-An aligner corrects the kept entries of the cache after an eviction. The rotation of a rotary model
-is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
+An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
+model is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
 """
 
 from abc import ABC, abstractmethod
@@ -87,7 +87,7 @@ class Move:
     """One eviction, for the slots after the sinks.
 
     Attributes:
-        shift: entries evicted: the places each kept entry moves towards the start.
+        shift: entries evicted: the places that each entry moves towards the start.
         first: number of sinks: the position of the first entry after them.
         now: [S] int64, the positions after the move: first, first + 1, ...
     """
@@ -186,7 +186,7 @@ class Aligner(
         """Load an aligner of any kind: a shipped name, a local folder or a hub id.
 
         Raises:
-            NotFoundError: there is none of that name.
+            NotFoundError: no aligner of that name.
             UserError: its config or weights are damaged or do not fit together.
         """
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
@@ -210,9 +210,9 @@ class Aligner(
                 f"aligner {str(model_id)!r}: sizes do not make a {config.kind}: {error}"
             ) from None
         for name, expected in aligner.state_dict().items():
-            found = weights.get(name)
-            if found is None or found.shape != expected.shape:
-                shape = "nothing" if found is None else tuple(found.shape)
+            weight = weights.get(name)
+            if weight is None or weight.shape != expected.shape:
+                shape = "nothing" if weight is None else tuple(weight.shape)
                 raise UserError(
                     f"aligner {str(model_id)!r}: {name} must be {tuple(expected.shape)}, found "
                     f"{shape}"
@@ -231,9 +231,9 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
     """Whether the model has the embedding weights of a fingerprint, in any precision."""
-    found = torch.tensor(embedding_fingerprint(model))
-    return len(expected) == len(found) and torch.allclose(
-        torch.tensor(expected, dtype=found.dtype), found, rtol=2e-2, atol=1e-4
+    actual = torch.tensor(embedding_fingerprint(model))
+    return len(expected) == len(actual) and torch.allclose(
+        torch.tensor(expected, dtype=actual.dtype), actual, rtol=2e-2, atol=1e-4
     )
 
 
@@ -251,10 +251,10 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
     )
 
 
-def _match(name: str, expected: Any, found: Any, base_model: str) -> None:
-    if expected != found:
+def _match(name: str, expected: Any, actual: Any, base_model: str) -> None:
+    if expected != actual:
         raise UserError(
-            f"this aligner was made for {base_model}: {name} is {expected} there, {found} in this "
+            f"this aligner was made for {base_model}: {name} is {expected} there, {actual} in this "
             f"model"
         )
 

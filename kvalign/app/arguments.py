@@ -18,11 +18,10 @@ DEBUG = "show the whole traceback of an error"
 def parse(
     cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
 ) -> tuple[S, bool]:
-    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with
-    code 2.
+    """Parse the arguments of a command; wrong use prints one line and exits with code 2.
 
     Args:
-        cls: what is made; its docstring is the help.
+        cls: the settings to make; its docstring is the help.
         argv: the words after the command.
         prog: the command, for messages.
         has_json: whether the command takes `--json`.
@@ -39,32 +38,36 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_arguments(parser, cls, has_json=has_json)
-    given = {
-        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
-    }
-    as_json = bool(given.pop("json", False))
-    given.pop("debug", None)
-    hints = typing.get_type_hints(cls)
-    for name, value in given.items():
-        if typing.get_origin(without_none(hints[name])) is tuple:
-            given[name] = tuple(item for part in value for item in part)
-    return cls(**given), as_json
+    arguments = add_arguments(parser, cls, has_json=has_json)
+    given = vars(parser.parse_args(argv))
+    values = {name: given[name] for name in arguments if given[name] is not None}
+    for name, value in values.items():
+        if typing.get_origin(arguments[name][2]) is tuple:
+            values[name] = tuple(item for part in value for item in part)
+    return cls(**values), bool(given.get("json"))
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, cls: type[Settings], *, has_json: bool = True
-) -> dict[str, argparse.Action]:
-    """Make a parser take the fields of `cls`, `--json` and `--debug`; the fields' actions."""
-    hints = typing.get_type_hints(cls)
-    actions = {}
-    for field in fields_of(cls):
-        name = field.name if field.metadata["positional"] else flag(field.name)
-        actions[field.name] = parser.add_argument(name, **_argument(field, hints[field.name]))
+    parser: argparse.ArgumentParser, *classes: type[Settings], has_json: bool = True
+) -> dict[str, tuple[argparse.Action, dataclasses.Field, Any]]:
+    """Make a parser take the fields of settings, `--json` and `--debug`.
+
+    Returns:
+        by field, once: its action, itself, and its type without `| None`.
+    """
+    arguments = {}
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for field in fields_of(cls):
+            if field.name not in arguments:
+                hint = without_none(hints[field.name])
+                name = field.name if field.metadata["positional"] else flag(field.name)
+                action = parser.add_argument(name, **_argument(field, hint))
+                arguments[field.name] = (action, field, hint)
     if has_json:
         parser.add_argument("--json", action="store_const", const=True, help=JSON)
     parser.add_argument("--debug", action="store_const", const=True, help=DEBUG)
-    return actions
+    return arguments
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -81,10 +84,9 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING
     if not required and field.default not in (None, False):
-        shown = field.default
-        shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-        help_text += f" (default: {shown})"
-    hint = without_none(hint)
+        default = field.default
+        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text += f" (default: {default})"
     if hint is bool and field.default:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     if hint is bool:

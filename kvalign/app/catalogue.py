@@ -2,7 +2,8 @@
 
 A command is a module of `kvalign.app.commands` with
 
-- `SETTINGS`, the class of its settings, or `settings_for(args)` where the arguments tell;
+- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
+  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
 - `run(settings, as_json)`, which imports what is heavy inside;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
@@ -70,6 +71,12 @@ class Command:
             return self._module.settings_for(args)
         return self._module.SETTINGS
 
+    def all_settings(self) -> dict[str, type[Settings]]:
+        """The classes of its settings by kind; a command of one kind has it under ""."""
+        if hasattr(self._module, "all_settings"):
+            return self._module.all_settings()
+        return {"": self.settings_for()}
+
     def run(self, settings: Settings, as_json: bool) -> None:
         self._module.run(settings, as_json)
 
@@ -87,7 +94,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     """The command that words begin with, and the words after it.
 
     Raises:
-        UserError: there is none; the message has the nearest.
+        UserError: no such command; the message names the nearest.
     """
     num_words = 2 if words[0] == "eval" else 1
     name = " ".join(words[:num_words])

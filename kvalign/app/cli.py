@@ -1,8 +1,8 @@
 """The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
 
-Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed; 2: something
-that the user can mend, said in one line. Help answers at once: what is heavy is imported by the
-command that runs.
+Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed, by the machine's
+fault or ours; 2: something that the user can mend. An error is one line. Help answers at once: what
+is heavy is imported by the command that runs.
 """
 
 import errno
@@ -20,6 +20,14 @@ from kvalign.errors import RunError, UserError
 ISSUES = "https://github.com/eecs585projectorg/kv-align/issues"
 
 _HELP = ("-h", "--help")
+# A path that the user gave: there is nothing, it is of another kind, or it is not theirs.
+_OF_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
@@ -83,25 +91,20 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, RunError):
         return 1, str(error)
-    if isinstance(error, OSError):  # the machine's: a path that is none, a full disk, no permission
-        refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        is_path = isinstance(
-            error, FileNotFoundError | FileExistsError | IsADirectoryError | NotADirectoryError
-        )
-        kept = "" if is_path else "; what was finished before is kept"
-        return 2 if refused or is_path else 1, f"{error}{kept}"
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "kvalign").startswith(
-        "kvalign"
-    ):
+    if isinstance(error, _OF_PATHS):
+        return 2, str(error)
+    if isinstance(error, OSError):  # the machine's, as a full disk
+        is_read_only = error.errno == errno.EROFS
+        return (2, str(error)) if is_read_only else (1, f"{error}; what was finished is kept")
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return 1, f"not enough memory: {error}".removesuffix(": ")
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.requirements import how_to_install
 
-        needed = (error.name or "").partition(".")[0]
-        return 2, f"it needs {needed}: {how_to_install(needed)}"
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
-    return (
-        1,
-        f"a fault of ours, not yours ({what}): --debug shows where; please report it at {ISSUES}",
-    )
+        return 2, f"it needs {package}: {how_to_install(package)}"
+    fault = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return 1, f"a fault of ours, not yours ({fault}): please report what --debug shows at {ISSUES}"
 
 
 def usage() -> str:

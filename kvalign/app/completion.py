@@ -6,6 +6,7 @@ imported.
 """
 
 import argparse
+import functools
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -15,10 +16,12 @@ import argcomplete
 from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
 from kvalign import checkpoints
-from kvalign.app import listing
+from kvalign.aligners.kinds import KINDS
 from kvalign.app.arguments import add_arguments
 from kvalign.app.catalogue import COMMANDS, Command
-from kvalign.settings import fields_of, without_none
+from kvalign.app.listing import suites
+from kvalign.data_gen import corpora, prompts
+from kvalign.methods import METHODS
 
 Completer = Callable[..., Iterable[str]]
 
@@ -40,47 +43,43 @@ def parser() -> argparse.ArgumentParser:
         group, _, name = command.rpartition(" ")
         if group not in groups:
             groups[group] = groups[""].add_parser(group, help="evaluate").add_subparsers()
-        cls = Command(command).settings_for()
-        hints = typing.get_type_hints(cls)
-        actions = add_arguments(
-            groups[group].add_parser(name, help=about), cls, has_json=Command(command).has_json
+        one = Command(command)
+        arguments = add_arguments(
+            groups[group].add_parser(name, help=about),
+            *one.all_settings().values(),
+            has_json=one.has_json,
         )
-        for field in fields_of(cls):
-            hint = without_none(hints[field.name])
+        for action, field, hint in arguments.values():
             if hint is not bool:
                 completer = _completer(field.name, field.metadata["choices"], hint)
-                actions[field.name].completer = completer  # type: ignore[attr-defined]
+                action.completer = completer  # type: ignore[attr-defined]
     return root
 
 
 def _completer(name: str, choices: tuple[str, ...] | None, hint: typing.Any) -> Completer:
     """What may be given for a field. One idea has one name in all commands, so the name tells."""
     names = choices or _names().get(name)
-    if names and typing.get_origin(hint) is tuple:
-        return _listed(names)
     if names:
-        return _named(names)
+        return _listed(names) if typing.get_origin(hint) is tuple else _named(names)
     return FilesCompleter() if hint is Path else ChoicesCompleter({})
 
 
+@functools.cache
 def _names() -> dict[str, tuple[str, ...]]:
-    """Of fields, the names that they may be given."""
-    from kvalign.data_gen import corpora, prompts
-    from kvalign.training.settings import TrainSettings
-
-    kinds = {field.name: field.metadata["choices"] for field in fields_of(TrainSettings)}
-    methods = listing.method_names()
+    """By field, the names that it may be given."""
+    methods, texts = tuple(METHODS), _typed(corpora.NAMES)
     return {
         "model": checkpoints.MODELS,
         "aligner": checkpoints.ALIGNERS,
-        "aligner_kinds": kinds["aligner_kind"],
+        "aligner_kind": tuple(KINDS),
+        "aligner_kinds": tuple(KINDS),
         "method": methods,
         "methods": methods,
         "reference": methods,
-        "corpus": _typed(corpora.NAMES),
-        "eval_corpus": _typed(corpora.NAMES),
+        "corpus": texts,
+        "eval_corpus": texts,
         "prompts": _typed(prompts.NAMES),
-        "suite": tuple(sorted(listing.suites())),
+        "suite": tuple(sorted(suites())),
     }
 
 

@@ -1,5 +1,5 @@
-"""What there is to choose from: models, methods, aligners, corpora, suites. Nothing is listed here;
-each is read from its registry or from the config in its folder.
+"""What there is to choose from: models, methods, aligners, corpora, suites, each read from its
+registry or from the config in its folder.
 """
 
 import json
@@ -55,13 +55,6 @@ def methods() -> list[Row]:
     return [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
 
 
-def method_names() -> tuple[str, ...]:
-    """The names in `methods()`, without importing torch: a method is a file."""
-    files = Path(checkpoints.__file__).parents[1].joinpath("methods").glob("*.py")
-    names = sorted(file.stem.replace("_", "-") for file in files)
-    return tuple(name for name in names if name not in ("--init--", "base"))
-
-
 def aligners() -> list[Row]:
     """The shipped aligners, then those of the hub's cache."""
     from kvalign.aligners import KINDS, Aligner
@@ -79,21 +72,21 @@ def aligners() -> list[Row]:
             "max_cache_size": config.chunk_len - 1,
             "num_sinks": config.num_sinks,
             "realigns": [key for key, part in parts.items() if part.get("used", True)],
-            "trained_on": sorted({_text(part.get("data")) for part in parts.values()}),
+            "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }
 
     return list(_rows(checkpoints.ALIGNERS, row))
 
 
 def corpora() -> list[Row]:
-    """What a corpus may be called."""
+    """The specifications of corpora that --corpus takes."""
     from kvalign.data_gen.corpora import SPECS
 
     return [{"name": name, "about": about} for name, about in SPECS.items()]
 
 
 def suites() -> dict[str, str]:
-    """The text of each shipped suite, by its name."""
+    """The text of each shipped suite, by name."""
     files = resources.files("kvalign.eval").joinpath("suites").iterdir()
     return {Path(file.name).stem: file.read_text(encoding="utf-8") for file in files}
 
@@ -118,32 +111,25 @@ def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
 
 def show(as_json: bool, **tables: list[Row]) -> None:
     """Print tables of rows, or one JSON document with them by name."""
-    print(json.dumps(tables) if as_json else "\n\n".join(map(as_text, tables.values())))
+    if as_json:
+        print(json.dumps(tables))
+        return
+    from kvalign.console import Heading, print_table
 
-
-def as_text(rows: list[Row]) -> str:
-    """An aligned table whose columns are the keys of the first row."""
-    lines = [[name.replace("_", " ") for name in rows[0]]]
-    lines += [[one_line(_cell(value)) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def one_line(text: str) -> str:
-    """Text of others, as names and configs in a cache are, in one line where no character acts."""
-    from kvalign.escape import escape_controls
-
-    return escape_controls(" ".join(text.split()))
+    for number, rows in enumerate(tables.values()):
+        print(end="\n" if number else "")
+        headings = [
+            Heading(name.replace("_", " "), is_number=isinstance(value, int))
+            for name, value in rows[0].items()
+        ]
+        print_table(headings, [[_text(value) for value in row.values()] for row in rows])
 
 
 def _rows(shipped: tuple[str, ...], row: Callable[[str, Path], Row | None]) -> Iterator[Row]:
-    """Shipped and cached folders that `row` has something to say of, each with where it is."""
-    found = [(name, "shipped", checkpoints.FOLDER / name) for name in shipped]
-    found += [(name, "cached", folder) for name, folder in cached("model")]
-    for name, where, folder in found:
+    """The rows of the shipped folders and those of the hub's cache, less those without one."""
+    folders = [(name, "shipped", checkpoints.FOLDER / name) for name in shipped]
+    folders += [(name, "cached", folder) for name, folder in cached("model")]
+    for name, where, folder in folders:
         try:
             if facts := row(name, folder):
                 yield {"name": name, "where": where, **facts}
@@ -158,15 +144,15 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _text(data: Any) -> str:
+def _trained_on(data: Any) -> str:
     """What an aligner's config says of the data that a part was trained on."""
     data = data if isinstance(data, dict) else {}
     if "corpus" in data:
-        return f"{_cell(data['corpus'])} ({data.get('num_tokens')} tokens)"
+        return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"
     return str(data.get("weights", "not recorded"))
 
 
-def _cell(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "nothing"
     return "" if value is None else str(value)

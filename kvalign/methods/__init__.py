@@ -102,7 +102,7 @@ def make_cache(
     """
     from kvalign.methods.base import Cached
 
-    made = make_method(
+    streaming = make_method(
         method,
         model,
         cache_size=cache_size,
@@ -110,12 +110,13 @@ def make_cache(
         num_evicted=num_evicted,
         aligner=aligner,
     )
-    if not isinstance(made, Cached):
+    if not isinstance(streaming, Cached):
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
         raise UserError(
-            f"{method} {made.about}: it has no streaming cache (these have: {', '.join(cached)})"
+            f"{method} {streaming.about}: it has no streaming cache (these have one: "
+            f"{', '.join(cached)})"
         )
-    return made.cache
+    return streaming.cache
 
 
 def make_methods(

@@ -16,14 +16,14 @@ from kvalign.app.cli import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.completion import _names, complete
 from kvalign.app.listing import suites
-from kvalign.data_gen import corpora
+from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import METHODS
 from kvalign.settings import fields_of, flag
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
-CORPORA = {"python-docs", *corpora.HUB, "hub:", "text:", "marked:"}
+CORPORA = {"python-docs", *HUB, "hub:", "text:", "marked:"}
 FILES = {"notes.txt", "my-aligner/"}
 # What is typed, and what is offered for its last word.
 LINES = [
@@ -55,7 +55,7 @@ LINES = [
     ("kvalign eval run quick --ov", {"--override"}),
     ("kvalign report ", FILES),
     ("kvalign completion ", set(SHELLS)),
-    ("kvalign completion --", {"--help"}),
+    ("kvalign completion --", {"--help", "--debug"}),
 ]
 
 
@@ -99,13 +99,16 @@ def test_names_are_offered(line, offered, folder, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_offered(command, monkeypatch):
-    cls = Command(command).settings_for()
-    on = {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
-    assert offers(f"kvalign {command} --", monkeypatch) == {"--help", *cls.flags(), *on}
+    one, offered = Command(command), {"--help", "--debug"}
+    for cls in one.all_settings().values():
+        offered |= cls.flags()
+        offered |= {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
+    offered |= {"--json"} if one.has_json else set()
+    assert offers(f"kvalign {command} --", monkeypatch) == offered
 
 
 def test_every_field_with_names_is_one_of_a_command():
-    classes = [Command(c).settings_for() for c in COMMANDS]
+    classes = [cls for c in COMMANDS for cls in Command(c).all_settings().values()]
     assert _names().keys() <= {field.name for cls in classes for field in fields_of(cls)}
 
 

@@ -18,6 +18,7 @@ from helpers.smaller import example
 from kvalign.app.cli import main
 from kvalign.escape import escape_controls
 
+pytestmark = pytest.mark.browser
 pytest.importorskip("gradio", reason="gradio is not installed")
 HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(2)> ${alert(3)} {{value}} `\"' island"
 HOSTILE += " \x07\x1b[31m \u202eright-to-left\u202c \u05e9\u05dc\u05d5\u05dd"
@@ -159,7 +160,7 @@ def test_colours_are_the_reports(page):
     """The same tints by day and by night, and the same mark for those who see neither."""
     own, reports = (
         resources.files(f"kvalign.{package}").joinpath("templates", name).read_text()
-        for package, name in (("demo_ui", "live.css"), ("eval", "report.css"))
+        for package, name in (("app.pages", "live.css"), ("eval", "report.css"))
     )
     for mine, theirs in [("good", "good-tint"), ("bad", "bad-tint"), ("bad-line", "bad")]:
         found = [

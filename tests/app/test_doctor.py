@@ -3,6 +3,7 @@ required.
 """
 
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -18,7 +19,7 @@ from packaging.requirements import Requirement
 from kvalign import checkpoints
 from kvalign.app.checks import Check
 from kvalign.app.cli import main
-from kvalign.app.doctor import as_text, examine, is_fit
+from kvalign.app.doctor import examine, is_fit, show
 from kvalign.app.requirements import how_to_install, requirements
 
 BASE = {needed.name for extra, needed in requirements() if not extra}
@@ -73,14 +74,15 @@ def test_text_has_a_line_each_and_json_the_same(capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["fit"] is True
     assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == [
-        check["state"] for check in document["checks"]
+    *groups, last = capsys.readouterr().out.split("\n\n")
+    shown = []
+    for lines in map(str.splitlines, groups):
+        shown += [(lines[0].strip(), *line.split()[:2]) for line in lines[1:]]
+    assert shown == [
+        (check["group"], check["state"], check["name"].split()[0]) for check in document["checks"]
     ]
-    for check in document["checks"]:
-        assert any(line.split()[1:2] == check["name"].split()[:1] for line in lines), check
-        assert sum(line == check["group"] for line in lines) == 1
-    assert lines[-1].startswith("all that is required is here; optional, and not ok: ")
+    assert len({lines.splitlines()[0] for lines in groups}) == len(groups)
+    assert last.startswith("all that is required is here; optional, and not ok: ")
 
 
 def test_without_any_extra(monkeypatch, capsys):
@@ -90,7 +92,7 @@ def test_without_any_extra(monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
     monkeypatch.delitem(sys.modules, "kvalign.eval.words", raising=False)
     assert main(["doctor"]) == 0
-    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip().split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     for name, extra in EXTRAS.items():
         assert ["missing", name, f"not installed: pip install 'kvalign[{extra}]'"] in lines
     assert [
@@ -129,7 +131,7 @@ def test_a_broken_package_is_a_line_and_no_traceback(broken, monkeypatch, capsys
     monkeypatch.setitem(sys.modules, broken, None)
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
-    lines = [line for line in captured.out.splitlines() if line.startswith("  wrong")]
+    lines = [line for line in captured.out.splitlines() if line.startswith("wrong")]
     assert any(broken in line and "mend what is missing or wrong above" in line for line in lines)
     assert "Traceback" not in captured.out + captured.err
 
@@ -225,6 +227,14 @@ def test_disk_and_memory_have_numbers():
         assert check.found.split()[0].replace(".", "").isdigit() and " free " in check.found
 
 
-def test_a_line_is_a_line_whatever_a_cache_holds():
-    text = as_text([Check("models", "a\x1b[31m\nb", "ok", "c\u202ed")])
-    assert text.splitlines()[1] == "  ok       a␛[31m b  c[U+202E]d"
+def test_a_line_is_a_line_whatever_a_cache_holds(capsys):
+    show([Check("models", "a\x1b[31m\nb", "ok", "c\u202ed")])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["ok", "a␛[31m", "b", "c[U+202E]d"]
+
+
+def test_a_terminal_that_is_narrow_wraps_what_is_found(monkeypatch, capsys):
+    for name, value in {"COLUMNS": "40", "TTY_COMPATIBLE": "1", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    show([Check("models", "a", "missing", "word " * 20)])
+    lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines[:-1])) <= 40 and sum(line.count("word") for line in lines) == 20

@@ -1,5 +1,5 @@
-"""Readers of files that came from somewhere: anything but a whole, fitting file is one ValueError
-(or FileNotFoundError), before memory is taken for it.
+"""Readers of files that came from somewhere: anything but a whole, fitting file is one UserError,
+before memory is taken for it.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from kvalign.aligners.base import WEIGHTS
 from kvalign.app import suite
 from kvalign.app.cli import main
 from kvalign.data_gen.store import open_store
+from kvalign.errors import UserError
 from kvalign.eval.results_folder import read
 
 SETTINGS = settings(
@@ -71,7 +72,7 @@ def survives(read_file):
     """Reads or refuses; takes no memory to speak of while it does."""
     tracemalloc.start()
     try:
-        with contextlib.suppress(ValueError, FileNotFoundError):
+        with contextlib.suppress(UserError):
             read_file()
         assert tracemalloc.get_traced_memory()[1] < 50e6
     finally:
@@ -154,16 +155,16 @@ def test_deep_and_odd_json(text, aligner, recording, tmp_path):
     data = text.encode("utf-8", "surrogatepass")
     kept = (aligner / "config.json").read_bytes()
     (aligner / "config.json").write_bytes(data)
-    with pytest.raises(ValueError, match="config"):
+    with pytest.raises(UserError, match="config"):
         Aligner.from_pretrained(aligner)
     (aligner / "config.json").write_bytes(kept)
     kept = (recording / "manifest.json").read_bytes()
     (recording / "manifest.json").write_bytes(data)
-    with pytest.raises(ValueError, match=r"manifest\.json"):
+    with pytest.raises(UserError, match=r"manifest\.json"):
         open_store(recording)
     (recording / "manifest.json").write_bytes(kept)
     (tmp_path / "x.json").write_bytes(data)
-    with pytest.raises(ValueError, match=r"x\.json"):
+    with pytest.raises(UserError, match=r"x\.json"):
         read(tmp_path)
 
 

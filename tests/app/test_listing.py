@@ -11,6 +11,7 @@ from kvalign import checkpoints
 from kvalign.app import listing
 from kvalign.app.cli import main
 from kvalign.data_gen import corpora
+from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import METHODS
 from kvalign.models import FAMILIES, spec_of
 
@@ -41,11 +42,7 @@ def test_lists_are_the_registries():
     }
     assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
     assert names(listing.corpora()) == list(corpora.NAMES)
-    assert {*corpora.HUB, "python-docs"} < {*names(listing.corpora())}
-
-
-def test_a_method_is_a_file():
-    assert listing.method_names() == tuple(sorted(METHODS))
+    assert {*HUB, "python-docs"} < {*names(listing.corpora())}
 
 
 def test_rows_say_what_the_configs_say():
@@ -117,5 +114,6 @@ def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
     assert main([command]) == 0
     blocks = capsys.readouterr().out.strip().split("\n\n")
     for rows, block in zip(document.values(), blocks, strict=True):
-        first = [line.split()[0] for line in block.splitlines()]
-        assert first[1:] == [next(iter(row.values())) for row in rows]
+        heading, rule, *lines = block.splitlines()
+        assert heading.split()[0] == next(iter(rows[0])) and set(rule) == {"─"}
+        assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in rows]

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import yaml
 from helpers.smaller import output_of
 
 from kvalign import checkpoints
@@ -20,6 +19,7 @@ from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.eval.paper import paper_tables
 from kvalign.eval.results_folder import Results, read
+from kvalign.eval.suite_file import parse_suite_text
 
 SUITE = """
 title: two cells
@@ -92,10 +92,12 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 30", "--num-tokens 99999999"))
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
     error = capfd.readouterr().err
-    assert "lower --num-tokens" in error and "stopped: exit code 2 of kvalign eval" in error
+    assert "lower --num-tokens" in error and "error: exit code 2 of kvalign eval" in error
+    assert error.endswith("; finished cells are kept\n")
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
 
 
+@pytest.mark.slow
 def test_killed_run_takes_up_where_it_was(own, tmp_path):
     """Killed in its second cell, after the first loss of it was kept."""
     code = (
@@ -121,12 +123,14 @@ def test_killed_run_takes_up_where_it_was(own, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cells: [", "is not understood"),
-        ("- 1", "is not understood"),
-        ("cells: [{name: a}]", "needs a list `cells` of name and command"),
+        ("cells: [", "suite own.yaml is not YAML"),
+        ("- 1", "suite own.yaml: it: Input should be a valid dictionary"),
+        ("cells: [{name: a}]", "suite own.yaml: cells.0.command: Field required"),
+        ("title: a", "suite own.yaml: cells: Field required"),
+        ("cells: [{name: a, command: 'eval chat \"'}]", "cell a: No closing quotation"),
         ("cells: [{name: a/b, command: eval chat}]", "letters, digits and -, got 'a/b'"),
         ("cells: [{name: a, command: eval chat}, {name: a, command: eval chat}]", "of one name"),
-        ("cells: [{name: a, command: rm -rf /}]", "cell a: no such command: rm -rf"),
+        ("cells: [{name: a, command: rm -rf /}]", "cell a: unknown command 'rm'"),
         ("cells: [{name: a, command: eval chat --num-turns 0}]", "--num-turns must be at least 1"),
         ("cells: [{name: a, command: eval chat --turns 1}]", "unrecognized arguments: --turns"),
         ("cells: [{name: a, command: eval chat word}]", "flags begin with --, got 'word'"),
@@ -152,26 +156,27 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 def test_shipped_suites_are_understood(name):
     cells = suite.parse_suite(suite.read_suite(name), name)
     assert len(cells) >= 6 and all(cell.command.startswith("kvalign ") for cell in cells)
-    paper = yaml.safe_load(suite.read_suite(name)).get("paper", {"tables": []})
+    paper = parse_suite_text(suite.read_suite(name), name).paper
     names = {cell.name for cell in cells}
-    assert {table["cell"] for table in paper["tables"]} <= names
-    assert bool(paper["tables"]) == name.startswith("paper")
+    assert {table.cell for table in paper.tables} <= names
+    assert bool(paper.tables) == name.startswith("paper")
 
 
 def test_paper_figures_stand_beside_ours():
-    entries = yaml.safe_load(suite.read_suite("paper-distilgpt2"))
+    paper = parse_suite_text(suite.read_suite("paper-distilgpt2"), "paper-distilgpt2")
     row = {"method": "recompute", "aligner": None, "cache_size": 64, "perplexity": 70.123}
     document = {"kind": "eval perplexity", "rows": [row]}
-    tables = paper_tables(Results({"perplexity-wikitext": document}, entries))
+    tables = paper_tables(Results({"perplexity-wikitext": document}, paper))
     wikitext = next(t for t in tables if t.title.startswith("Perplexity, WikiText"))
     texts = {line[0].text: [entry.text for entry in line[1:]] for line in wikitext.rows}
     assert texts["recompute"][2:4] == ["75.60", "70.12"]
     assert texts["streaming-llm"][6:] == ["1980.30", "not run"]
-    log = yaml.safe_load(suite.read_suite("paper-smollm2"))["paper"]
-    assert log["tables"][0]["rows"]["kvalign (network)"][255] == 137.13
-    assert "swapped" in log["notes"][0]
+    other = parse_suite_text(suite.read_suite("paper-smollm2"), "paper-smollm2").paper
+    assert other.tables[0].rows["kvalign (network)"][255] == 137.13
+    assert "swapped" in other.notes[0]
 
 
+@pytest.mark.slow
 def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypatch, capfd):
     """The whole of it, small, on folders that stand for the model, texts and prompts."""
 
@@ -211,6 +216,8 @@ def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypa
     assert [e.text == "not run" for e in entries[0][1:]] == [False, False, *[False, True] * 3]
 
 
+@pytest.mark.slow
+@pytest.mark.ray
 def test_cells_run_side_by_side_on_ray(own, tmp_path, capfd):
     pytest.importorskip("ray")
     assert main(["eval", "run", "own.yaml", "--out", "results", "--ray"]) == 0

@@ -1,6 +1,5 @@
 """Aligner folders: exact round trip, refusals that name what is wrong."""
 
-import dataclasses
 import json
 
 import pytest
@@ -110,11 +109,13 @@ def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
-    data = {"corpus": ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]}
+    corpus = ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]
+    data = {"corpus": corpus, "datasets": ["Salesforce/wikitext"]}
     part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
-    aligner.config = dataclasses.replace(
-        aligner.config, base_model="distilbert/distilgpt2", training={"key": part}
-    )
+    older = {"data": {"corpus": ["marked:hub:me/stories:en:text"]}}  # without `datasets`
+    training = {"key": part, "value": older}
+    changes = {"base_model": "distilbert/distilgpt2", "training": training}
+    aligner.config = aligner.config.model_copy(update=changes)
     aligner.push_to_hub(name)
     found = Aligner.from_pretrained(name)
     assert found.config == aligner.config

@@ -131,7 +131,7 @@ def test_half_precision_does_not_drift(dtype, ids):
     model = tiny_model("llama").to(dtype)
     cache = StreamingCache(spec_of(model.config), CacheSizes(48), realigner=FromBirth(model))
     _stream(model, cache, ids, 180)
-    layer, first = cache.layers[1], cache.slots.num_sinks
+    layer, first = cache.layers[1], cache.slots.sizes.num_sinks
     now = torch.arange(first, 48)
     assert (cache.slots.birth[first:] - now).max() == 44
     exact = rerotate(layer.sources[0].entries.float(), -now, rotation_of(model).inv_freq)

@@ -190,7 +190,7 @@ def test_unknown_method_names_the_nearest(models):
 
 
 def test_setting_without_effect_warns(models, caplog):
-    assert make("window", models["gpt2"], num_sinks=4).num_sinks == 0
+    assert make("window", models["gpt2"], num_sinks=4).sizes.num_sinks == 0
     assert "num_sinks=4 has no effect" in caplog.text
 
 

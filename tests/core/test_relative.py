@@ -5,8 +5,9 @@ import torch
 from helpers.methods import CACHE_SIZE, make, tables
 from helpers.tiny_models import KINDS, tiny_model
 
-from kvalign import relative
+from kvalign import relative, scoring
 from kvalign.scoring import score, score_stepwise
+from kvalign.sizes import CacheSizes
 
 EXACT = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bloom")
 
@@ -23,7 +24,7 @@ def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch
         (kind, name) == ("bloom", "kvalign")
     )
     for segment_len in (7, 50, 256):
-        monkeypatch.setattr(relative, "SEGMENT_LEN", segment_len)
+        monkeypatch.setattr(scoring, "SEGMENT_LEN", segment_len)
         found = score(method, ids[:1, :120])
         assert torch.allclose(found, expected, atol=2e-4)
         assert abs(found.mean().exp() / expected.mean().exp() - 1) < 1e-4
@@ -41,7 +42,7 @@ def test_nothing_else_is_taken(models):
 
 def test_memory_does_not_grow_with_the_text(models, ids):
     model = models["gpt2"]
-    stream = relative.Stream(model, CACHE_SIZE, 4, 3, None)
+    stream = relative.Stream(model, CacheSizes(CACHE_SIZE, 4, 3), None)
     stored = set()
     for start in range(0, 200, 10):
         stream.feed(ids[:, start : start + 10])
@@ -52,7 +53,7 @@ def test_memory_does_not_grow_with_the_text(models, ids):
 def test_the_model_is_left_as_it_was(models, ids):
     model = models["gpt2"]
     before = model.config._attn_implementation, model(input_ids=ids[:, :30]).logits
-    stream = relative.Stream(model, CACHE_SIZE, 4, 1, None)
+    stream = relative.Stream(model, CacheSizes(CACHE_SIZE), None)
     with pytest.raises(RuntimeError):
         stream.feed(ids.float())
     assert model.config._attn_implementation == before[0]

@@ -82,8 +82,8 @@ def test_untrained_anchored_network_is_its_table(model, ids):
 
 
 def test_default_sinks_are_the_aligners(models):
-    assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).num_sinks == 0
-    assert make("kvalign", models["gpt2"]).num_sinks == 4
+    assert make("kvalign", models["gpt2"], aligner=tables(models["gpt2"])).sizes.num_sinks == 0
+    assert make("kvalign", models["gpt2"]).sizes.num_sinks == 4
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

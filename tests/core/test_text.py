@@ -144,8 +144,8 @@ WRONG_FILES = {
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "unknown method": (lambda t, a: a.update(method="sinks"), "unknown method 'sinks'"),
     "too large": (lambda t, a: a.update(cache_size=600), "cache_size must be at most 511"),
-    "missing field": (lambda t, a: a.pop("num_fed"), "its fields are others"),
-    "wrong type": (lambda t, a: a.update(num_fed="9"), "num_fed must be"),
+    "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
+    "wrong type": (lambda t, a: a.update(num_fed="9"), "num_fed: Input should be a valid integer"),
     "unknown sampling": (lambda t, a: a["sampling"].update(beams=2), "beams"),
     "wrong sampling": (lambda t, a: a["sampling"].update(top_k=0), "top_k must be at least 1"),
     "ids beyond": (lambda t, a: t.update(ids=t["ids"] + 10**6), "its ids must be below"),
@@ -184,6 +184,16 @@ def test_a_wrong_file_is_one_line(what, gpt2, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_streams_of_version_0_1_go_on(gpt2, tmp_path):
+    """They call the embedding's fingerprint `probe`."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+    _changed(path, lambda _, about: about.update(probe=about.pop("embedding_fingerprint")))
+    assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == list(stream)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64])
@@ -247,7 +257,7 @@ def test_a_loop_of_ones_own(gpt2):
             ids = logits[:, -1:].argmax(-1)
             tokens.append(int(ids))
     assert tokens == stream.token_ids
-    with pytest.raises(ValueError, match=r"has no streaming cache \(these have: window,"):
+    with pytest.raises(ValueError, match=r"has no streaming cache \(these have one: window,"):
         kvalign.make_cache(gpt2.model, cache_size=24, method="recompute")
 
 

@@ -60,7 +60,7 @@ CALLS = [
     (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
     (lambda m: conversations("bench"), "unknown prompts 'bench'"),
     (lambda m: load_words("webster"), "unknown word list 'webster'"),
-    (lambda m: kvalign.Streamer, "module 'kvalign' has no attribute 'Streamer'"),
+    (lambda m: kvalign.Streamer, "No kvalign attribute Streamer"),
     (lambda m: StreamingCache(m.spec, CacheSizes(8, 8, 1)), "cache_size must be above num_sinks"),
 ]
 

@@ -1,6 +1,8 @@
 """Texts come back as they are, ids as those of the whole text, errors at once and in one line."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -8,9 +10,10 @@ import pytest
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
-from kvalign.data_gen import corpora
-from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.data_gen import corpora, marked
+from kvalign.data_gen.corpora import hub_datasets, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
+from kvalign.errors import UserError
 
 ODD = "a\r\nb\x0bc\u2028d\x0ce\n\n\nü €\n  f"
 LLAMA3 = (
@@ -38,10 +41,16 @@ def test_text_is_that_of_the_file(tmp_path, name):
 
 def test_folders_and_globs_are_read_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name, text in (("b.txt", "2\n"), ("a.txt", "1\n"), ("sub/c.txt", "3\n"), ("d.md", "4\n")):
+    for name, text in (
+        ("b.txt", "2\n"),
+        ("a.txt", "1\n"),
+        ("sub/c.txt", "4\n"),
+        ("sub-a.txt", "3\n"),
+        ("d.md", "5\n"),
+    ):
         (tmp_path / name).write_text(text)
-    assert _text(f"text:{tmp_path}") == "1\n2\n3\n"
-    assert _text(f"text:{tmp_path}/*") == "1\n2\n4\n"
+    assert _text(f"text:{tmp_path}") == "1\n2\n3\n4\n"
+    assert _text(f"text:{tmp_path}/*") == "1\n2\n5\n3\n"
     with pytest.raises(
         FileNotFoundError, match=r"no text at '.*nothing\.txt': name a file, a folder"
     ):
@@ -56,7 +65,7 @@ def test_ids_are_those_of_the_whole_text(monkeypatch, tmp_path, piece_len, patte
     split = pattern and pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer = byte_tokenizer(600, text * 2, split)
     (tmp_path / "x.txt").write_text(text)
-    monkeypatch.setattr(corpora, "PIECE_LEN", piece_len)
+    monkeypatch.setattr("kvalign.data_gen.corpus.PIECE_LEN", piece_len)
     pieces = list(token_pieces(f"text:{tmp_path}/x.txt", tokenizer))
     assert (len(pieces) > 100) == (piece_len < 100)
     assert [i for piece in pieces for i in piece] == tokenizer(text)["input_ids"]
@@ -66,7 +75,7 @@ def test_python_docs_are_split_by_document():
     names = {split: [row["name"] for row in python_docs(split)] for split in ("train", "test")}
     assert set(names["train"]).isdisjoint(names["test"])
     assert 0.05 < len(names["test"]) / len(names["train"]) < 0.2
-    assert _text("python-docs", "test").startswith(next(python_docs("test"))["text"])
+    assert next(texts("python-docs", "test")).startswith(next(python_docs("test"))["text"])
     assert "module/argparse.py" in names["train"] + names["test"]
 
 
@@ -93,14 +102,14 @@ def test_hub_data_sets_are_read_from_local_folders(offline, tmp_path):
     assert _text(f"hub:{folder}") == "one\n\n\n\n"
     assert _text(f"hub:{folder}:default", "test") == "two\n\n\n\n"
     assert _text(f"hub:{folder}::page") == "one page\n\n\n\n"
-    with pytest.raises(ValueError, match="no column 'body': this data set has text, page, number"):
+    with pytest.raises(UserError, match="no column 'body': this data set has text, page, number"):
         _text(f"hub:{folder}::body")
-    with pytest.raises(ValueError, match="column 'number' holds int, not text"):
+    with pytest.raises(UserError, match="column 'number' holds int, not text"):
         _text(f"hub:{folder}::number")
-    with pytest.raises(ValueError, match=r"cannot load 'train' of .*'nope' not found"):
+    with pytest.raises(UserError, match=r"cannot load 'train' of .*'nope' not found"):
         _text(f"hub:{folder}:nope")
     with pytest.raises(
-        ValueError, match=r"a hub data set is hub:NAME\[:CONFIG\]\[:COLUMN\], got 'hub:a:b:c:d'"
+        UserError, match=r"a hub data set is hub:NAME\[:CONFIG\]\[:COLUMN\], got 'hub:a:b:c:d'"
     ):
         _text("hub:a:b:c:d")
 
@@ -109,7 +118,7 @@ def test_json_lines_without_a_test_split(offline, tmp_path):
     lines = [json.dumps({"text": f"row {i}\n"}) for i in range(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     assert _text(f"hub:{tmp_path}") == "row 0\n\nrow 1\n\nrow 2\n\n"
-    with pytest.raises(ValueError, match=r"cannot load 'test' of .*Available splits"):
+    with pytest.raises(UserError, match=r"cannot load 'test' of .*Available splits"):
         _text(f"hub:{tmp_path}", "test")
 
 
@@ -138,13 +147,74 @@ def test_named_hub_corpora_are_read_from_a_copy(offline, tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", ["wikitext", "everyday", "hub:some/set", "marked:wikitext"])
 def test_no_network_is_said_at_once_with_what_works(offline, spec):
     with pytest.raises(
-        ValueError, match="hub cannot be reached; corpora that work offline: python-docs, text:PATH"
+        UserError, match="hub cannot be reached; corpora that work offline: python-docs, text:PATH"
     ):
         texts(spec)
 
 
 def test_unknown_corpora_and_splits_are_refused():
-    with pytest.raises(ValueError, match="unknown corpus 'wikitxt'; did you mean wikitext"):
+    with pytest.raises(UserError, match="unknown corpus 'wikitxt'; did you mean wikitext"):
         texts("wikitxt")
-    with pytest.raises(ValueError, match="split must be train or test, got 'val'"):
+    with pytest.raises(UserError, match="split must be train or test, got 'val'"):
         texts("python-docs", "val")
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "text:", "hub:", "marked:", "python-docs:x", "wikitext:", ":x"]
+)
+def test_specifications_without_what_they_need_are_unknown(spec):
+    with pytest.raises(UserError, match="unknown corpus"):
+        texts(spec)
+
+
+def test_files_that_cannot_be_read_are_named(offline, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8 text: .*0xe9"):
+        _text(f"text:{tmp_path}/latin.txt")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train-00000.parquet").write_bytes(b"PAR1 not parquet")
+    with pytest.raises(UserError, match=r"cannot (load|read) 'train' of '.*set'") as caught:
+        _text(f"hub:{folder}")
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_data_sets_among_corpora_have_ids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local" / "set").mkdir(parents=True)
+    specs = ["marked:wikitext", "wikitext", "hub:a/b:config:column", "hub:local/set", "hub:c"]
+    others = ["python-docs", "text:wikitext", f"hub:{tmp_path}", "hub:../x/y", "hub:"]
+    assert hub_datasets([*specs, *others]) == ["Salesforce/wikitext", "a/b", "c"]
+    assert hub_datasets([]) == []
+
+
+class Letters:
+    about = "a letter, repeated"
+
+    def texts(self, rest, split):
+        return iter([rest * 3])
+
+
+def test_a_corpus_is_a_class_and_a_line(monkeypatch):
+    monkeypatch.setitem(corpora.CORPORA, "letters:LETTER", Letters())
+    assert _text("letters:a") == _text("letters:a", "test") == "aaa"
+    assert _text("marked:letters:a") == " aaa "
+
+
+def test_names_and_abouts_need_no_torch():
+    code = """
+import sys
+from kvalign.data_gen.corpora import SPECS
+from kvalign.data_gen.prompts import NAMES
+from kvalign.data_gen.settings import RecordSettings
+assert not {"torch", "datasets", "transformers"} & {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_marked_text_without_its_tokenizer_says_what_to_install(monkeypatch, tmp_path):
+    marked._moses.cache_clear()
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(UserError, match=r"needs sacremoses \(pip install 'kvalign\[pretrain\]'\)"):
+        _text(f"marked:text:{tmp_path}/x.txt")

@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from kvalign.data_gen.prompts import MT_BENCH, conversations
+from kvalign.errors import UserError
 
 
 @pytest.fixture
@@ -36,28 +37,26 @@ def test_files_hold_turns_or_a_prompt(tmp_path):
         assert conversations(str(path)) == expected[: text.count("{")]
 
 
-NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\), none empty'
+NEEDED = r'needs "turns" \(a list of texts\) or "prompt" \(a text or a list of them\): '
 BAD = [
-    ("{'turns': ['x']}", "must be a JSON object: Expecting property name"),
-    ('{"turns": ["x"]', "must be a JSON object: Expecting ',' delimiter"),
-    ("[" * 100_000, "must be a JSON object: "),
-    (b'{"prompt": "\xff"}', "must be a JSON object: 'utf-8' codec can't decode"),
-    ('["x"]', NEEDED + r", got \['x'\]"),
-    ('"x"', NEEDED),
-    ("{}", NEEDED + ", got {}"),
-    ('{"turn": ["x"]}', NEEDED),
-    ('{"turns": "x"}', NEEDED),
-    ('{"turns": null, "prompt": "x"}', NEEDED),
-    ('{"turns": []}', NEEDED),
-    ('{"turns": ["x", 1]}', NEEDED),
-    ('{"turns": ["x", " "]}', NEEDED),
-    ('{"turns": [["x"]]}', NEEDED),
-    ('{"prompt": ""}', NEEDED),
-    ('{"prompt": {"content": "x"}}', NEEDED),
-    (
-        json.dumps({"prompt": 1, "more": "x" * 999}),
-        NEEDED + r", got \{'prompt': 1, 'more': 'x{57}$",
-    ),
+    ("{'turns': ['x']}", "must be JSON: Expecting property name"),
+    ('{"turns": ["x"]', "must be JSON: Expecting ',' delimiter"),
+    ("[" * 100_000, "must be JSON: "),
+    (b'{"prompt": "\xff"}', "must be JSON: 'utf-8' codec can't decode"),
+    ('["x"]', NEEDED + r"it: .*, got \['x'\]"),
+    ('"x"', NEEDED + "it: "),
+    ("{}", NEEDED + "turns: Field required"),
+    ('{"turn": ["x"]}', NEEDED + "turns: Field required"),
+    ('{"turns": "x"}', NEEDED + "turns: .* valid list, got 'x'"),
+    ('{"turns": null, "prompt": "x"}', NEEDED + "turns: .* valid list, got None"),
+    ('{"turns": []}', NEEDED + "turns: List should have at least 1 item"),
+    ('{"turns": ["x", 1]}', NEEDED + "turns.1: .* valid string, got 1"),
+    ('{"turns": ["x", " "]}', NEEDED + r"turns.1: .*, got ' '"),
+    ('{"turns": [["x"]]}', NEEDED + r"turns.0: .* valid string, got \['x'\]"),
+    ('{"prompt": ""}', NEEDED + "turns.0: .*, got ''"),
+    ('{"prompt": {"content": "x"}}', NEEDED + "turns: .* valid list"),
+    (json.dumps({"prompt": {"more": "x" * 999}}), NEEDED + r"turns: .*'more': 'x{70}$"),
+    (r'{"prompt": "\ud800"}', NEEDED + "turns.0: "),
 ]
 
 
@@ -66,7 +65,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"prompt": "good"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl:3 {message}") as caught:
+    with pytest.raises(UserError, match=rf"bad\.jsonl:3 {message}") as caught:
         conversations(str(path))
     assert "\n" not in str(caught.value)
 
@@ -74,7 +73,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_no_prompt_at_all_is_refused(tmp_path, text):
     (tmp_path / "empty.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=r"no prompt in .*empty\.jsonl: at least one is needed"):
+    with pytest.raises(UserError, match=r"no prompt in .*empty\.jsonl: at least one is needed"):
         conversations(f"{tmp_path}/empty.jsonl")
 
 
@@ -89,7 +88,7 @@ def test_missing_files_are_named(tmp_path):
     ("spec", "hint"), [("mtbench", "; did you mean mt-bench?"), ("prompts.txt", ""), ("", "")]
 )
 def test_unknown_prompts_are_answered_with_the_known(spec, hint):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # its whole text is compared
+    with pytest.raises(UserError) as caught:  # its whole text is compared
         conversations(spec)
     assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: own, mt-bench, PATH.jsonl)"
 
@@ -110,23 +109,23 @@ def test_mt_bench_is_read_from_a_copy(offline, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": ["One"]}, {"prompt": []}], f"{MT_BENCH} row 1 {NEEDED}"),
-        ([{"text": "One"}], f"{MT_BENCH} row 0 {NEEDED}"),
+        ([{"prompt": ["One"]}, {"prompt": []}], f"{MT_BENCH} row 1 {NEEDED}turns: List"),
+        ([{"text": "One"}], f"{MT_BENCH} row 0 {NEEDED}turns: Field required"),
     ],
 )
 def test_a_copy_of_another_form_is_refused(offline, tmp_path, monkeypatch, rows, message):
     _copy_of_mt_bench(tmp_path, rows)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         conversations("mt-bench")
 
 
 def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ValueError, match=r"hub cannot be reached; prompts that work offline: own, PATH\.jsonl$"
+        UserError, match=r"hub cannot be reached; prompts that work offline: own, PATH\.jsonl$"
     ):
         conversations("mt-bench")
     (tmp_path / MT_BENCH).mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"cannot load 'train' of '{MT_BENCH}': .*; prompts that"):
+    with pytest.raises(UserError, match=f"cannot load 'train' of '{MT_BENCH}': .*; prompts that"):
         conversations("mt-bench")

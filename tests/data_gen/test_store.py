@@ -4,38 +4,77 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from kvalign.data_gen.store import (
-    KV,
-    PAIRS,
-    open_store,
-    sha256,
-    shard_at,
-    write_json,
-    write_shard,
-)
+from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.chunks import ShardChunks
+from kvalign.data_gen.config import PAIRS, RecordingConfig
+from kvalign.data_gen.store import ShardNotes, expected_shard, open_store, write_shard
+from kvalign.errors import UserError
+from kvalign.files import sha256, write_json
 
 SHAPE = [2, 3, 5, 4]  # L, H, S, D
+SETTINGS = {
+    "model": "tiny",
+    "corpus": ["python-docs"],
+    "num_tokens": 100,
+    "chunk_len": 10,
+    "num_sinks": 4,
+    "num_evicted": [1],
+    "stride": 10,
+    "val_share": 0.1,
+    "dtype": "float16",
+    "shard_mb": 64.0,
+    "batch_size": 8,
+    "device": "cpu",
+    "seed": 0,
+}
+CONFIG = {
+    "format": 1,
+    "settings": SETTINGS,
+    "model": {
+        "name": "tiny",
+        "model_type": "gpt2",
+        "family": "learned",
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "context_len": 64,
+    },
+    "embedding_fingerprint": [0.5] * 16,
+    "stale": "keys and values as encoded",
+    "shapes": {"1": SHAPE},
+    "chunks_per_shard": 2,
+    "versions": {"python": "3.11"},
+}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A store of three shards, written by hand."""
-    config = {
-        "settings": {"num_evicted": [1], "dtype": "float16"},
-        "shapes": {"1": SHAPE},
-    }
-    write_json(tmp_path / "config.json", config)
+    write_json(tmp_path / "config.json", CONFIG)
+    config = RecordingConfig.model_validate(CONFIG)
     entries = []
     for split, index, num_chunks in (("train", 0, 2), ("train", 1, 1), ("val", 0, 1)):
-        shard = shard_at(tmp_path, config, split, 1, index, num_chunks)
+        chunks = ShardChunks(split, index, torch.arange(num_chunks), torch.empty(num_chunks, 10))
+        shard = expected_shard(tmp_path, config, chunks, 1)
         tensors = {name: _numbers(name, split, index, num_chunks) for name in PAIRS}
-        write_shard(shard, {**tensors, "chunk": torch.arange(num_chunks)}, {"note": index})
+        write_shard(shard, {**tensors, "chunk": torch.arange(num_chunks)}, _notes(index))
         fields = ("split", "num_evicted", "num_chunks", "num_rows")
         entry = {field: getattr(shard, field) for field in fields}
         entries.append({"file": shard.path.name, **entry, "sha256": sha256(shard.path)})
-    write_json(tmp_path / "manifest.json", {"shards": entries})
+    manifest = {
+        "num_chunks": {"train": 3, "val": 1},
+        "num_rows": {"train": 90, "val": 30},
+        "input_label_mse": {"key": {"1": 0.5}, "value": {"1": 0.25}},
+        "shards": entries,
+    }
+    write_json(tmp_path / "manifest.json", manifest)
     return tmp_path
+
+
+def _notes(index: int) -> ShardNotes:
+    return ShardNotes(squared_error={"key": 0.5 + index, "value": 0.25}, tokens_sha256="ab")
 
 
 def _numbers(name: str, split: str, index: int, num_chunks: int) -> torch.Tensor:
@@ -59,8 +98,8 @@ def test_what_was_written_is_read(folder):
                 place = (split, index, shard.num_chunks)
                 assert torch.equal(stale, _numbers(f"{kv}_stale", *place))
                 assert torch.equal(aligned, _numbers(f"{kv}_aligned", *place))
-            assert shard.notes() == {"note": index}
-            assert shard.chunks().tolist() == list(range(shard.num_chunks))
+            assert shard.notes() == _notes(index)
+            assert shard.chunk_indices().tolist() == list(range(shard.num_chunks))
 
 
 def test_same_pairs_are_the_same_bytes(folder):
@@ -69,7 +108,7 @@ def test_same_pairs_are_the_same_bytes(folder):
     for _ in range(5):
         shard = open_store(folder).shards("train")[0]
         tensors = {name: _numbers(name, "train", 0, 2) for name in PAIRS}
-        write_shard(shard, {"chunk": torch.arange(2), **tensors}, {"note": 0})
+        write_shard(shard, {"chunk": torch.arange(2), **tensors}, _notes(0))
         assert path.read_bytes() == before
 
 
@@ -79,7 +118,7 @@ def test_missing_and_unfinished_stores_are_refused(folder, tmp_path):
     ):
         open_store(tmp_path / "nowhere")
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="is unfinished: run the same gen-data command again"):
+    with pytest.raises(UserError, match="is unfinished: run the same gen-data command again"):
         open_store(folder)
 
 
@@ -87,20 +126,18 @@ def test_missing_and_unfinished_stores_are_refused(folder, tmp_path):
 def test_truncated_shards_are_refused(folder, num_bytes):
     path = folder / "train-k1-00001.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(
-        ValueError, match=r"train-k1-00001.safetensors is damaged \(.*\): delete it"
-    ):
+    with pytest.raises(UserError, match=r"train-k1-00001.safetensors is damaged \(.*\): delete it"):
         open_store(folder)
 
 
 def test_missing_and_exchanged_shards_are_refused(folder):
     path = folder / "train-k1-00001.safetensors"
     path.rename(folder / "val-k1-00000.safetensors")
-    with pytest.raises(ValueError, match=r"train-k1-00001.safetensors is damaged \(it is missing"):
+    with pytest.raises(UserError, match=r"train-k1-00001.safetensors is damaged \(it is missing"):
         open_store(folder)
     path.write_bytes((folder / "train-k1-00000.safetensors").read_bytes())
     with pytest.raises(
-        ValueError, match=r"key_stale must be .*1, 2, 3, 5, 4.* found .*2, 2, 3, 5, 4"
+        UserError, match=r"key_stale must be .*1, 2, 3, 5, 4.* found .*2, 2, 3, 5, 4"
     ):
         open_store(folder)
 
@@ -111,56 +148,94 @@ def test_verification_reads_every_byte(folder):
     content[-1] ^= 1
     path.write_bytes(content)
     open_store(folder)
-    with pytest.raises(ValueError, match=r"val-k1-00000.*its SHA-256 differs"):
+    with pytest.raises(UserError, match=r"val-k1-00000.*its SHA-256 differs"):
         open_store(folder, verify=True)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"file": "../train-k1-00000.safetensors"}, "is not the name of a shard"),
-        ({"file": "/etc/passwd"}, "is not the name of a shard"),
-        ({"file": "train-k1-00000.safetensors\n"}, "is not the name of a shard"),
-        ({"file": 3}, "is not the name of a shard"),
-        ({"file": None}, "is not the name of a shard"),
-        ({"num_chunks": "2"}, "num_evicted or num_chunks"),
-        ({"num_chunks": True}, "num_evicted or num_chunks"),
-        ({"num_chunks": -2}, "num_evicted or num_chunks"),
-        ({"file": "train-k7-00000.safetensors"}, "num_evicted or num_chunks"),
-        ({"num_rows": 61}, "num_rows of train-k1-00000"),
-        ({"split": "val"}, "num_rows of train-k1-00000"),
-        ({"num_evicted": 2}, "num_rows of train-k1-00000"),
+        ({"file": "../train-k1-00000.safetensors"}, "0.file: String should match"),
+        ({"file": "/etc/passwd"}, "0.file: String should match"),
+        ({"file": "train-k1-00000.safetensors\n"}, "0.file: String should match"),
+        ({"file": 3}, "0.file: Input should be a valid string, got 3"),
+        ({"file": None}, "0.file: Input should be a valid string, got None"),
+        ({"num_chunks": "2"}, "0.num_chunks: Input should be a valid integer, got '2'"),
+        ({"num_chunks": True}, "0.num_chunks: Input should be a valid integer"),
+        ({"num_chunks": -2}, "0.num_chunks: Input should be greater than"),
+        ({"num_chunks": 2**31}, "0.num_chunks: Input should be less than"),
+        ({"split": "val"}, "0: .*file must be named after split and num_evicted"),
+        ({"num_evicted": 2}, "0: .*file must be named after split and num_evicted"),
+        ({"more": 1}, "0.more: Extra inputs"),
     ],
 )
 def test_hostile_manifests_are_refused(folder, change, message):
+    _change_first_entry(folder, change)
+    with pytest.raises(UserError, match=rf"manifest\.json: shards\.{message}") as caught:
+        open_store(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_rows": 61}, "num_rows must be 60, the manifest has 61"),
+        ({"num_chunks": 3, "num_rows": 90}, "key_stale must be"),
+        (
+            {"file": "train-k7-00000.safetensors", "num_evicted": 7},
+            "num_evicted 7 was not recorded",
+        ),
+    ],
+)
+def test_manifests_that_do_not_fit_the_recording_are_refused(folder, change, message):
+    _change_first_entry(folder, change)
+    with pytest.raises(UserError, match=rf"00000\.safetensors is damaged \({message}"):
+        open_store(folder)
+
+
+def _change_first_entry(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0] |= change
     write_json(folder / "manifest.json", manifest)
-    with pytest.raises(ValueError, match=f"manifest.json is damaged: .*{message}"):
-        open_store(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 @pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 100_000, '{"shards": 1}', "\xff"])
 def test_damaged_json_is_refused_naming_the_file(folder, name, content):
     (folder / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(UserError, match=name):
         open_store(folder)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("change", "field"),
     [
-        {"settings": {"num_evicted": [1], "dtype": "int8"}, "shapes": {"1": SHAPE}},
-        {"settings": {"num_evicted": [], "dtype": "float16"}, "shapes": {"1": SHAPE}},
-        {"settings": {"num_evicted": ["1"], "dtype": "float16"}, "shapes": {"1": SHAPE}},
-        {"settings": {"num_evicted": [1], "dtype": ["float16"]}, "shapes": {"1": SHAPE}},
-        {"settings": {"num_evicted": [1], "dtype": "float16"}, "shapes": {"1": SHAPE[:3]}},
-        {"settings": {"num_evicted": [1], "dtype": "float16"}, "shapes": {"1": [2, 3, 5, 0]}},
-        {"settings": [], "shapes": {}},
+        ({"settings": SETTINGS | {"dtype": "int8"}}, "settings.dtype"),
+        ({"settings": SETTINGS | {"dtype": ["float16"]}}, "settings.dtype"),
+        ({"settings": SETTINGS | {"num_evicted": []}}, "settings.num_evicted"),
+        ({"settings": SETTINGS | {"num_evicted": ["1"]}}, "settings.num_evicted.0"),
+        ({"settings": SETTINGS | {"num_evicted": [2, 1]}}, ".*num_evicted must be ascending"),
+        ({"settings": []}, "settings"),
+        ({"shapes": {"1": SHAPE[:3]}}, "shapes.1"),
+        ({"shapes": {"1": [2, 3, 5, 0]}}, "shapes.1"),
+        ({"shapes": {"1": [2, 3, 6, 4]}}, ".*shapes must be those that follow from settings"),
+        ({"shapes": {}}, ".*shapes must be those that follow from settings"),
+        ({"model": CONFIG["model"] | {"family": "spiral"}}, "model.family"),
+        ({"format": 2}, "format"),
     ],
 )
-def test_damaged_configs_are_refused(folder, config):
-    write_json(folder / "config.json", config)
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+def test_damaged_configs_are_refused(folder, change, field):
+    write_json(folder / "config.json", CONFIG | change)
+    with pytest.raises(UserError, match=rf"config\.json: {field}") as caught:
         open_store(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"kvalign": ""}, {"kvalign": "[" * 10_000}, {"kvalign": '{"note": 1}'}]
+)
+def test_notes_of_others_are_refused(folder, metadata):
+    shard = open_store(folder).shards("val")[0]
+    save_file({"chunk": torch.arange(1)}, shard.path, metadata=metadata)
+    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of ours"):
+        shard.notes()

@@ -23,7 +23,16 @@ import torch
 from helpers.browser import watched
 from helpers.doc_pages import PAGES, ROOT, blocks, lines_of
 from helpers.published_files import random_network
-from helpers.smaller import INSIDE, SMALLER, TEXT, command_of, example, output_of, run_cell, smaller
+from helpers.smaller import (
+    INSIDE,
+    SMALLER,
+    TEXT,
+    command_of,
+    examples,
+    output_of,
+    run_cell,
+    smaller,
+)
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -175,7 +184,8 @@ def test_nothing_that_looks_like_a_command_is_left_out():
 def test_tables_hold_nothing_that_is_not_needed():
     used, lines, texts = set(), [], []
     for command in COMMANDS:
-        used |= smaller(example(command))[1]
+        for words in examples(command):
+            used |= smaller(words)[1]
     for _, words in shells():
         if words[0] == "kvalign":
             words = words[: words.index(">")] if ">" in words else words

@@ -13,6 +13,7 @@ from typing import Any
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, Command
 from kvalign.app.cli import main
+from kvalign.settings import Settings
 
 # Settings of a command that are no larger, given or not.
 SMALLER = {
@@ -53,15 +54,22 @@ INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
-    "kvalign.data_gen.corpora.python_docs": lambda split: [{"text": TEXT}],
+    "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
+
+
+def examples(command: str) -> list[list[str]]:
+    """The words after `kvalign` of the examples in a command's help, one a kind."""
+    return [_example(command, cls) for cls in Command(command).all_settings().values()]
 
 
 def example(command: str) -> list[str]:
     """The words after `kvalign` of the example in a command's help."""
-    text = (
-        inspect.cleandoc(Command(command).settings_for().__doc__).partition("Example:")[2].strip()
-    )
+    return _example(command, Command(command).settings_for())
+
+
+def _example(command: str, settings_type: type[Settings]) -> list[str]:
+    text = inspect.cleandoc(settings_type.__doc__ or "").partition("Example:")[2].strip()
     assert "\n" not in text, "an example is one line, to be copied as it stands"
     words = shlex.split(text)
     assert words[: 1 + len(command.split())] == ["kvalign", *command.split()]
@@ -82,11 +90,11 @@ def smaller(
     """
     command = command_of(words)
     assert command in COMMANDS, f"no command {command!r}"
-    settings_type = Command(command).settings_for()
-    settings, as_json = parse(settings_type, words[len(command.split()) :], f"kvalign {command}")
+    args = words[len(command.split()) :]
+    settings, as_json = parse(Command(command).settings_for(args), args, f"kvalign {command}")
     changes = {}
     for (of, name), limit in limits.items():
-        value = getattr(settings, name) if of == command else limit
+        value = getattr(settings, name, limit) if of == command else limit
         if value is None or value > limit:
             changes[name] = limit
     made = dataclasses.replace(settings, **changes).command_line(command)

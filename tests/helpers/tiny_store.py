@@ -52,7 +52,8 @@ def record_tiny(folder: Path, **changes) -> Recorded:
         num_evicted=SHIFTS,
         shard_mb=0.006,
     )
-    record(settings, LoadedModel(model, _bytes_tokenizer(), spec_of(model.config, "tiny")))
+    loaded = LoadedModel(model, _bytes_tokenizer(), spec_of(model.config, "tiny"))
+    record(settings, loaded=loaded)
     return Recorded(folder, model)
 
 

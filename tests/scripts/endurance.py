@@ -1,6 +1,6 @@
 """Endurance of the cache: a long periodic stream through tiny random models.
 
-    python tests/endurance.py --num-tokens 1000000
+    python tests/scripts/endurance.py --num-tokens 1000000
 
 A sound cache has no memory of how long a stream is: the process does not grow, positions stay below
 the context length, and text of a fixed period is predicted as well at the end as at the beginning.
@@ -56,7 +56,7 @@ class EnduranceSettings(Settings):
     """Stream a periodic text through eight combinations of model, method and precision.
 
     Example:
-        python tests/endurance.py --num-tokens 1000000
+        python tests/scripts/endurance.py --num-tokens 1000000
     """
 
     num_tokens: int = option(1_000_000, help="tokens of each stream", at_least=20 * PERIOD)
@@ -191,4 +191,4 @@ def _rss_bytes() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(run(parse(EnduranceSettings, sys.argv[1:], "python tests/endurance.py")))
+    sys.exit(run(parse(EnduranceSettings, sys.argv[1:], "python tests/scripts/endurance.py")))

@@ -1,6 +1,6 @@
 """kill -9 at random moments, and the same command again: nothing corrupt, nothing lost, one result.
 
-    python tests/faults.py --num-kills 50
+    python tests/scripts/faults.py --num-kills 50
 
 Each command first runs undisturbed. Then it is killed, with all its processes, at random moments
 and started again until it has been killed its share of times and ends by itself. After every kill

@@ -1,6 +1,6 @@
 """How long help takes: `kvalign --help` should answer in 0.5 s, that of each command in 1 s.
 
-    python tests/help_times.py
+    python tests/scripts/help_times.py
 
 A measurement, not a test: a busy machine takes longer, so the load is printed with the medians.
 """
@@ -24,7 +24,7 @@ class HelpTimesSettings(Settings):
     """Time `kvalign --help` and that of every command, each in a process of its own.
 
     Example:
-        python tests/help_times.py --num-runs 5
+        python tests/scripts/help_times.py --num-runs 5
     """
 
     num_runs: int = option(5, help="runs of each; the median counts", at_least=1)
@@ -53,4 +53,4 @@ def seconds(command: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse(HelpTimesSettings, sys.argv[1:], "python tests/help_times.py")))
+    sys.exit(run(parse(HelpTimesSettings, sys.argv[1:], "python tests/scripts/help_times.py")))

@@ -81,7 +81,7 @@ def measure(settings: ThroughputSettings) -> dict:
 def _rates(
     times: dict[str, list[float]], pick: Callable, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    seconds = {name: pick(found) for name, found in times.items()}
+    seconds = {name: pick(each) for name, each in times.items()}
     shares = {
         name: round(seconds["products"] / s, 3) for name, s in seconds.items() if name != "products"
     }
@@ -150,8 +150,5 @@ def _batches(settings: ThroughputSettings, folder: Path):
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            measure(parse(ThroughputSettings, sys.argv[1:], "python tests/scripts/throughput.py"))
-        )
-    )
+    settings, _ = parse(ThroughputSettings, sys.argv[1:], "python tests/scripts/throughput.py")
+    print(json.dumps(measure(settings)))

@@ -1,7 +1,8 @@
 """The tests of cache, generation and methods under the oldest and the newest transformers that
 `pyproject.toml` admits.
 
-    python tests/versions.py            # both; or name versions: python tests/versions.py 5.4.0
+    python tests/scripts/versions.py            # both
+    python tests/scripts/versions.py 5.4.0      # or those that are named
 
 Each version goes into a virtual environment of its own, on top of the packages of this one.
 """
@@ -18,8 +19,17 @@ from importlib.metadata import requires
 from pathlib import Path
 
 TESTS = [
-    f"tests/test_{name}.py"
-    for name in ("cache", "generation", "methods", "models", "relative", "rope", "table", "text")
+    f"tests/core/test_{name}.py"
+    for name in (
+        "cache",
+        "generation",
+        "methods",
+        "models",
+        "relative",
+        "rope",
+        "table_aligner",
+        "text",
+    )
 ]
 
 

@@ -17,10 +17,10 @@ def recorded(tmp_path_factory) -> Recorded:
 
 @pytest.fixture
 def shards(recorded):
-    found = recorded.store.shards("train")
-    assert {s.num_evicted for s in found} == {1, 2}
-    assert len(found) > OPEN_SHARDS
-    return found
+    shards = recorded.store.shards("train")
+    assert {s.num_evicted for s in shards} == {1, 2}
+    assert len(shards) > OPEN_SHARDS
+    return shards
 
 
 def places(batches) -> Counter:
@@ -45,7 +45,7 @@ def places_one_by_one(shards, kv) -> Counter:
     return rows
 
 
-@pytest.mark.parametrize("target", ["key", "value"])
+@pytest.mark.parametrize("kv", ["key", "value"])
 @pytest.mark.parametrize("batch_size", [7, 64, 10**6])
 def test_every_row_comes_once_with_its_place(shards, kv, batch_size):
     expected = places_one_by_one(shards, kv)

@@ -12,7 +12,7 @@ import torch
 from helpers.published_files import random_network, save_model, write_networks
 
 from kvalign.aligners import Aligner, Move, NetworkAligner
-from kvalign.app.cli import COMMANDS, main
+from kvalign.app.cli import main
 from kvalign.methods import make_method
 from kvalign.models import load_model
 from kvalign.realign import Recursive
@@ -71,7 +71,6 @@ def check_equals_formula(aligner, model, paths, num_slots):
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A folder with a tiny GPT-2 in `gpt2` and files of networks for it."""
-    monkeypatch.setitem(COMMANDS, "import-published", "under test")
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "gpt2", "gpt2")

@@ -30,6 +30,6 @@ SETTINGS = CompletionSettings
 
 
 def run(settings: CompletionSettings, as_json: bool) -> None:
-    from argcomplete import shellcode
+    from argcomplete.shell_integration import shellcode
 
     print(shellcode(["kvalign"], shell=settings.shell), end="")

@@ -24,13 +24,13 @@ def run(settings: DoctorSettings, as_json: bool) -> None:
     import dataclasses
     import json
 
-    from kvalign.app.doctor import as_text, examine, is_fit
+    from kvalign.app.doctor import examine, is_fit, show
 
     checks = examine()
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
         print(json.dumps({"fit": is_fit(checks), "checks": rows}))
     else:
-        print(as_text(checks))
+        show(checks)
     if not is_fit(checks):
         raise SystemExit(1)

@@ -10,19 +10,19 @@ def run(settings: RecordSettings, as_json: bool) -> None:
     import sys
 
     from kvalign.data_gen.recording import record
-    from kvalign.models import load_model
+    from kvalign.data_gen.store import MANIFEST
 
-    store, was_finished = record(settings, load_model(settings.model, settings.device))
+    was_finished = (settings.out / MANIFEST).exists()
+    manifest = record(settings).manifest
     if was_finished:
         print(f"{settings.out} is finished already: nothing to do", file=sys.stderr)
-    found = {name: store.manifest[name] for name in ("num_chunks", "num_rows", "input_label_mse")}
     if as_json:
-        print(json.dumps({"out": str(settings.out), "finished_already": was_finished, **found}))
+        about = manifest.model_dump(mode="json", exclude={"shards"})
+        print(json.dumps({"out": str(settings.out), "finished_already": was_finished, **about}))
         return
-    for split, num_rows in found["num_rows"].items():
-        print(
-            f"{split}: {num_rows} rows each of key and value ({found['num_chunks'][split]} chunks)"
-        )
-    for target, by_shift in found["input_label_mse"].items():
+    for split, num_rows in manifest.num_rows.items():
+        num_chunks = manifest.num_chunks[split]
+        print(f"{split}: {num_rows} rows each of key and value ({num_chunks} chunks)")
+    for kv, by_shift in manifest.input_label_mse.items():
         for num_evicted, mse in by_shift.items():
-            print(f"{target}: input-label MSE {mse:.6g} (k={num_evicted})")
+            print(f"{kv}: input-label MSE {mse:.6g} (k={num_evicted})")

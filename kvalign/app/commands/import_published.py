@@ -8,7 +8,7 @@ SETTINGS = ImportPublishedSettings
 def run(settings: ImportPublishedSettings, as_json: bool) -> None:
     import json
 
-    from kvalign.training.published import import_published
+    from kvalign.training import import_published
 
     config = import_published(settings)
     if as_json:

@@ -9,6 +9,6 @@ SETTINGS = PretrainSettings
 def run(settings: PretrainSettings, as_json: bool) -> None:
     import json
 
-    from kvalign.training.lm_run import pretrain
+    from kvalign.training import pretrain
 
     print(json.dumps(pretrain(settings)))

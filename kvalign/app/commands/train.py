@@ -1,27 +1,68 @@
-"""`kvalign train`: train an aligner on recorded caches."""
+"""`kvalign train`: train an aligner; each kind has flags of its own."""
 
-from kvalign.training.settings import TrainSettings
+import dataclasses
+from collections.abc import Sequence
 
-SETTINGS = TrainSettings
+from kvalign.aligners.kinds import KINDS
+from kvalign.app.arguments import OneLineParser
+from kvalign.errors import UserError
+from kvalign.settings import Settings, fields_of, option
+from kvalign.training.kinds import trainer_of
+
+DEFAULT_KIND = "network"
 
 
-def run(settings: TrainSettings, as_json: bool) -> None:
+def settings_for(args: Sequence[str] = ()) -> type[Settings]:
+    """The settings of the kind that the arguments name, and `--aligner-kind`.
+
+    Raises:
+        UserError: an unknown kind, or a flag that another kind has.
+    """
+    parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--aligner-kind", default=DEFAULT_KIND)
+    kind = parser.parse_known_args(args)[0].aligner_kind
+    cls = _with_kind(trainer_of(kind).SETTINGS)
+    words = (word.partition("=")[0].replace("--no-", "--") for word in args)
+    given = {word for word in words if word.startswith("--")}
+    for flag in sorted(given - cls.flags()):
+        others = [other for other in KINDS if flag in trainer_of(other).SETTINGS.flags()]
+        if others:
+            raise UserError(f"{flag} is for --aligner-kind {' or '.join(others)}, not {kind}")
+    return cls
+
+
+def all_settings() -> dict[str, type[Settings]]:
+    """The settings of every kind, by its name."""
+    return {kind: _with_kind(trainer_of(kind).SETTINGS) for kind in KINDS}
+
+
+def run(settings: Settings, as_json: bool) -> None:
     import json
 
-    if settings.aligner_kind == "network":
-        from kvalign.training.network_run import train
-    else:
-        from kvalign.training.table_run import train
-
-    results = train(settings)
+    values = {field.name: getattr(settings, field.name) for field in fields_of(type(settings))}
+    trainer = trainer_of(values.pop("aligner_kind"))
+    results = trainer.train(trainer.SETTINGS(**values))
     if as_json and results:
         print(json.dumps(results))
         return
-    for target, found in results.items():
-        ratio = "none" if found["ratio"] is None else f"{found['ratio']:.4f}"
+    for kv, result in results.items():
+        ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
         print(
-            f"{target}: val loss {found['val_loss']:.6g}, "
-            f"input-label MSE {found['input_label_mse']:.6g}, "
+            f"{kv}: val loss {result['val_loss']:.6g}, "
+            f"input-label MSE {result['input_label_mse']:.6g}, "
             f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
-            + ("" if found["used"] else "; not used: entries stay as they are")
+            + ("" if result["used"] else "; not used: entries stay as they are")
         )
+
+
+def _with_kind(cls: type[Settings]) -> type[Settings]:
+    """The settings of a kind and the choice of it."""
+    field = option(DEFAULT_KIND, help="what to train: each has its flags", choices=tuple(KINDS))
+    return dataclasses.make_dataclass(
+        cls.__name__,
+        [("aligner_kind", str, field)],
+        bases=(cls,),
+        namespace={"__doc__": cls.__doc__},
+        frozen=True,
+        kw_only=True,
+    )

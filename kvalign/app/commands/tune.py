@@ -3,20 +3,16 @@
 from kvalign.training.settings import TuneSettings
 
 SETTINGS = TuneSettings
+_DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 
 def run(settings: TuneSettings, as_json: bool) -> None:
     import json
-    import sys
 
-    from kvalign.training.sweep import sweep
-    from kvalign.training.sweep_report import as_markdown
+    from kvalign.console import Heading, print_table
+    from kvalign.training import tune_network
 
-    try:
-        result = sweep(settings)
-    except RuntimeError as error:
-        print(f"kvalign tune: stopped: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    result = tune_network(settings)
     if as_json:
         print(json.dumps(result))
         return
@@ -25,6 +21,13 @@ def run(settings: TuneSettings, as_json: bool) -> None:
         f"{result['aligner']}: val loss {val_loss:.6g}, trained anew as trial {best['trial']}, "
         f"which had {best['val_loss']:.6g} (ratio {val_loss / best['val_loss']:.4f}); input-label "
         f"MSE {result['input_label_mse']:.6g}"
-        + ("\n" if result["used"] else "; not used: entries stay as they are\n")
+        + ("" if result["used"] else "; not used: entries stay as they are")
     )
-    print(as_markdown(result["trials"]), end="")
+    print_table(
+        [Heading(name, is_number=name not in ("trial", "state")) for name in best],
+        [[_text(name, value) for name, value in row.items()] for row in result["trials"]],
+    )
+
+
+def _text(name: str, value: object) -> str:
+    return "" if value is None else _DIGITS.get(name, "{}").format(value)

@@ -1,1 +1,34 @@
-"""Pages that show what the toolkit does."""
+"""Pages that show what the toolkit does, from the jinja2 templates in templates/."""
+
+from importlib import resources
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvalign.escape import escape_controls
+
+
+def render(template: str, **values: object) -> str:
+    """Fill in a template. Text of models and users is data: every character is seen, none acts."""
+    return _TEMPLATES.get_template(template).render(values)
+
+
+def source(name: str) -> Markup:
+    """A style sheet or a script in templates/, to be set into a page as it is."""
+    folder = resources.files("kvalign.app.pages").joinpath("templates")
+    return Markup(folder.joinpath(name).read_text(encoding="utf-8"))
+
+
+def _visible(value: object) -> object:
+    return value if isinstance(value, Markup) else escape_controls(value)
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("kvalign.app.pages"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_visible,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.policies["json.dumps_kwargs"] = {}  # keys in their own order

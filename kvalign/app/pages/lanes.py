@@ -1,23 +1,21 @@
 """The cache, seen: a page on which entries come, move, go stale or are corrected, and are evicted.
 
 One document: no request leaves it, and nothing on it runs but its own script. The script does the
-arithmetic of `kvalign.cache.Slots` and `Reencoding.keep` again; tests/test_lanes.py compares them.
+arithmetic of `kvalign.sizes.CacheSizes`, `kvalign.cache.Slots` and `Reencoding.keep` again;
+tests/app/test_lanes.py compares them.
 """
 
 import base64
 import hashlib
-import json
 import typing
-from html import escape
-from importlib import resources
-from string import Template
-from typing import Any
 
+from markupsafe import Markup
+
+from kvalign.app.pages import render, source
 from kvalign.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.base import Method
 from kvalign.models import Family, ModelSpec
-from kvalign.sizes import CacheSizes
 
 MAX_CACHE_SIZE = 24
 SCRIPTS = ("frames.js", "words.js", "lanes.js")
@@ -55,23 +53,28 @@ def page(
         raise UserError(f"family must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
     if not isinstance(method, str):
         raise UserError(f"method must be a name, got {method!r:.80}")
-    fixed = METHODS.find(method).fixed
-    shown = CacheSizes(
+    cls = METHODS.find(method)
+    cls.sizes_for(
         cache_size,
-        0 if "num_sinks" in fixed else num_sinks,
-        1 if "num_evicted" in fixed else num_evicted,
-    )
-    shown.check_fits(
+        None if "num_sinks" in cls.fixed else num_sinks,
+        None if "num_evicted" in cls.fixed else num_evicted,
+    ).check_fits(
         ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, MAX_CACHE_SIZE + 1)
     )
-    return _render(
-        {
+    script = Markup("\n").join(map(source, SCRIPTS))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render(
+        "lanes.html",
+        style=source("lanes.css"),
+        script=script,
+        script_hash=f"sha256-{digest}",
+        data={
             "settings": {"method": method, "family": family, **sizes},
             "controls": controls,
             "max_cache_size": MAX_CACHE_SIZE,
             "methods": {name: cls.about for name, cls in METHODS.items()},
             "families": FAMILIES,
-        }
+        },
     )
 
 
@@ -80,25 +83,9 @@ def frame(method: Method) -> str:
     cache_size = min(method.sizes.cache_size, MAX_CACHE_SIZE)
     num_sinks = min(method.sizes.num_sinks, cache_size - 1)
     num_evicted = min(method.sizes.num_evicted, cache_size - num_sinks)
-    source = page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family)
-    note = ""
-    if cache_size < method.sizes.cache_size:
-        note = f"The lane has room for {cache_size} entries: it shows them in place of "
-        note = f'<p class="note">{note}{method.sizes.cache_size}.</p>'
-    return f'{note}<iframe title="The cache" srcdoc="{escape(source)}"></iframe>'
-
-
-def _render(data: dict[str, Any]) -> str:
-    script = "\n".join(_template(name) for name in SCRIPTS)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return Template(_template("lanes.html")).substitute(
-        style=_template("lanes.css"),
-        script=script,
-        script_hash=f"sha256-{digest}",
-        data=json.dumps(data).replace("<", "\\u003c"),  # ends no script element
+    return render(
+        "frame.html",
+        page=page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family),
+        cache_size=method.sizes.cache_size,
+        max_cache_size=MAX_CACHE_SIZE,
     )
-
-
-def _template(name: str) -> str:
-    folder = resources.files("kvalign.app.pages").joinpath("templates")
-    return folder.joinpath(name).read_text(encoding="utf-8")

@@ -3,9 +3,10 @@
 import logging
 import sys
 import threading
-from importlib import resources
 
 import gradio as gr
+
+from kvalign.app.pages import source
 
 # The report's greys, from paper to ink.
 _GREYS = "#f6f8fa #eaeef2 #d0d7de #c4ccd4 #9aa4af #6e7781 #57606a #30363d #161b22 #12171e #0d1117"
@@ -25,7 +26,7 @@ def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
         ssr_mode=False,
         footer_links=[],
         theme=_theme(),
-        css=_style(),
+        css=source("live.css"),
     )
     try:
         print(f"running on {page.local_url} (Ctrl-C ends it)", flush=True)
@@ -37,11 +38,6 @@ def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         page.server.force_exit = True
         page.close(verbose=False)
-
-
-def _style() -> str:
-    folder = resources.files("kvalign.app.pages").joinpath("templates")
-    return folder.joinpath("live.css").read_text(encoding="utf-8")
 
 
 def _theme() -> gr.themes.Default:

@@ -8,7 +8,7 @@ const FIXED = {
   "discard-half": { num_evicted: (cacheSize, numSinks) => Math.max(1, Math.floor((cacheSize - numSinks) / 2)) },
 };
 
-// The settings with sizes that fit together, as check_sizes of kvalign/cache.py asks for.
+// The settings with sizes that fit together, as CacheSizes of kvalign/sizes.py asks for.
 function fitted({ method, family, cache_size, num_sinks, num_evicted }) {
   const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
   const fixed = FIXED[method] || {};

@@ -15,8 +15,10 @@ from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import spec_of
 from kvalign.realign import FromBirth
 from kvalign.relative import Stream
+from kvalign.sizes import CacheSizes
 from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
-from kvalign.training.table_run import measure, standardise
+from kvalign.training.table_run import standardise
+from kvalign.training.text_run import measure
 from kvalign.training.training_text import Text, read
 
 
@@ -86,11 +88,11 @@ def test_kl_is_zero_where_streaming_is_exact():
     model = tiny_model("llama", num_hidden_layers=1)
     ids = random_text().train[0][:400].view(4, 100)
     for num_evicted in (1, 5):
-        stream = Stream(model, 20, 0, num_evicted, FromBirth(model))
+        stream = Stream(model, CacheSizes(20, 0, num_evicted), FromBirth(model))
         logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
         assert kl(stream, ids, logits, torch.Generator().manual_seed(0)).abs() < 1e-4
     learned = tiny_model("gpt2")
-    stream = Stream(learned, 20, 0, 1, None)
+    stream = Stream(learned, CacheSizes(20, 0), None)
     logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
     assert kl(stream, ids, logits, torch.Generator().manual_seed(0)) > 1e-2
 
@@ -119,7 +121,7 @@ def test_rows_come_from_the_training_part():
     assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
 
 
-def test_short_corpora_are_refused(models):
+def test_short_corpora_are_refused(little_work):
     class Letters:
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(letter) % 90 for letter in text]}
@@ -132,10 +134,11 @@ SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
 @pytest.mark.parametrize("kind", ["table", "anchored"])
-def test_train_writes_what_generate_takes(tmp_path, capfd, kind, little_work):
+def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_work):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
+    assert ("max_steps: no effect on --objective mse" in caplog.text) == (kind == "table")
     printed = json.loads(capfd.readouterr().out)
     aligner = Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner if kind == "table" else AnchoredAligner)
@@ -186,7 +189,7 @@ def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     assert all(torch.equal(one[name], two[name]) for name in one)
     capfd.readouterr()
     assert main([*argv, str(tmp_path / "third"), "--init", "kvalign-gpt2-mini-network"]) == 2
-    assert "a table of chunk_len 48 is needed, found network of 256" in capfd.readouterr().err
+    assert "a table of chunk_len 48 is needed, got network of 256" in capfd.readouterr().err
 
 
 def test_models_that_must_be_stepped_are_trained_on_moments(tmp_path, capfd, little_work):

@@ -6,7 +6,6 @@ fall; the first steps use half the context. What a step reads depends on the see
 alone: a resumed run goes on as if it had not stopped.
 """
 
-import json
 import logging
 import math
 import time
@@ -27,8 +26,10 @@ from transformers import (
 
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
-from kvalign.files import locked, write_text, write_whole
+from kvalign.files import locked, write_json, write_text, write_whole
 from kvalign.models import check_device
+from kvalign.runs import ResumableRun
+from kvalign.settings import keywords_of
 from kvalign.training.lm_card import card
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
@@ -43,15 +44,17 @@ MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
 _FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "compile", "device")
 
 
+@keywords_of(PretrainSettings)
 def pretrain(settings: PretrainSettings) -> dict[str, Any]:
-    """Train, or go on training, the model in `settings.out`.
+    """Train a small language model from scratch, or go on training the one in `out`.
 
     Returns:
         what `pretrain.json` and the card state: settings, tokens seen, training loss, and, with an
         evaluation corpus, bits per byte.
 
     Raises:
-        UserError: a corpus too short, a checkpoint of other settings, a device that is not here.
+        ExistsError: `out` holds a run of other settings.
+        UserError: a corpus too short, a device that is not here.
     """
     parse_mix(settings.corpus)
     check_device(settings.device)
@@ -64,11 +67,15 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
 
 def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir = settings.out / "training"
+    resumable = ResumableRun(work_dir / "run", {"settings": settings.as_dict()}, free=_FREE)
+    state = resumable.state()
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)
     mix = open_mix(settings, tokenizer, work_dir)
     model = build_model(settings, tokenizer).to(settings.device)
-    run = Run(settings, model, work_dir / "checkpoint.pt")
+    if state == "new":
+        resumable.begin()
+    run = Run(settings, model, resumable.folder / "checkpoint.pt")
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
     started = last_save = time.monotonic()
@@ -133,7 +140,7 @@ def bits_per_byte(
     num_blocks: int = 60,
 ) -> float:
     """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each
-    read on its own.
+    read separately.
     """
     ids: list[int] = []
     for piece in token_pieces(corpus, tokenizer, "test"):
@@ -156,7 +163,7 @@ def bits_per_byte(
 
 
 class Run:
-    """Model, optimisers and place of one training run, and their checkpoint file."""
+    """Model, optimisers and progress of one training run, and their checkpoint file."""
 
     def __init__(self, settings: PretrainSettings, model: PreTrainedModel, path: Path):
         self.settings, self.model, self.path = settings, model, path
@@ -206,7 +213,6 @@ class Run:
         """Write the checkpoint; `seconds` is the time since the last one."""
         self.seconds += seconds
         state = {
-            "settings": self.settings.as_dict(),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
@@ -216,16 +222,10 @@ class Run:
         write_whole(self.path, lambda partial: torch.save(state, partial))
 
     def restore(self) -> None:
-        """Go on from the checkpoint, if there is one; UserError if it is of other settings."""
+        """Go on from the checkpoint, if there is one."""
         if not self.path.exists():
             return
         state = torch.load(self.path, map_location="cpu", weights_only=True)
-        for name, value in self.settings.as_dict().items():
-            if name not in _FREE and state["settings"][name] != value:
-                raise UserError(
-                    f"{self.settings.out} was begun with {name} {state['settings'][name]}, got "
-                    f"{value}: name another --out"
-                )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -263,6 +263,6 @@ def _publish(
         facts["bits_per_byte"] = bits_per_byte(
             model, tokenizer, settings.eval_corpus, settings.context_len
         )
-    write_text(settings.out / "pretrain.json", json.dumps(facts, indent=1) + "\n")
+    write_json(settings.out / "pretrain.json", facts)
     write_text(settings.out / "README.md", card(settings, facts))
     return facts

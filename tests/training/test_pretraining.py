@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvalign.models import load_model
-from kvalign.training import lm_run as recipe
-from kvalign.training.lm_run import bits_per_byte, pretrain
+from kvalign.training import pretraining as recipe
+from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import parse_mix
 
@@ -96,7 +96,7 @@ def test_bits_per_byte_of_uniform_logits_counts_bytes(text, tmp_path):
 def test_wrong_settings_are_refused(text, tmp_path):
     pretrain(tiny(text, tmp_path / "a", num_tokens=64))
     for changes, message in (
-        (dict(out=tmp_path / "a", lr=0.5), "was begun with lr 0.002, got 0.5"),
+        (dict(out=tmp_path / "a", lr=0.5), "lr is 0.002 there, 0.5 now"),
         (dict(hidden_size=70), "multiple of 64"),
         (dict(corpus=(f"{text}@-1",)), "must be above 0"),
         (dict(corpus=(f"{text}@x",)), "SPEC or SPEC@WEIGHT"),

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from kvalign.aligners import Aligner
 from kvalign.app.cli import main
 
@@ -11,6 +13,7 @@ DATA = "gen-data --num-tokens 2000 --chunk-len 64 --out data"
 TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64"
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_network(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(DATA.split()) == 0

@@ -1,0 +1,123 @@
+"""Corpora from the hub: `hub:NAME[:CONFIG][:COLUMN]`, and short names for some of them.
+
+As in `datasets`, a local folder is taken before a hub data set of the same name: a copy in
+./Salesforce/wikitext serves `wikitext` without a network.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalign import hub
+from kvalign.data_gen.corpus import in_pieces
+from kvalign.errors import UserError
+
+OFFLINE = ("python-docs", "text:PATH", "hub:FOLDER")
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set of the hub, or a local folder in its format.
+
+    Attributes:
+        name: hub id or folder.
+        config: one of the data set's configurations.
+        column: of the text, or of conversations (lists of turns with `content`).
+        train, test: which of its splits serve as these.
+    """
+
+    name: str
+    config: str | None = None
+    column: str = "text"
+    train: str = "train"
+    test: str = "test"
+
+    @property
+    def about(self) -> str:
+        return f"{self.name}{f' ({self.config})' if self.config else ''} from the hub"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """The rows' text, an empty line after each."""
+        rows = rows_of(
+            self.name,
+            self.config,
+            self.train if split == "train" else self.test,
+            f"corpora that work offline: {', '.join(OFFLINE)}",
+        )
+        return in_pieces(_row_text(row, self.column) + "\n\n" for row in rows)
+
+
+HUB = {
+    "wikitext": HubDataset("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "everyday": HubDataset(
+        "HuggingFaceTB/everyday-conversations-llama3.1-2k",
+        column="messages",
+        train="train_sft",
+        test="test_sft",
+    ),
+}
+
+
+class AnyHubDataset:
+    about = "any hub data set, or a local folder in the hub's format"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """As `HubDataset`, of NAME[:CONFIG][:COLUMN]; a part may be empty."""
+        name, *more = rest.split(":")
+        if not name or len(more) > 2:
+            raise UserError(f"a hub data set is hub:NAME[:CONFIG][:COLUMN], got {'hub:' + rest!r}")
+        config, column = (*more, "", "")[:2]
+        return HubDataset(name, config or None, column or "text").texts("", split)
+
+
+def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator[dict[str, Any]]:
+    """The rows of a hub data set, or of a local folder of its name, streaming.
+
+    Args:
+        name: hub id or folder.
+        config: one of the data set's configurations.
+        split: as the data set calls it.
+        offline: what works without the hub, for messages.
+
+    Raises:
+        UserError: the hub cannot be reached, or no such data set, configuration or split; of
+            damaged files, when they are reached.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and not hub.is_reachable():
+        raise UserError(f"no folder {name!r} here and the hub cannot be reached; {offline}")
+    import datasets
+
+    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
+    source = str(folder) if folder.is_dir() else name
+    try:
+        dataset = datasets.load_dataset(source, config, split=split, streaming=True)
+    except errors as error:
+        raise UserError(f"cannot load {split!r} of {name!r}: {error}; {offline}") from error
+
+    def rows() -> Iterator[dict[str, Any]]:
+        try:
+            yield from dataset
+        except errors as error:
+            raise UserError(f"cannot read {split!r} of {name!r}: {error}") from error
+
+    return rows()
+
+
+def _row_text(row: dict[str, Any], column: str) -> str:
+    """The text of one row: a string as it is; of a conversation its turns, a line each."""
+    if column not in row:
+        raise UserError(
+            f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)"
+        )
+    value = row[column]
+    if isinstance(value, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in value
+    ):
+        value = "\n".join(turn["content"] for turn in value)
+    if not isinstance(value, str):
+        raise UserError(
+            f"column {column!r} holds {type(value).__name__}, not text: name another column"
+        )
+    return value.rstrip("\n")

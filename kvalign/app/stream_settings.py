@@ -1,0 +1,67 @@
+"""The settings of a stream of text, which `kvalign generate` and `kvalign chat` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from kvalign.settings import ModelSettings, option
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
+    from kvalign.text_stream import TextStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings(ModelSettings):
+    """Base of the settings of commands that stream text: method, sizes and sampling."""
+
+    method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
+    cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    num_evicted: int | None = option(
+        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
+    )
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+    max_new_tokens: int = option(200, help="tokens to generate at most", at_least=1)
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    temperature: float = option(1.0, help="divides the logits before drawing", above=0)
+    no_repeat_ngram_size: int = option(
+        0, help="never repeat an n-gram of this size; 0: off", at_least=0
+    )
+    stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
+    seed: int = option(0, help="seed of the draws")
+
+    def load(self) -> LoadedModel:
+        """The model and its tokenizer.
+
+        Raises:
+            UserError: an unknown method, said before anything is loaded, or no such model.
+        """
+        from kvalign.methods import METHODS
+        from kvalign.models import load_model
+
+        METHODS.find(self.method)
+        return load_model(self.model, self.device, self.dtype)
+
+    def stream(
+        self, loaded: LoadedModel, prompt: str = "", num_sinks: int | None = None
+    ) -> TextStream:
+        """A new stream, as `kvalign.stream` makes it."""
+        from kvalign.sampling import Sampling
+        from kvalign.text_stream import stream
+
+        return stream(
+            loaded.model,
+            loaded.tokenizer,
+            prompt,
+            method=self.method,
+            cache_size=self.cache_size,
+            num_sinks=num_sinks,
+            num_evicted=self.num_evicted,
+            aligner=self.aligner,
+            **{field.name: getattr(self, field.name) for field in fields(Sampling)},
+        )

@@ -1,0 +1,69 @@
+"""The example in the help of each command runs; smaller, in one folder, after those that write what
+it reads.
+"""
+
+import shlex
+import shutil
+
+import pytest
+import torch
+from helpers.published_files import random_network
+from helpers.smaller import INSIDE, examples, output_of, run_cell, smaller
+
+from kvalign import checkpoints
+from kvalign.app.catalogue import COMMANDS
+
+# What each reads that another writes.
+NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
+SERVED = ["demo-ui"]  # it runs until Ctrl-C: test_demo_ui.py serves its example
+SLOW = pytest.mark.slow
+MARKS = {"tune": [SLOW, pytest.mark.ray], "eval run": SLOW, "report": SLOW}
+EXAMPLES = [
+    pytest.param(command, number, id=shlex.join(words)[:60], marks=MARKS.get(command, []))
+    for command in COMMANDS
+    if command not in SERVED
+    for number, words in enumerate(examples(command))
+]
+
+
+@pytest.fixture(scope="module")
+def run_example(tmp_path_factory):
+    """Runs an example of a command once, what it needs before it; returns what it prints."""
+    outputs = {}
+
+    def run(command, number=0):
+        for needed in NEEDS.get(command, []):
+            run(needed)
+        if (command, number) not in outputs:
+            outputs[command, number] = output_of(smaller(examples(command)[number])[0])
+        return outputs[command, number]
+
+    folder = tmp_path_factory.mktemp("examples")
+    write_published(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in INSIDE.items():
+            patch.setattr(name, value)
+        patch.setattr("kvalign.app.suite.run_cell", run_cell)
+        patch.chdir(folder)
+        yield run
+
+
+def write_published(folder):
+    """What the example of import-published names: two networks, and the model they are for."""
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), folder / "distilbert" / "distilgpt2")
+    for name, hidden in (("keys", (256, 64)), ("values", (64, 128))):
+        network = random_network(*hidden, num_layers=6, num_heads=4, head_dim=64, num_positions=256)
+        torch.save(network, folder / f"{name}_network_distilgpt2.pth")
+
+
+@pytest.mark.parametrize(("command", "number"), EXAMPLES)
+def test_an_example_runs(command, number, run_example):
+    assert run_example(command, number)
+
+
+def test_an_aligner_that_was_trained_streams(run_example):
+    """Its folder is named as `kvalign train` was told."""
+    (words,) = (words for words in examples("train") if "table" in words)
+    run_example("train", examples("train").index(words))
+    aligner = words[words.index("--out") + 1]
+    output_of(["generate", "--aligner", aligner, "--prompt", "It", "--cache-size", "20"])

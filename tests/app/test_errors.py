@@ -1,0 +1,89 @@
+"""Errors that end a command: one line each, an exit code that says whose fault it was, and the
+traceback with --debug.
+"""
+
+import errno
+
+import pytest
+import torch
+
+from kvalign.app.cli import ISSUES, main
+from kvalign.errors import ExistsError, NotFoundError, RunError, UserError
+
+OURS = "a fault of ours, not yours"
+FULL = OSError(errno.ENOSPC, "No space left on device", "data/x.safetensors")
+ERRORS = [
+    (UserError("raise\n  --num-lines"), 2, "raise --num-lines"),
+    (NotFoundError("no recorded data in d"), 2, "no recorded data in d"),
+    (ExistsError("d already exists"), 2, "d already exists"),
+    (
+        FileNotFoundError(errno.ENOENT, "No such file", "a.txt"),
+        2,
+        "[Errno 2] No such file: 'a.txt'",
+    ),
+    (PermissionError(errno.EACCES, "Permission denied", "d"), 2, "Permission denied: 'd'"),
+    (OSError(errno.EROFS, "Read-only file system", "d"), 2, "Read-only file system: 'd'"),
+    (ModuleNotFoundError("no nltk", name="nltk.corpus"), 2, "it needs nltk: pip install"),
+    (RunError("every trial failed"), 1, "every trial failed"),
+    (FULL, 1, "No space left on device: 'data/x.safetensors'; what was finished is kept"),
+    (MemoryError(), 1, "not enough memory"),
+    (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 1, "memory: CUDA out of memory. Tried"),
+    (ValueError("planted"), 1, f"{OURS} (ValueError: planted)"),
+    (RuntimeError("size\nmismatch"), 1, f"{OURS} (RuntimeError: size mismatch)"),
+    (KeyError("planted"), 1, f"{OURS} (KeyError: 'planted')"),
+    (AssertionError(), 1, f"{OURS} (AssertionError)"),
+    (ModuleNotFoundError("none", name="kvalign.gone"), 1, f"{OURS} (ModuleNotFoundError: none)"),
+]
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Let `kvalign methods` raise an error."""
+
+    def plant(error):
+        def run(settings, as_json):
+            raise error
+
+        monkeypatch.setattr("kvalign.app.commands.methods.run", run)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"), ERRORS, ids=[repr(error)[:40] for error, _, _ in ERRORS]
+)
+def test_an_error_is_one_line_and_the_exit_code_says_whose_it_is(error, code, message, fail, capfd):
+    fail(error)
+    assert main(["methods"]) == code
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("kvalign methods: error: ") and message in captured.err
+    assert captured.err.endswith(f"please report what --debug shows at {ISSUES}\n") == (
+        OURS in message
+    )
+
+
+@pytest.mark.parametrize("argv", [["--debug", "methods"], ["methods", "--debug"]])
+@pytest.mark.parametrize("error", [ValueError("planted"), UserError("planted")])
+def test_debug_shows_the_traceback(argv, error, fail, capfd):
+    fail(error)
+    assert main(argv) == (2 if isinstance(error, UserError) else 1)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and "planted" in lines[-1]
+    assert sum(line.startswith("kvalign methods: error: ") for line in lines) == 1
+
+
+def test_debug_changes_nothing_that_goes_well(capfd):
+    assert main(["methods"]) == main(["methods", "--debug"]) == main(["--debug", "methods"]) == 0
+    captured = capfd.readouterr()
+    third = len(captured.out) // 3
+    assert captured.out == 3 * captured.out[:third] and captured.err == ""
+
+
+def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_path, capfd):
+    fail(KeyboardInterrupt())
+    assert main(["methods"]) == 130
+    assert capfd.readouterr().err == "\n"
+    monkeypatch.setattr("sys.stderr", (tmp_path / "stderr").open("w"))
+    fail(BrokenPipeError())
+    assert main(["methods"]) == 0

@@ -1,0 +1,268 @@
+"""The page of the cache in a browser: its script does what the cache and the methods do; it plays,
+steps and listens.
+"""
+
+import json
+from itertools import product
+
+import pytest
+from helpers.browser import faults, watched
+from helpers.real_frames import NUM_TOKENS, real_frames
+from helpers.tiny_models import KINDS
+
+from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
+from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Cached
+from kvalign.models import FAMILIES as FAMILY_OF
+
+pytestmark = pytest.mark.browser
+
+SIZES = [
+    (cache_size, num_sinks, num_evicted)
+    for cache_size in (1, 2, 3, 7, 12)
+    for num_sinks in (0, 1, 3, 4)
+    for num_evicted in (1, 2, 3, 5)
+    if num_sinks < cache_size and num_evicted <= cache_size - num_sinks
+]
+# Figure 4 of StreamingLLM (Xiao et al. 2024): the cached tokens and token 9, with positions.
+FIGURE_4 = [[0, 0], [1, 1], [2, 2], [3, 3], [6, 4], [7, 5], [8, 6], [9, 7]]
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens pages; afterwards: they asked for nothing and complained of nothing."""
+    addresses, visits = [], []
+
+    def open_page(*, width=1280, scheme="light", motion="no-preference", **settings):
+        path = tmp_path / f"{len(addresses)}.html"
+        path.write_text(page(**settings), encoding="utf-8")
+        context = browser.new_context(
+            color_scheme=scheme, reduced_motion=motion, viewport={"width": width, "height": 800}
+        )
+        visits.append(watched(context))
+        addresses.append(path.as_uri())
+        visits[-1][0].goto(path.as_uri())
+        return visits[-1][0]
+
+    yield open_page
+    for tab, _, _ in visits:
+        tab.context.close()
+    for address, (_, requests, complaints) in zip(addresses, visits, strict=True):
+        asked = [request for request in requests if request != "about:srcdoc"]
+        assert asked == [address] and complaints == []
+
+
+def shown(tab):
+    """[token, born, now] of the cells."""
+    return tab.evaluate(
+        """[...document.querySelectorAll(".cell:not(.gone)")].map((cell) =>
+          [".token", ".born b", ".now b"].map((part) =>
+            Number(cell.querySelector(part).lastChild.textContent)))"""
+    )
+
+
+def said(tab):
+    return tab.locator("#says").inner_text()
+
+
+def test_script_does_what_the_methods_do(opened):
+    cases = list(product(METHODS, SIZES))
+    keys = ("method", "cache_size", "num_sinks", "num_evicted")
+    settings = [dict(zip(keys, (name, *sizes), strict=True)) for name, sizes in cases]
+    found = opened().evaluate(
+        """([settings, numTokens]) => {
+          const plain = (entries) => entries.map(({ index, born, now }) => [index, born, now]);
+          return JSON.stringify(settings.map((some) =>
+            laneFrames({ family: "learned", ...some }, numTokens)
+              .map(({ seen, stored, encoded }) => [plain(seen), plain(stored), encoded])));
+        }""",
+        [settings, NUM_TOKENS],
+    )
+    for (name, sizes), frames in zip(cases, json.loads(found), strict=True):
+        assert frames == real_frames(name, *sizes), (name, sizes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", METHODS)
+def test_what_moved_is_called_by_what_corrects_it(name, family, models, opened):
+    model = models[next(kind for kind in KINDS if FAMILY_OF[kind] == family)]
+    sizes = dict(cache_size=7, num_sinks=3, num_evicted=2)
+    if name == "kvalign":
+        expected = {"realigned"}
+    elif issubclass(METHODS[name], Cached):
+        realigner = make_method(name, model, **sizes).cache.realigner
+        unmoved = {"stale"} if family == "learned" else {"by-slot"}
+        expected = unmoved if realigner is None else {"rotated"}
+    else:
+        expected = set()
+    states = opened().evaluate(
+        """(settings) => laneFrames(settings, 40)
+          .flatMap((frame) => [...frame.seen, ...frame.stored])
+          .filter((entry) => entry.born !== entry.now).map((entry) => entry.state)""",
+        dict(method=name, family=family, **sizes),
+    )
+    assert set(states) == expected
+
+
+def test_figure_4_of_streaming_llm(opened):
+    tab = opened()
+    tab.get_by_role("button", name="StreamingLLM, figure 4").click()
+    assert [[token, now] for token, _, now in shown(tab)] == FIGURE_4
+    assert said(tab).startswith("Token 9 arrives at position 7 and attends to 8 entries.")
+    assert tab.locator("#stream s").inner_text() == "4\N{EN DASH}5"
+    assert tab.locator(".cell.sink").count() == 4 and tab.locator(".cell.rotated").count() == 3
+
+
+def test_first_sight_has_everything_to_see(opened):
+    tab = opened()
+    assert [token for token, _, _ in shown(tab)] == [0, 1, 2, 4, 5, 6, 7, 8]
+    for kind, number in (("sink", 3), ("going", 1), ("stale", 4), ("new", 1)):
+        assert tab.locator(f".cell.{kind}").count() == number, kind
+    assert tab.locator(".going .tag").inner_text() == "✕goes"
+
+
+def test_steps_go_there_and_back(opened):
+    tab = opened()
+    before, text = shown(tab), said(tab)
+    tab.get_by_role("button", name="Step forward").click()
+    assert said(tab).startswith("Entry 4 is evicted; entries 5 to 8 move one place left.")
+    assert shown(tab) == [
+        [0, 0, 0],
+        [1, 1, 1],
+        [2, 2, 2],
+        [5, 5, 3],
+        [6, 6, 4],
+        [7, 7, 5],
+        [8, 7, 6],
+    ]
+    tab.get_by_role("button", name="Step back").click()
+    assert (shown(tab), said(tab)) == (before, text)
+    tab.get_by_role("button", name="Restart").click()
+    assert shown(tab) == [[0, 0, 0]] and tab.get_by_role("button", name="Step back").is_disabled()
+
+
+def test_keys(opened):
+    tab = opened()
+    text = said(tab)
+    tab.keyboard.press("ArrowRight")
+    assert said(tab) != text
+    tab.keyboard.press("ArrowLeft")
+    assert said(tab) == text
+    tab.locator("#num_sinks").focus()
+    tab.keyboard.press("ArrowLeft")  # belongs to the slider
+    assert tab.locator("#num_sinks").input_value() == "2"
+    play = tab.locator("#play")
+    tab.locator("#scroll").focus()
+    for state in ("Pause", "Play"):
+        tab.keyboard.press("Space")
+        assert play.inner_text() == state
+    play.focus()
+    tab.keyboard.press("Space")  # the button's own, once
+    assert play.inner_text() == "Pause"
+
+
+def test_plays_until_paused(opened):
+    tab = opened()
+    tab.locator("#speed").fill("4")
+    tab.get_by_role("button", name="Play").click()
+    assert tab.locator("#says").get_attribute("aria-live") == "off"
+    tab.locator("#says", has_text="Token 9 arrives").wait_for()
+    tab.get_by_role("button", name="Pause").click()
+    text = said(tab)
+    tab.wait_for_timeout(600)
+    assert said(tab) == text and tab.locator("#says").get_attribute("aria-live") == "polite"
+
+
+def test_dense_stops_and_begins_anew(opened):
+    tab = opened(method="dense", cache_size=3, num_sinks=0)
+    assert (
+        said(tab)
+        == "Token 4 does not fit: the context length, 4 here, is reached. The stream stops."
+    )
+    assert tab.get_by_role("button", name="Step forward").is_disabled()
+    tab.get_by_role("button", name="Play").click()
+    assert shown(tab) == [[0, 0, 0]]
+
+
+def test_sizes_stay_consistent(opened):
+    tab = opened(cache_size=7, num_sinks=3, num_evicted=4)
+    sizes = ("cache_size", "num_sinks", "num_evicted")
+
+    def values():
+        return [int(tab.locator(f"#{name}").input_value()) for name in sizes]
+
+    tab.locator("#num_sinks").fill("6")
+    assert values() == [7, 6, 1]
+    tab.locator("#cache_size").fill("3")
+    assert values() == [3, 2, 1]
+    tab.locator("#cache_size").fill("10")
+    assert values() == [10, 6, 4], "what was chosen comes back"
+    tab.locator("#method").select_option("window")
+    assert values() == [10, 0, 4] and tab.locator("#num_sinks").is_disabled()
+    tab.locator("#method").select_option("discard-half")
+    assert values() == [10, 6, 2] and tab.locator("#num_evicted").is_disabled()
+    tab.locator("#method").select_option("streaming-llm")
+    assert tab.locator(".cell.stale").count() > 0
+    tab.locator("#family").select_option("alibi")
+    assert tab.locator(".cell.stale").count() == 0 < tab.locator(".cell.by-slot").count()
+
+
+def test_nothing_moves_where_motion_is_unwelcome(opened):
+    tab = opened(motion="reduce")
+    assert (
+        tab.locator(".cell").first.evaluate("e => getComputedStyle(e).transitionDuration") == "0s"
+    )
+    tab.get_by_role("button", name="Step forward").click()
+    assert tab.locator(".cell").count() == 7
+    tab = opened()
+    assert (
+        tab.locator(".cell").first.evaluate("e => getComputedStyle(e).transitionDuration") != "0s"
+    )
+    tab.get_by_role("button", name="Step forward").click()
+    assert tab.locator(".cell.gone").count() == 1
+
+
+def test_without_controls_it_still_plays(opened):
+    tab = opened(controls=False)
+    assert tab.locator("select:visible").count() == 0
+    assert tab.locator("input:visible").count() == 1  # speed
+    assert "a cache of 7 entries, 3 sinks, 1 evicted at once" in tab.locator("#about").inner_text()
+    tab.keyboard.press("ArrowRight")
+    assert said(tab).startswith("Entry 4 is evicted")
+
+
+def test_runs_inside_another_page(opened):
+    tab = opened()
+    tab.evaluate(
+        """(source) => {
+          const frame = document.createElement("iframe");
+          Object.assign(frame, { sandbox: "allow-scripts", srcdoc: source });
+          document.body.append(frame);
+        }""",
+        page(controls=False),
+    )
+    frame = tab.frame_locator("iframe")
+    frame.get_by_role("button", name="Step forward").click()
+    assert frame.locator("#says").inner_text().startswith("Entry 4 is evicted")
+
+
+@pytest.mark.parametrize("cache_size", [1, 7, MAX_CACHE_SIZE])
+def test_nothing_is_wider_than_a_phone(cache_size, opened):
+    tab = opened(width=320, cache_size=cache_size, num_sinks=0)
+    assert tab.evaluate("document.documentElement.scrollWidth") == 320
+    newest = tab.locator(".cell.new").bounding_box()
+    assert newest["x"] > 0 and newest["x"] + newest["width"] < 320
+    assert newest["width"] > 30
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_accessibility_fault(scheme, opened):
+    tab = opened(scheme=scheme, motion="reduce")
+    for name, family in [
+        ("streaming-llm", "alibi"),
+        ("kvalign", "rotary"),
+        ("discard-half", "learned"),
+    ]:
+        tab.locator("#method").select_option(name)
+        tab.locator("#family").select_option(family)
+        assert faults(tab, impacts=("minor", "moderate", "serious", "critical")) == []

@@ -1,0 +1,64 @@
+"""The `centred` kind: position tables without scales, k <- m[p_now] + (k_birth - m[p_birth])."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvalign.aligners import Aligner, AlignerConfig, Move
+from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.pairs import positionless
+from kvalign.models import LoadedModel
+from kvalign.training.settings import TextSettings
+from kvalign.training.text_run import train_on_text
+from kvalign.training.training_text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentredSettings(TextSettings):
+    """Train means of keys and values at each position.
+
+    Example:
+        kvalign train --aligner-kind centred --num-tokens 20000 --chunk-len 64 --out my-aligner
+    """
+
+
+class CentredAligner(Aligner):
+    """Means [L, H, P, D] for keys and values; before training 0: no change."""
+
+    kind = "centred"
+    recursive = False
+
+    def __init__(self, config: AlignerConfig):
+        super().__init__(config)
+        shape = (config.num_layers, config.num_kv_heads, config.chunk_len, config.head_dim)
+        self.key, self.value = (nn.Parameter(torch.zeros(shape)) for _ in KV)
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Tensor | slice
+    ) -> tuple[Tensor, Tensor]:
+        return keys - self.key[layer, :, birth], values - self.value[layer, :, birth]
+
+    def realign(
+        self, layer: int, keys: Tensor, values: Tensor, move: Move
+    ) -> tuple[Tensor, Tensor]:
+        return keys + self.key[layer, :, move.now], values + self.value[layer, :, move.now]
+
+
+def fit(
+    aligner: CentredAligner, settings: CentredSettings, loaded: LoadedModel, text: Text
+) -> dict[str, Any]:
+    """Set the means to those of the training text."""
+    entries = positionless(loaded.model, text.chunks("train", settings.chunk_len))
+    for kv, vectors in zip(KV, entries, strict=True):
+        if kv in settings.kvs:
+            getattr(aligner, kv).copy_(vectors.mean(0))
+    return {}
+
+
+def train(settings: CentredSettings, loaded: LoadedModel | None = None) -> dict[str, Any]:
+    return train_on_text(CentredAligner, fit, settings, loaded)
+
+
+SETTINGS = CentredSettings

@@ -1,0 +1,61 @@
+"""How many different tokens a method writes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvalign.eval.evaluation import Column, Document, Evaluation
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarietySettings(ComparisonSettings):
+    """Let methods write, and count how many of the tokens are different.
+
+    Example:
+        kvalign eval variety --cache-sizes 32 --num-tokens 20
+    """
+
+    num_tokens: int = option(100, help="tokens to write", at_least=1)
+
+
+@keywords_of(VarietySettings)
+def variety(settings: VarietySettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Measure it: a document with a row for each method and its sizes."""
+    from kvalign.eval.document import document
+    from kvalign.eval.grid import load, make_grid, sizes_of
+    from kvalign.sampling import Sampling
+    from kvalign.text_stream import TextStream
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    rows = []
+    for method in make_grid(settings, loaded.model):
+        sampling = Sampling(max_new_tokens=settings.num_tokens)
+        stream = TextStream(loaded.tokenizer, method, sampling)
+        stream.feed("The history of the island")
+        "".join(stream)
+        share = len(set(stream.token_ids)) / len(stream.token_ids)
+        rows.append(sizes_of(method) | {"variety": share})
+    return document("eval variety", settings, rows, started=started)
+
+
+COLUMNS = {"variety": Column("variety", 3, "higher", "different tokens by all tokens")}
+
+
+class Variety(Evaluation):
+    settings = VarietySettings
+    run = staticmethod(variety)
+    heading = "Variety"
+    about = "Different tokens among those that a method wrote."
+    columns = COLUMNS
+    in_summary = ("variety",)
+
+
+EVALUATION = Variety()

@@ -1,0 +1,79 @@
+"""Training the anchored networks on pairs of many shifts, encoded from text as they are needed.
+
+A step encodes chunks twice, whole and without their first tokens, and takes random rows: the same
+token at the position where it was first encoded and at an earlier one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from kvalign.aligners import AnchoredAligner
+from kvalign.aligners.anchored import rows_of
+from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.pairs import positionless
+from kvalign.models import LoadedModel
+from kvalign.training import table_run
+from kvalign.training.kinds.anchored import AnchoredSettings
+from kvalign.training.table_objectives import draw
+from kvalign.training.training_text import Text
+
+CHUNKS = 8  # encoded a step
+ROWS = 16_384  # of each kv a step
+WEIGHT_DECAY = 0.01
+
+
+def fit(
+    aligner: AnchoredAligner, settings: AnchoredSettings, loaded: LoadedModel, text: Text
+) -> dict[str, Any]:
+    """Fill the tables of `aligner`, then train its networks beside them: AdamW, linear decay.
+
+    Returns:
+        what `table_run.fit` says of the tables, and num_steps.
+    """
+    record = table_run.fit(aligner.table, settings, loaded, text)
+    rng, num_steps = torch.Generator().manual_seed(settings.seed), settings.max_steps
+    nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in settings.kvs)
+    nets.requires_grad_(True)
+    optimizer = torch.optim.AdamW(nets.parameters(), lr=settings.lr, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+    for _ in tqdm(range(num_steps), desc="anchored", unit="step"):
+        ids = text.rows(rng, CHUNKS, settings.chunk_len)
+        shift = draw(rng, 1, settings.chunk_len - 2)
+        pairs = _pairs(loaded.model, ids, shift)
+        losses = [_loss(aligner, kv, *pairs[kv], shift, rng) for kv in settings.kvs]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        schedule.step()
+    nets.requires_grad_(False)
+    return record | {"num_steps": num_steps}
+
+
+def _pairs(model: PreTrainedModel, ids: Tensor, shift: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each kv: entries [B, L, H, T - shift, D] of the whole chunks, and re-encoded."""
+    whole, rest = positionless(model, ids), positionless(model, ids[:, shift:])
+    return {kv: (whole[i][..., shift:, :], rest[i]) for i, kv in enumerate(KV)}
+
+
+def _loss(
+    aligner: AnchoredAligner,
+    kv: str,
+    stale: Tensor,
+    clean: Tensor,
+    shift: int,
+    rng: torch.Generator,
+) -> Tensor:
+    """Mean squared error of `ROWS` random rows of one pair, [] float32."""
+    chunk, layer, head, now = (
+        torch.randint(n, (ROWS,), generator=rng).to(stale.device) for n in stale.shape[:4]
+    )
+    means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
+    birth = now + shift
+    x = stale[chunk, layer, head, now] - means[layer, head, birth]
+    x = x / scales[layer, head, birth, None]
+    return mse_loss(rows_of(aligner, kv, x, now, layer, head), clean[chunk, layer, head, now])

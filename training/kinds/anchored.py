@@ -1,0 +1,46 @@
+"""The `anchored` kind: position tables, and networks on the entry as it was born."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvalign.settings import keywords_of
+from kvalign.training.kinds.table import TableSettings
+from kvalign.training.settings import NetworkSizes
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchoredSettings(NetworkSizes, TableSettings):
+    """Train position tables, then a network that adds to them, on text.
+
+    The network takes --max-steps steps with any --objective, which is that of the tables.
+
+    Example:
+        kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
+    """  # noqa: E501
+
+
+@keywords_of(AnchoredSettings)
+def train_anchored(
+    settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
+) -> dict[str, dict[str, Any]]:
+    """Train position tables as `train_table` does, then networks beside them, and save the aligner
+    in `out`.
+
+    Returns:
+        for `key` and `value` what `train_table` says; the tables alone decide `used`.
+
+    Raises:
+        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        UserError: as of `train_table`.
+    """
+    from kvalign.aligners import AnchoredAligner
+    from kvalign.training.anchored_run import fit
+    from kvalign.training.text_run import train_on_text
+
+    return train_on_text(AnchoredAligner, fit, settings, loaded)
+
+
+SETTINGS, train = AnchoredSettings, train_anchored

@@ -1,0 +1,60 @@
+"""The `network` kind: the paper's networks, trained on recorded caches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalign.settings import keywords_of, option
+from kvalign.training.settings import NetworkSizes, TrainSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(NetworkSizes, TrainSettings):
+    """Train the paper's networks on recorded caches; run the same command again to resume.
+
+    With --aligner-kind table an aligner is trained on a model and text instead: a minute, no
+    recording, and it does not drift.
+
+    Example:
+        kvalign train --data caches --max-steps 200 --out my-network
+    """
+
+    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
+    batch_size: int = option(1024, help="rows a step on each device", at_least=1)
+    lr: float = option(7e-4, help="learning rate", above=0)
+    weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0)
+    max_epochs: int = option(3, help="epochs at most", at_least=1)
+    max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
+    patience: int = option(
+        5, help="reports without a better validation loss before it stops", at_least=1
+    )
+    devices: int = option(1, help="number of devices", at_least=1)
+    resume: bool = option(True, help="resume an unfinished run of the same settings")
+
+
+@keywords_of(NetworkSettings)
+def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
+    """Train networks for keys, values or both, and save the aligner in `out`.
+
+    An interrupted run goes on at its last validation report when it is called again.
+
+    Returns:
+        for `key` and `value` what the aligner's config and card say: `val_loss` and
+        `input_label_mse` (mean squared errors per number, realigned and as they are), `ratio` of
+        the two (lower is better), `used` (a network that does no better than none is saved as one
+        that adds nothing), steps, seconds, settings, data; empty on devices other than the first.
+
+    Raises:
+        NotFoundError: no recorded data.
+        ExistsError: `out` holds a trained network or another unfinished run, and `overwrite`
+            is not set.
+        UserError: unfinished data, an aligner in `out` that cannot take another network, a loss
+            that is not finite.
+    """
+    from kvalign.training.network_run import train
+
+    return train(settings)
+
+
+SETTINGS, train = NetworkSettings, train_network

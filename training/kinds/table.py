@@ -1,0 +1,67 @@
+"""The `table` kind: the mean and the scale of keys and values at each position."""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvalign.settings import keywords_of, option
+from kvalign.training.settings import TextSettings
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(TextSettings):
+    """Train position tables, the mean and the scale of keys and values at each position, on text.
+
+    It takes a minute, and what it gives does not drift.
+
+    Example:
+        kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
+    """
+
+    objective: str = option(
+        "mse",
+        help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
+        "the LM that re-encodes at each step",
+        choices=("mse", "nll", "kl"),
+    )
+    init: str = option(
+        "means",
+        help="start from means and scales over the text, from none, or from the table in an "
+        "aligner's folder, shipped name or hub id",
+    )
+    lr: float = option(2e-3, help="learning rate; mse takes no steps", above=0)
+    max_steps: int = option(300, help="steps; mse takes none", at_least=1)
+
+
+@keywords_of(TableSettings)
+def train_table(
+    settings: TableSettings, *, loaded: "LoadedModel | None" = None
+) -> dict[str, dict[str, Any]]:
+    """Estimate position tables, tune them if `objective` is not `mse`, and save the aligner in
+    `out`.
+
+    Returns:
+        for `key` and `value` what `kvalign.training.text_run.train_on_text` says; with `nll` or
+        `kl`, also what `kvalign.training.table_objectives.tune` reports.
+
+    Raises:
+        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        UserError: no such model, a corpus that is too short, an objective that the model cannot
+            be trained on, a table to start from that does not fit.
+    """
+    from kvalign.aligners import TableAligner
+    from kvalign.training.table_run import fit
+    from kvalign.training.text_run import train_on_text
+
+    idle = sorted({"lr", "max_steps", "seed"} & settings.changed().keys())
+    if settings.objective == "mse" and idle:
+        log.warning("%s: no effect on --objective mse, which takes no steps", ", ".join(idle))
+    return train_on_text(TableAligner, fit, settings, loaded)
+
+
+SETTINGS, train = TableSettings, train_table
