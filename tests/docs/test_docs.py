@@ -62,7 +62,7 @@ TEXTS = ("wikitext-2/test.txt", "wikitext-2/valid.txt")
 PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
 # Lines of a shell that are not run, and why.
 NOT_RUN = {
-    r"make (demo|test|test-slow|lint|format|docs|coverage)": "sets up an environment; the Makefile has the target",
+    r"make (demo|test|test-slow|lint|format|docs|coverage)": "sets up an environment",
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }
