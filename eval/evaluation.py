@@ -4,14 +4,11 @@ the report know each by its `Evaluation` alone.
 
 from __future__ import annotations
 
-import typing
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from annotated_types import Ge, MinLen
-from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12
+from kvalign.eval.settings import ComparisonSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,17 +21,30 @@ Document = dict[str, Any]
 Documents = Mapping[str, Document]
 """Documents of one evaluation by their names."""
 
+Fields = tuple[tuple[str, Any], ...]
+"""Names and types."""
+
+SIZES = ("method", "aligner", "cache_size", "num_sinks", "num_evicted")
+"""What tells a row of results from others: the first columns of every evaluation."""
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column of results: its title, the decimals of its figures (None: text), which direction is
-    better ("": it is a description), and what the figure is.
+    """A column of results.
+
+    Attributes:
+        title: its heading.
+        digits: decimals of its figures; None: text.
+        better: which direction is; "": it is a description.
+        about: what the figure is.
+        is_optional: a row may lack it.
     """
 
     title: str
     digits: int | None = 0
     better: Literal["lower", "higher", ""] = ""
     about: str = ""
+    is_optional: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -42,42 +52,6 @@ class Column:
 
     def text(self, value: Any) -> str:
         return "" if value is None else f"{value:.{self.digits}f}"
-
-
-class SizedRow(TypedDict):
-    """What tells a row of results from others. A subclass has the figures, annotated with the
-    `Column` that shows them; rows may hold more.
-    """
-
-    __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
-
-    method: str
-    aligner: str | None
-    cache_size: Annotated[int, Ge(1)]
-    num_sinks: int
-    num_evicted: int
-
-
-class ModelNamed(TypedDict):
-    """The least that the report reads of a document's settings."""
-
-    __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
-
-    model: str
-
-
-R = TypeVar("R")
-Rows = Annotated[list[R], MinLen(1)]
-
-
-class ReadDocument(TypedDict):
-    """What is read of every document (see `kvalign.eval.document`). A subclass adds `settings`, a
-    `ModelNamed`, and `rows`, which are `Rows` of its own.
-    """
-
-    kind: str
-    command: str
-    environment: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -100,39 +74,42 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
 
-class Evaluation(ABC):
+class Evaluation:
     """One evaluation: what can be set, what it measures, and how that is shown.
 
     Attributes:
         settings: the class of its settings.
+        run: from settings to the document.
         columns: what its tables show, by the name in a row.
-        document: the `ReadDocument` that its documents must be.
+        more_columns: what else it measures.
+        heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
+        row_fields: what else is read of a row, and its type.
+        document_fields: likewise of a document.
+        settings_read: names of the settings that are read of a document, beside `model`.
     """
 
-    settings: ClassVar[type[Any]]
-    columns: ClassVar[dict[str, Column]]
-    document: ClassVar[Any]
+    settings: ClassVar[type[ComparisonSettings]]
+    run: ClassVar[Callable[..., Document]]
+    columns: ClassVar[Mapping[str, Column]]
+    more_columns: ClassVar[tuple[tuple[str, Column], ...]] = ()
+    heading: ClassVar[str]
+    about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def run(self, settings: Any) -> Document:
-        """Measure, and return the document.
-
-        Raises:
-            UserError: wrong settings, said before any work.
-        """
-
-    @abstractmethod
-    def sections(self, documents: Documents) -> list[Section]:
-        """Its part of the report. A section without a plot or a table is left out."""
+    row_fields: ClassVar[Fields] = ()
+    document_fields: ClassVar[Fields] = ()
+    settings_read: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def summary_columns(self) -> dict[str, Column]:
+    def all_columns(self) -> Mapping[str, Column]:
+        return {**self.columns, **dict(self.more_columns)}
+
+    @property
+    def summary_columns(self) -> Mapping[str, Column]:
         return {name: self.columns[name] for name in self.in_summary}
 
-    def check(self, document: Document) -> None:  # noqa: B027
-        """Raise UserError for what the types of `document` do not say."""
+    def check(self, document: Document) -> None:
+        """Raise UserError for what the types of its fields do not say."""
 
     def chosen(self, documents: Documents) -> Documents:
         """Those whose figures stand in the summary."""
@@ -147,27 +124,28 @@ class Evaluation(ABC):
         return self.rows(document)
 
     def title(self, document: Document) -> str:
-        """What its tables and plots are of."""
+        """What its tables are of."""
         return str(document["settings"]["model"])
 
-    def tables(self, document: Document, of: Mapping[str, Column] | None = None) -> list[Table]:
-        """A table for each cache size, of all columns unless some are given."""
+    def tables(self, document: Document) -> list[Table]:
+        """A table for each cache size."""
         from kvalign.eval.tables import tables_by_cache
 
-        return tables_by_cache(self.title(document), self.rows(document), of or self.columns)
+        return tables_by_cache(self.title(document), self.rows(document), self.columns)
+
+    def figure(self, document: Document) -> tuple[Figure, str] | None:
+        """A figure for the report and what it shows, if there is one."""
+        return None
+
+    def sections(self, documents: Documents) -> list[Section]:
+        """Its parts of the report; those without a plot or a table are left out."""
+        section = Section(self.heading, self.about, list(documents))
+        for name, document in documents.items():
+            if drawn := self.figure(document):
+                section.plots.append(Plot(name, *drawn))
+            section.tables.extend(self.tables(document))
+        return [section]
 
     def panels(self, document: Document) -> list[Panel]:
         """Passages to show side by side."""
         return []
-
-
-def columns_of(row: type) -> dict[str, Column]:
-    """The columns that the fields of a TypedDict are annotated with, in their order."""
-    columns = {}
-    for name, hint in typing.get_type_hints(row, include_extras=True).items():
-        if typing.get_origin(hint) is NotRequired:
-            (hint,) = typing.get_args(hint)
-        for note in getattr(hint, "__metadata__", ()):
-            if isinstance(note, Column):
-                columns[name] = note
-    return columns

@@ -45,7 +45,7 @@ class Chunk:
 def token_spans(text: str) -> list[tuple[int, int]]:
     """Where NLTK's word tokens lie in a text.
 
-    Sentences are found by Punkt without its table of abbreviations, so no data is needed.
+    Punkt splits sentences without its table of abbreviations, so no data is needed.
     """
     return [
         (start + left, start + right)
@@ -65,14 +65,14 @@ def chunks(text: str, words: frozenset[str]) -> list[Chunk]:
     spans = token_spans(text)
     known = [is_known(text[start:end], words) for start, end in spans]
     return [
-        Chunk(own[0][0], own[-1][1], len(own), sum(known[i : i + CHUNK_LEN]))
+        Chunk(part[0][0], part[-1][1], len(part), sum(known[i : i + CHUNK_LEN]))
         for i in range(0, len(spans), CHUNK_LEN)
-        if (own := spans[i : i + CHUNK_LEN])
+        if (part := spans[i : i + CHUNK_LEN])
     ]
 
 
 def distinct(tokens: Sequence[str], n: int) -> float:
-    """Different n-grams by all n-grams: 1 where nothing repeats, and where there is none."""
+    """Distinct n-grams by all n-grams: 1 where nothing repeats, and for a text without any."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -93,14 +93,14 @@ def longest_run(tokens: Sequence[str]) -> int:
 
 def measures(text: str, words: frozenset[str]) -> dict[str, float | int]:
     """num_chunks, readable (share of chunks), distinct_1, distinct_2, repetition (share of 4-grams
-    that were there before) and longest_run of a passage.
+    that occurred before) and longest_run of a passage.
     """
-    found = chunks(text, words)
+    pieces = chunks(text, words)
     tokens = [text[start:end].lower() for start, end in token_spans(text)]
-    readable = sum(chunk.is_readable for chunk in found)
+    readable = sum(chunk.is_readable for chunk in pieces)
     return {
-        "num_chunks": len(found),
-        "readable": readable / len(found) if found else 0.0,
+        "num_chunks": len(pieces),
+        "readable": readable / len(pieces) if pieces else 0.0,
         "distinct_1": distinct(tokens, 1),
         "distinct_2": distinct(tokens, 2),
         "repetition": 1 - distinct(tokens, 4),

@@ -9,18 +9,12 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner
 from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
-from kvalign.methods import METHODS, make_methods
+from kvalign.methods import make_methods
 from kvalign.methods.base import Method
 from kvalign.methods.kvalign import KVAlign
 from kvalign.models import LoadedModel, load_model
 
 S = TypeVar("S", bound=ComparisonSettings)
-
-
-def check_names(settings: ComparisonSettings) -> None:
-    """Raise UserError for an unknown method: before the model is loaded."""
-    for name in settings.methods:
-        METHODS.find(name)
 
 
 def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:

@@ -33,8 +33,8 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
     assert trace.profiler is not None
     assert trace.profiler.kineto_results is not None
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
+    total = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        total += event.nbytes()
+        peak = max(peak, total)
     return peak

@@ -1,12 +1,13 @@
 """The paper's figures beside ours; a suite lists them (`paper:` of its file)."""
 
+from kvalign.console import Entry
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
 from kvalign.eval.rows import method_name
 from kvalign.eval.suite_file import PaperTable
-from kvalign.eval.tables import METHOD, Entry, Table
+from kvalign.eval.tables import METHOD, Table
 
 
 def paper_tables(results: Results) -> list[Table]:
@@ -49,7 +50,7 @@ def _beside(paper: PaperTable, results: Results) -> Table:
 def _column(paper: PaperTable, name: str) -> Column:
     """The column of a metric in the evaluation of that name, or in any if it has not been run."""
     for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
-        if column := evaluation.columns.get(paper.metric):
+        if column := evaluation.all_columns.get(paper.metric):
             return column
     raise UserError(
         f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "

@@ -18,7 +18,7 @@ from matplotlib.ticker import NullLocator
 
 from kvalign.escape import escape_controls
 from kvalign.eval.evaluation import Row
-from kvalign.eval.rows import label_of
+from kvalign.eval.rows import grouped, label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
@@ -68,6 +68,15 @@ def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list
         )
         for label, group in groups.items()
     ]
+
+
+def panels_by(
+    name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
+) -> dict[str, list[Series]]:
+    """Lines in a panel for each value of a column, which ends the panel's title."""
+    return {
+        f"{title}{value}": series(group, x, y, high) for value, group in grouped(rows, name).items()
+    }
 
 
 def style_of(row: Row) -> tuple[str, str]:
@@ -153,7 +162,10 @@ def _draw_line(axes: Axes, line: Series) -> None:
     if line.high is None:
         axes.plot(line.x, line.y, color=color, marker=marker, label=line.label, zorder=in_front)
         return
-    whiskers = [[0.0] * len(line.y), [h - v for h, v in zip(line.high, line.y, strict=True)]]
+    whiskers = [
+        [0.0] * len(line.y),
+        [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)],
+    ]
     axes.errorbar(
         line.x, line.y, whiskers, color=color, marker=marker, label="_", zorder=in_front, capsize=3
     )

@@ -1,12 +1,14 @@
 """A folder of results: one JSON document a file, and the suite they are cells of, if any."""
 
+import typing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import RootModel
+from pydantic import BaseModel, Field, create_model
 
 from kvalign.errors import NotFoundError, UserError
-from kvalign.eval.evaluation import Document
+from kvalign.eval.evaluation import Document, Evaluation
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.suite_file import Suite, parse_suite_text
 from kvalign.files import checked, read_json
@@ -58,14 +60,54 @@ def _suite(path: Path) -> Suite:
         raise UserError(f"suite {path} is not text: {error}") from None
 
 
+class _Row(BaseModel, extra="allow"):
+    method: str
+    aligner: str | None
+    cache_size: int = Field(ge=1)
+    num_sinks: int
+    num_evicted: int
+
+
+class _Settings(BaseModel, extra="allow"):
+    model: str
+
+
+class _Document(BaseModel):
+    kind: str
+    command: str
+    environment: dict[str, Any]
+
+
 def _document(path: Path) -> Document:
     where = f"{path} is no document of `kvalign eval --json`"
     try:
         values = read_json(path)
-        kind = values.get("kind")
-        evaluation = EVALUATIONS.find(str(kind).removeprefix("eval "))
-        document = checked(RootModel[evaluation.document], values, "it").root  # type: ignore[name-defined]
+        evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
+        document = checked(_model_of(evaluation), values, "it").model_dump(exclude_unset=True)
         evaluation.check(document)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return document
+
+
+def _model_of(evaluation: Evaluation) -> type[BaseModel]:
+    """What a document of an evaluation must be."""
+    number = int | float
+    columns: dict[str, Any] = {
+        name: (number | None, None) if column.is_optional else (number, ...)
+        for name, column in evaluation.all_columns.items()
+    }
+    row = create_model("Row", __base__=_Row, **columns, **_required(*evaluation.row_fields))
+    hints = typing.get_type_hints(evaluation.settings)
+    settings = [(name, hints[name]) for name in evaluation.settings_read]
+    return create_model(
+        "Document",
+        __base__=_Document,
+        settings=(create_model("Settings", __base__=_Settings, **_required(*settings)), ...),
+        rows=(list[row], Field(min_length=1)),  # type: ignore[valid-type]
+        **_required(*evaluation.document_fields),
+    )
+
+
+def _required(*fields: tuple[str, Any]) -> dict[str, Any]:
+    return {name: (hint, ...) for name, hint in fields}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from statistics import fmean
 from typing import Any
 
-from kvalign.eval.evaluation import Row, SizedRow
+from kvalign.eval.evaluation import SIZES, Row
 
 
 def label_of(row: Row) -> str:
@@ -32,7 +32,7 @@ def means(rows: Iterable[Row], figures: Collection[str], by: Collection[str] = (
     """One row for all of one method, its sizes and the values of `by`: the figures' means, and the
     number of rows as `num_passages`.
     """
-    same = (*SizedRow.__annotations__, *by)
+    same = (*SIZES, *by)
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in same), []).append(row)

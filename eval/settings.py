@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from kvalign.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.registry import unknown
 from kvalign.settings import NUM_SINKS, ModelSettings, option
 
 
@@ -30,6 +32,9 @@ class ComparisonSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.methods:
+            if name not in METHODS:
+                raise UserError(unknown("method", name, METHODS))
         for number in self.num_evicted or ():
             if number != "half" and not (number.isascii() and number.isdigit()):
                 raise UserError(f"--num-evicted takes numbers or half, got {number!r}")

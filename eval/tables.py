@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvalign.console import Cell as Entry
+from kvalign.console import Entry
 from kvalign.eval.evaluation import Column, Row
 from kvalign.eval.rows import grouped, label_of
 

@@ -24,7 +24,7 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """One entry; the best of a column is marked, and not by colour alone."""
 
     text: str
@@ -41,7 +41,7 @@ def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
 
 def print_table(
     headings: Sequence[Heading | str],
-    rows: Sequence[Sequence[Cell | str]],
+    rows: Sequence[Sequence[Entry | str]],
     *,
     title: str = "",
     console: Console | None = None,
@@ -75,7 +75,7 @@ def print_table(
     (console or console_for(pipe_width=_ROW_WIDTH)).print(table)
 
 
-def _text(cell: Cell | str) -> Text:
-    cell = Cell(cell) if isinstance(cell, str) else cell
+def _text(cell: Entry | str) -> Text:
+    cell = Entry(cell) if isinstance(cell, str) else cell
     text = escape_controls(" ".join(cell.text.split()))
     return Text(f"{text} ★" if cell.is_best else text, "bold green" if cell.is_best else "")

@@ -20,17 +20,11 @@ from kvalign.models import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.table_objectives import draw
-from kvalign.training.text_run import train_on_text
 from kvalign.training.training_text import Text
 
 CHUNKS = 8  # encoded a step
 ROWS = 16_384  # of each kv a step
 WEIGHT_DECAY = 0.01
-
-
-def train(settings: AnchoredSettings, loaded: LoadedModel | None) -> dict[str, dict[str, Any]]:
-    """What `kvalign.training.train_anchored` does."""
-    return train_on_text(AnchoredAligner, fit, settings, loaded)
 
 
 def fit(

@@ -41,23 +41,24 @@ class _Step(NamedTuple):
     part: int
 
 
-class InOrder:
-    """Every row once, as stored: for validation. Ranks take the batches in turn."""
+class _Batches:
+    """Shards cut into batches of nearly the same size, some of which are this rank's."""
 
     def __init__(
-        self,
-        shards: list[Shard],
-        kv: str,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
+        self, shards: list[Shard], kv: str, batch_size: int, *, rank: int = 0, world_size: int = 1
     ):
-        self.shards, self.kv = shards, kv
+        self.shards, self.kv, self.rank, self.world_size = shards, kv, rank, world_size
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
-        self.plan = [
-            (i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)
-        ][rank::world_size]
+
+
+class InOrder(_Batches):
+    """Every row once, as stored: for validation. Ranks take the batches in turn."""
+
+    @property
+    def plan(self) -> list[tuple[int, int]]:
+        """This rank's batches: a shard and a part of it each."""
+        steps = [(i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)]
+        return steps[self.rank :: self.world_size]
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -70,8 +71,8 @@ class InOrder:
                 yield gather(stale, aligned, parts[part])
 
 
-class Shuffled:
-    """Every row once an epoch in random order, in batches of nearly the same size.
+class Shuffled(_Batches):
+    """Every row once an epoch in random order.
 
     Shards come in random order, `OPEN_SHARDS` at a time, and the batches of these take turns at
     random. Each `iter` goes on after the last batch drawn; the end of an epoch is the end of the
@@ -79,20 +80,9 @@ class Shuffled:
     epoch are left out.
     """
 
-    def __init__(
-        self,
-        shards: list[Shard],
-        kv: str,
-        batch_size: int,
-        seed: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        self.shards, self.kv, self.seed = shards, kv, seed
-        self.rank, self.world_size = rank, world_size
-        self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
-        self.drawn = 0
+    def __init__(self, shards: list[Shard], kv: str, batch_size: int, seed: int = 0, **share: int):
+        super().__init__(shards, kv, batch_size, **share)
+        self.seed, self.drawn = seed, 0
 
     def __len__(self) -> int:
         return sum(self.parts) // self.world_size

@@ -34,10 +34,7 @@ from kvalign.training.network_rows import InOrder, RecordedRows
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
 _FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
-_MUST_AGREE = (
-    *("kind", "family", "num_layers", "num_kv_heads", "head_dim", "embedding_fingerprint"),
-    *("chunk_len", "num_sinks", "shifts"),
-)
+_OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
 def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
@@ -61,17 +58,13 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
     """The config of networks for the model and the caches that were recorded."""
-    model, recorded = store.config.model, store.config.settings
+    model = store.config.model
     return AlignerConfig(
         kind=NetworkAligner.kind,
         base_model=model.name,
-        family=model.family,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        **{name: getattr(model, name) for name in _OF_MODEL},
         embedding_fingerprint=store.config.embedding_fingerprint,
-        chunk_len=recorded.chunk_len,
-        num_sinks=recorded.num_sinks,
+        **store.config.settings.model_dump(include={"chunk_len", "num_sinks"}),
         shifts=store.shifts,
         sizes={name: getattr(settings, name) for name in NETWORK_SIZES},
     )
@@ -92,14 +85,13 @@ def describe(settings: NetworkSettings, store: Store, kv: str) -> dict[str, Any]
 
 def describe_data(store: Store) -> dict[str, Any]:
     """What an aligner's config and card say of the recording that it was trained on."""
-    recorded = store.config.settings
-    names = ("corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted")
+    names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
     return {
         "model": store.config.model.name,
-        **{name: getattr(recorded, name) for name in names},
+        **store.config.settings.model_dump(include=names),
         "num_rows": store.manifest.num_rows,
         "manifest_sha256": sha256(store.folder / MANIFEST),
-        "datasets": hub_datasets(recorded.corpus),
+        "datasets": hub_datasets(store.config.settings.corpus),
     }
 
 
@@ -170,18 +162,20 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
     others = [kv for kv in KV if kv in config.training and kv not in kvs]
     clash = [kv for kv in kvs if kv in config.training]
     if (clash or not others) and not settings.overwrite:
-        what = (
-            f"a trained {' and '.join(clash)} network"
-            if clash
-            else f"another aligner, of kind {config.kind}"
-        )
+        what = f"another aligner, of kind {config.kind}"
+        if clash:
+            what = f"a trained {' and '.join(clash)} network"
         raise ExistsError(f"{settings.out} already holds {what}: {OVERWRITE}")
     if not others:
         # The old results still tell `_begin` which run is already in the aligner.
         new.config = new.config.model_copy(update={"training": config.training})
         return new
     (other,), (kv,) = others, kvs
-    pairs = [(name, getattr(config, name), getattr(new.config, name)) for name in _MUST_AGREE]
+    pairs = [
+        (name, getattr(config, name), getattr(new.config, name))
+        for name in AlignerConfig.model_fields
+        if name not in ("base_model", "sizes", "training")
+    ]
     pairs += [(name, config.sizes.get(name), new.config.sizes[name]) for name in SHARED_SIZES]
     for name, expected, here in pairs:
         if expected != here:
@@ -191,11 +185,8 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
                 f"{name} is {values}; name another --out"
             )
     hidden = {name: size for name, size in config.sizes.items() if name.startswith(f"{other}_")}
-    merged = NetworkAligner(
-        new.config.model_copy(
-            update={"sizes": {**new.config.sizes, **hidden}, "training": config.training}
-        )
-    )
+    changes = {"sizes": {**new.config.sizes, **hidden}, "training": config.training}
+    merged = NetworkAligner(new.config.model_copy(update=changes))
     setattr(merged, other, getattr(saved, other))
     setattr(merged, kv, getattr(new, kv))
     return merged

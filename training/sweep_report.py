@@ -78,41 +78,22 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
     rows = pd.DataFrame([trial.row for trial in trials])
     write_text(out / "trials.csv", rows.to_csv(index=False))
     write_text(out / "reports.csv", pd.DataFrame(reports).to_csv(index=False))
-    title = f"{kv} network: {len(trials)} trials"
-    lines, points = _lines(trials), _points(trials)
-    figures = {
-        "loss-by-report": draw(
-            {title: lines},
-            x="epochs, a mark at each validation report",
-            y="validation loss (lower is better)",
-            log_y=_is_wide(lines),
-        ),
-        "loss-by-size": draw(
-            {title: points},
-            x="parameters",
-            y="best validation loss (lower is better)",
-            log_x=True,
-            log_y=_is_wide(points),
-        ),
-    }
-    for name, figure in figures.items():
-        for ending in (".png", ".svg"):
-            save(figure, out / (name + ending))
-
-
-def _lines(trials: list[Trial]) -> list[Series]:
-    return [
-        _series(trial, trial is trials[0], [(r["epochs"], r["val_loss"]) for r in trial.reports])
-        for trial in reversed(trials)  # the best on top
-    ]
-
-
-def _points(trials: list[Trial]) -> list[Series]:
-    return [
-        _series(trial, trial is trials[0], [(trial.row["num_parameters"], trial.val_loss)])
-        for trial in reversed(trials)
-        if trial.val_loss is not None
-    ]
+    title, y = f"{kv} network: {len(trials)} trials", "validation loss (lower is better)"
+    lines, points = [], []
+    for trial in reversed(trials):  # the best on top
+        is_best = trial is trials[0]
+        losses = [(report["epochs"], report["val_loss"]) for report in trial.reports]
+        lines.append(_series(trial, is_best, losses))
+        if trial.val_loss is not None:
+            best = [(trial.row["num_parameters"], trial.val_loss)]
+            points.append(_series(trial, is_best, best))
+    x = "epochs, a mark at each validation report"
+    by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
+    y = f"best {y}"
+    by_size = draw({title: points}, x="parameters", y=y, log_x=True, log_y=_is_wide(points))
+    for ending in (".png", ".svg"):
+        save(by_report, out / f"loss-by-report{ending}")
+        save(by_size, out / f"loss-by-size{ending}")
 
 
 def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> Series:

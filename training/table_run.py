@@ -2,7 +2,6 @@
 in one pass; with `nll` or `kl`, then tuned through the frozen model.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -20,18 +19,8 @@ from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import nll, tune, validate
-from kvalign.training.text_run import BATCH_SIZE, train_on_text
+from kvalign.training.text_run import BATCH_SIZE
 from kvalign.training.training_text import Text
-
-log = logging.getLogger(__name__)
-
-
-def train(settings: TableSettings, loaded: LoadedModel | None) -> dict[str, dict[str, Any]]:
-    """What `kvalign.training.train_table` does."""
-    idle = {"lr", "max_steps", "seed"} & settings.changed().keys()
-    if settings.objective == "mse" and idle:
-        log.warning("%s: no effect on --objective mse, which takes no steps", ", ".join(idle))
-    return train_on_text(TableAligner, fit, settings, loaded)
 
 
 def fit(

@@ -13,12 +13,15 @@ _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def reference() -> str:
-    """A section a command, in the order of `kvalign --help`."""
-    return "\n".join(_section(command) for command in COMMANDS)
+    """A section a command and kind, in the order of `kvalign --help`."""
+    return "\n".join(
+        _section(f"{command} --aligner-kind {kind}" if kind else command, settings)
+        for command in COMMANDS
+        for kind, settings in Command(command).all_settings().items()
+    )
 
 
-def _section(command: str) -> str:
-    settings = Command(command).settings_for()
+def _section(command: str, settings: type[Settings]) -> str:
     about, _, example = inspect.cleandoc(settings.__doc__ or "").partition("Example:")
     hints = typing.get_type_hints(settings)
     lines = [

@@ -10,27 +10,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-from annotated_types import Ge
-
-from kvalign.eval.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Evaluation,
-    ModelNamed,
-    Plot,
-    ReadDocument,
-    Row,
-    Rows,
-    Section,
-)
-from kvalign.eval.evaluations.readability import MEAN_COLUMNS, MEASURES, WordList, WrittenRow
+from kvalign.eval.evaluation import Column, Document
+from kvalign.eval.evaluations.readability import MEAN_COLUMNS, JudgedText
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.models import LoadedModel
 
 
@@ -58,22 +47,11 @@ class ChatSettings(ComparisonSettings):
     seed: int = option(0, help="seed of the draws, the same for each method")
 
 
-class AnswerRow(WrittenRow):
-    answer: Annotated[int, Ge(0)]
-
-
-class _Document(ReadDocument):
-    settings: ModelNamed
-    rows: Rows[AnswerRow]
-    word_list: WordList
-
-
 @keywords_of(ChatSettings)
 def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Feed the same turns to every method's one stream, and measure its answers.
 
     Args:
-        settings: or its fields as keywords.
         loaded: in place of the model that the settings name.
 
     Returns:
@@ -89,14 +67,13 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.document import document
     from kvalign.eval.fluency import judge
-    from kvalign.eval.grid import check_names, load, make_grid, sizes_of
+    from kvalign.eval.grid import load, make_grid, sizes_of
     from kvalign.eval.words import load_words
     from kvalign.sampling import Sampling
     from kvalign.text_stream import TextStream
     from kvalign.turns import turn_ids
 
     started = time.perf_counter()
-    check_names(settings)
     turns = [turn for conversation in conversations(settings.prompts) for turn in conversation]
     turns = turns[: settings.num_turns]
     words = load_words(settings.words, settings.nltk_data)
@@ -135,49 +112,30 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     )
 
 
-class Chat(Evaluation):
+class Chat(JudgedText):
     settings = ChatSettings
+    run = staticmethod(chat)
+    heading = "Conversations in one stream"
+    about = (
+        "Turns are fed one after another through one stream that never ends; each answer is judged "
+        "by its words, not by whether it is right."
+    )
     columns = MEAN_COLUMNS
-    document = _Document
+    row_fields = (("answer", int), ("text", str))
+    document_fields = (("word_list", dict[str, Any]),)
 
     @property
     def summary_columns(self) -> dict[str, Column]:
         about = "share of readable chunks of the answers"
         return {"readable": Column("readable in chat", 3, "higher", about)}
 
-    def run(self, settings: ChatSettings) -> Document:
-        return chat(settings)
+    def figure(self, document: Document) -> tuple[Figure, str]:
+        from kvalign.eval.plots import draw, panels_by
 
-    def title(self, document: Document) -> str:
-        return f"{super().title(document)}, words: {document['word_list']['name']}"
-
-    def rows(self, document: Document) -> list[Row]:
-        """Means over the answers."""
-        from kvalign.eval.rows import means
-
-        return means(document["rows"], MEASURES)
-
-    def sections(self, documents: Documents) -> list[Section]:
-        from kvalign.eval.plots import draw, series
-        from kvalign.eval.rows import grouped
-
-        section = Section(
-            "Conversations in one stream",
-            "Turns are fed one after another through one stream that never ends; each answer is "
-            "judged by its words, not by whether it is right.",
-            list(documents),
-        )
-        for name, document in documents.items():
-            rows = [row | {"number": row["answer"] + 1} for row in document["rows"]]
-            title, y = super().title(document), "readable chunks of the answer"
-            panels = {
-                f"{title}, C = {cache_size}": series(group, "number", "readable")
-                for cache_size, group in grouped(rows, "cache_size").items()
-            }
-            figure = draw(panels, x="answer", y=y)
-            section.plots.append(Plot(name, figure, f"{y}, one after another: {title}"))
-            section.tables.extend(self.tables(document))
-        return [section]
+        title, y = document["settings"]["model"], "readable chunks of the answer"
+        rows = [row | {"number": row["answer"] + 1} for row in document["rows"]]
+        panels = panels_by("cache_size", rows, f"{title}, C = ", "number", "readable")
+        return draw(panels, x="answer", y=y), f"{y}, one after another: {title}"
 
 
 EVALUATION = Chat()

@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Evaluation,
-    ModelNamed,
-    Plot,
-    ReadDocument,
-    Row,
-    Rows,
-    Section,
-    SizedRow,
-    columns_of,
-)
+from kvalign.eval.evaluation import Column, Document, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.models import LoadedModel
 
 
@@ -72,32 +61,11 @@ class LatencySettings(ComparisonSettings):
             raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
 
 
-class LatencyRow(SizedRow):
-    batch_size: Annotated[int, Column("batch")]
-    median_ms: Annotated[float, Column("ms/token", 2, "lower", "median of a step, cache full")]
-    mean_ms: Annotated[float, Column("mean ms", 2, "lower", "mean of a step")]
-    p90_ms: Annotated[float, Column("p90 ms", 2, "lower", "nine steps of ten are faster")]
-    p99_ms: Annotated[float, Column("p99 ms", 2, "lower", "99 steps of 100 are faster")]
-    ratio: Annotated[
-        float, Column("ratio", 3, "lower", "by the reference's figure on the same work")
-    ]
-    ttft_ms: Annotated[float, Column("first token, ms", 1, "lower", "prompt to first logits")]
-    peak_mb: Annotated[
-        float | None, Column("peak MB", 1, "lower", "most memory held beyond the weights")
-    ]
-
-
-class _Document(ReadDocument):
-    settings: ModelNamed
-    rows: Rows[LatencyRow]
-
-
 @keywords_of(LatencySettings)
 def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure every method at every cache size and batch size.
 
     Args:
-        settings: or its fields as keywords.
         loaded: in place of the model that the settings name.
 
     Returns:
@@ -122,12 +90,11 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from tqdm.auto import tqdm
 
     from kvalign.eval.document import document
-    from kvalign.eval.grid import check_names, make_grid
+    from kvalign.eval.grid import make_grid
     from kvalign.eval.latency_models import load_with_prompts, untrained_aligners
     from kvalign.eval.timing import measure
 
     started = time.perf_counter()
-    check_names(settings)
     num_threads = torch.get_num_threads()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -146,43 +113,46 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         torch.set_num_threads(num_threads)
 
 
+COLUMNS = {
+    "batch_size": Column("batch"),
+    "median_ms": Column("ms/token", 2, "lower", "median of a step, cache full"),
+    "mean_ms": Column("mean ms", 2, "lower", "mean of a step"),
+    "p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster"),
+    "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
+    "ratio": Column("ratio", 3, "lower", "by the reference's figure on the same work"),
+    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
+    "peak_mb": Column("peak MB", 1, "lower", "most memory held beyond the weights", True),
+}
+
+
 class Latency(Evaluation):
     settings = LatencySettings
-    columns = columns_of(LatencyRow)
-    document = _Document
+    run = staticmethod(latency)
+    heading = "Time per token"
+    about = (
+        "Steps with a full cache, eviction and realignment in the clock, methods taking turns in "
+        "one process (the paper's figure 4). Lines are medians, whiskers reach to the 90th "
+        "percentile. The first token is timed apart: of a prompt longer than the cache, recompute "
+        "and discard-half read only what they keep."
+    )
     in_summary = ("median_ms", "ttft_ms", "peak_mb")
-
-    def run(self, settings: LatencySettings) -> Document:
-        return latency(settings)
+    columns = COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Those of the first batch size."""
         rows = document["rows"]
         return [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
 
-    def sections(self, documents: Documents) -> list[Section]:
-        from kvalign.eval.plots import draw, series
-        from kvalign.eval.rows import grouped
+    def figure(self, document: Document) -> tuple[Figure, str]:
+        from kvalign.eval.plots import draw, panels_by
 
-        section = Section(
-            "Time per token",
-            "Steps with a full cache, eviction and realignment in the clock, methods taking turns "
-            "in one process (the paper's figure 4). Lines are medians, whiskers reach to the 90th "
-            "percentile. The first token is timed apart: of a prompt longer than the cache, "
-            "recompute and discard-half read only what they keep.",
-            list(documents),
+        title = self.title(document)
+        panels = panels_by(
+            "batch_size", document["rows"], f"{title}, batch ", "cache_size", "median_ms", "p90_ms"
         )
-        for name, document in documents.items():
-            title = self.title(document)
-            panels = {
-                f"{title}, batch {size}": series(rows, "cache_size", "median_ms", "p90_ms")
-                for size, rows in grouped(document["rows"], "batch_size").items()
-            }
-            y = "ms/token (lower is better)"
-            figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
-            section.plots.append(Plot(name, figure, f"Time per token: {title}"))
-            section.tables.extend(self.tables(document))
-        return [section]
+        y = "ms/token (lower is better)"
+        figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
+        return figure, f"Time per token: {title}"
 
 
 EVALUATION = Latency()

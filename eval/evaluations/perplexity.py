@@ -16,24 +16,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NotRequired
-
-from typing_extensions import TypedDict
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Evaluation,
-    ModelNamed,
-    Plot,
-    ReadDocument,
-    Rows,
-    Section,
-    SizedRow,
-    columns_of,
-)
+from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Plot, Section
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
@@ -74,59 +60,11 @@ class PerplexitySettings(ComparisonSettings):
             raise UserError(f"--plot takes a path ending in .png or .svg, got {str(self.plot)!r}")
 
 
-class Segment(TypedDict):
-    """A piece of the stream, in cache sizes since the cache filled."""
-
-    start: float
-    end: float
-    perplexity: float
-    ratio: NotRequired[float]
-
-
-class PerplexityRow(SizedRow):
-    num_labels: Annotated[int, Column("labels")]
-    nll_nats: Annotated[float, Column("NLL, nats", 4, "lower", "mean loss of a label")]
-    perplexity: Annotated[
-        float, Column("perplexity", 2, "lower", "exp of the mean loss of the labels")
-    ]
-    low: Annotated[float, Column("95 % from", 2, about="block bootstrap over the labels")]
-    high: Annotated[float, Column("95 % to", 2, about="block bootstrap over the labels")]
-    ratio: NotRequired[
-        Annotated[float, Column("ratio", 3, "lower", "by the reference's figure on the same work")]
-    ]
-    ratio_low: NotRequired[
-        Annotated[float, Column("ratio from", 3, about="95 %, paired block bootstrap")]
-    ]
-    ratio_high: NotRequired[
-        Annotated[float, Column("ratio to", 3, about="95 %, paired block bootstrap")]
-    ]
-    drift: NotRequired[
-        Annotated[
-            float,
-            Column("drift", 3, about="ratio in the last quarter of the labels by the first's"),
-        ]
-    ]
-    segments: list[Segment]
-    seconds: Annotated[float, Column("total s", 1, "lower", "time of the whole run")]
-
-
-class _Settings(ModelNamed):
-    corpus: str
-    reference: str | None
-    stepwise: bool
-
-
-class _Document(ReadDocument):
-    settings: _Settings
-    rows: Rows[PerplexityRow]
-
-
 @keywords_of(PerplexitySettings)
 def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Score every method at every cache size and number evicted.
 
     Args:
-        settings: or its fields as keywords.
         loaded: in place of the model that the settings name.
 
     Returns:
@@ -143,12 +81,11 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
             before any work.
     """
     from kvalign.eval.document import document
-    from kvalign.eval.grid import check_names, load, make_grid
+    from kvalign.eval.grid import load, make_grid
     from kvalign.eval.loss_store import LossStore
     from kvalign.eval.perplexity_scores import read_ids, score_methods
 
     started = time.perf_counter()
-    check_names(settings)
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
@@ -164,18 +101,38 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     if settings.plot:
         from kvalign.eval.plots import save
 
-        save(_figure(result), settings.plot)
+        save(_by_size(result), settings.plot)
     return result
+
+
+COLUMNS = {
+    "num_labels": Column("labels"),
+    "perplexity": Column("perplexity", 2, "lower", "exp of the mean loss of the labels"),
+    "low": Column("95 % from", 2, about="block bootstrap over the labels"),
+    "high": Column("95 % to", 2, about="block bootstrap over the labels"),
+    "ratio": Column("ratio", 3, "lower", "by the reference's, on the same labels", True),
+    "ratio_low": Column("ratio from", 3, "", "95 %, paired block bootstrap", True),
+    "ratio_high": Column("ratio to", 3, "", "95 %, paired block bootstrap", True),
+    "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True),
+}
+NLL = Column("NLL, nats", 4, "lower", "mean loss of a label")
+TIME = Column("total s", 1, "lower", "time of the whole run")
 
 
 class Perplexity(Evaluation):
     settings = PerplexitySettings
-    columns = columns_of(PerplexityRow)
-    document = _Document
+    run = staticmethod(perplexity)
+    heading = "Perplexity"
+    about = (
+        "exp(mean loss) over the same labels for every method at one cache size, after a first "
+        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows of "
+        "equal sinks: recompute and window keep none unless asked to."
+    )
     in_summary = ("perplexity", "ratio", "drift")
-
-    def run(self, settings: PerplexitySettings) -> Document:
-        return perplexity(settings)
+    columns = COLUMNS
+    more_columns = (("nll_nats", NLL), ("seconds", TIME))
+    row_fields = (("segments", list[dict[str, float]]),)
+    settings_read = ("corpus", "reference", "stepwise")
 
     def chosen(self, documents: Documents) -> Documents:
         """Less those that stepped through a text for their times alone, while another scored more
@@ -193,26 +150,15 @@ class Perplexity(Evaluation):
         num_labels = document["rows"][0]["num_labels"]
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
+    def figure(self, document: Document) -> tuple[Figure, str] | None:
+        if len({row["cache_size"] for row in document["rows"]}) == 1:
+            return None
+        return _by_size(document), f"Perplexity against cache size: {self.title(document)}"
+
     def sections(self, documents: Documents) -> list[Section]:
         chosen = self.chosen(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
-        return [self._by_size(chosen), self._drift(chosen), self._total_time(stepped)]
-
-    def _by_size(self, documents: Documents) -> Section:
-        section = Section(
-            "Perplexity",
-            "exp(mean loss) over the same labels for every method at one cache size, after a first "
-            "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows "
-            "of equal sinks: recompute and window keep none unless asked to.",
-            list(documents),
-        )
-        columns = {n: c for n, c in self.columns.items() if n not in ("nll_nats", "seconds")}
-        for name, document in documents.items():
-            if len({row["cache_size"] for row in document["rows"]}) > 1:
-                caption = f"Perplexity against cache size: {self.title(document)}"
-                section.plots.append(Plot(name, _figure(document), caption))
-            section.tables.extend(self.tables(document, columns))
-        return section
+        return [*super().sections(chosen), self._drift(chosen), self._total_time(stepped)]
 
     def _drift(self, documents: Documents) -> Section:
         from kvalign.eval.plots import draw, series
@@ -229,12 +175,11 @@ class Perplexity(Evaluation):
             settings = document["settings"]
             reference = settings["reference"]
             y = f"perplexity by {reference}'s" if reference else "perplexity"
-            figure = "ratio" if reference else "perplexity"
             panels = {}
             for cache_size, rows in grouped(document["rows"], "cache_size").items():
                 if len(rows[0]["segments"]) > 1:
                     points = [
-                        row | {"end": segment["end"], "y": segment[figure]}
+                        row | {"end": segment["end"], "y": segment[_judged(document)]}
                         for row in rows
                         for segment in row["segments"]
                     ]
@@ -248,6 +193,7 @@ class Perplexity(Evaluation):
 
     def _total_time(self, documents: Documents) -> Section:
         from kvalign.eval.plots import draw, series
+        from kvalign.eval.tables import tables_by_cache
 
         section = Section(
             "Perplexity against total time",
@@ -255,7 +201,7 @@ class Perplexity(Evaluation):
             "figure 3); a point is one cache size. To the lower left is better.",
             list(documents),
         )
-        columns = {name: self.columns[name] for name in ("perplexity", "seconds")}
+        columns = {"perplexity": COLUMNS["perplexity"], "seconds": TIME}
         for name, document in documents.items():
             title = self.title(document)
             figure = draw(
@@ -266,17 +212,22 @@ class Perplexity(Evaluation):
                 log_y=True,
             )
             section.plots.append(Plot(name, figure, f"Perplexity against total time: {title}"))
-            section.tables.extend(self.tables(document, columns))
+            section.tables.extend(tables_by_cache(title, document["rows"], columns))
         return section
 
     def check(self, document: Document) -> None:
-        if document["settings"]["reference"] and not all(
-            "ratio" in segment for row in document["rows"] for segment in row["segments"]
-        ):
-            raise UserError("rows.segments.ratio: needed with settings.reference")
+        needed = {"end", _judged(document)}
+        for row in document["rows"]:
+            if not row["segments"] or any(needed - segment.keys() for segment in row["segments"]):
+                raise UserError(f"rows.segments: each needs {' and '.join(sorted(needed))}")
 
 
-def _figure(document: Document) -> Figure:
+def _judged(document: Document) -> str:
+    """What tells of drift: the ratio where there is a reference."""
+    return "ratio" if document["settings"]["reference"] else "perplexity"
+
+
+def _by_size(document: Document) -> Figure:
     """Perplexity (log scale) against cache size, a line a method."""
     from kvalign.eval.plots import draw, series
 

@@ -8,25 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge
-from typing_extensions import TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Evaluation,
-    ModelNamed,
-    ReadDocument,
-    Row,
-    Rows,
-    Section,
-    SizedRow,
-    columns_of,
-)
+from kvalign.eval.evaluation import Column, Document, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
@@ -62,56 +47,11 @@ class ReadabilitySettings(ComparisonSettings):
     seed: int = option(0, help="seed of the draws, the same for each method")
 
 
-class WrittenRow(SizedRow):
-    """How a passage reads: the measures of `kvalign.eval.fluency.judge`."""
-
-    readable: Annotated[
-        float, Column("readable", 3, "higher", "share of chunks, half of whose tokens are words")
-    ]
-    distinct_1: Annotated[float, Column("distinct-1", 3, about="different words by all words")]
-    distinct_2: Annotated[
-        float, Column("distinct-2", 3, about="different pairs of words by all pairs")
-    ]
-    repetition: Annotated[
-        float, Column("repetition", 3, "lower", "share of 4-grams that were there before")
-    ]
-    longest_run: Annotated[
-        int, Column("longest run", 1, "lower", "tokens that only repeat a short phrase")
-    ]
-    dense_perplexity: Annotated[
-        float,
-        Column("dense perplexity", 1, about="of the passage under the model, nothing evicted"),
-    ]
-    text: str
-
-
-class PassageRow(WrittenRow):
-    no_repeat_ngram_size: int
-    prompt: Annotated[int, Ge(0)]
-    chunks: list[tuple[int, int, int, int, bool]]
-
-
-MEASURES = columns_of(WrittenRow)
-MEAN_COLUMNS = {"num_passages": Column("passages"), **MEASURES}
-
-
-class WordList(TypedDict):
-    name: str
-
-
-class _Document(ReadDocument):
-    settings: ModelNamed
-    rows: Rows[PassageRow]
-    prompts: list[str]
-    word_list: WordList
-
-
 @keywords_of(ReadabilitySettings)
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method continue every prompt, and measure the passages.
 
     Args:
-        settings: or its fields as keywords.
         loaded: in place of the model that the settings name.
 
     Returns:
@@ -127,13 +67,12 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.document import document
     from kvalign.eval.fluency import judge
-    from kvalign.eval.grid import check_names, load, make_grid, sizes_of
+    from kvalign.eval.grid import load, make_grid, sizes_of
     from kvalign.eval.words import load_words
     from kvalign.sampling import Sampling
     from kvalign.text_stream import TextStream
 
     started = time.perf_counter()
-    check_names(settings)
     prompts = [turns[0] for turns in conversations(settings.prompts)][: settings.num_prompts]
     words = load_words(settings.words, settings.nltk_data)
     settings, loaded = load(settings, loaded)
@@ -175,45 +114,59 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     )
 
 
-class Readability(Evaluation):
-    settings = ReadabilitySettings
-    columns = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}  # noqa: RUF012
-    document = _Document
-    in_summary = ("readable", "repetition")
+MEASURES = {
+    "readable": Column("readable", 3, "higher", "share of chunks, half of whose tokens are words"),
+    "distinct_1": Column("distinct-1", 3, about="different words by all words"),
+    "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
+    "repetition": Column("repetition", 3, "lower", "share of 4-grams that were there before"),
+    "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
+    "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
+}
+MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True), **MEASURES}
+CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
+COLUMNS = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}
 
-    def run(self, settings: ReadabilitySettings) -> Document:
-        return readability(settings)
 
-    def check(self, document: Document) -> None:
-        if max(row["prompt"] for row in document["rows"]) >= len(document["prompts"]):
-            raise UserError("rows.prompt: must be the index of one of `prompts`")
+class JudgedText(Evaluation):
+    """Base of the evaluations of what methods write: tables have the means over all passages that
+    are alike in `by`.
+    """
+
+    by: ClassVar[tuple[str, ...]] = ()
 
     def title(self, document: Document) -> str:
-        return f"{super().title(document)}, words: {document['word_list']['name']}"
+        return f"{super().title(document)}, words: {document['word_list'].get('name')}"
 
     def rows(self, document: Document) -> list[Row]:
-        """Means over the prompts."""
         from kvalign.eval.rows import means
 
-        return means(document["rows"], MEASURES, ["no_repeat_ngram_size"])
+        return means(document["rows"], MEASURES, self.by)
+
+
+class Readability(JudgedText):
+    by = ("no_repeat_ngram_size",)
+    settings = ReadabilitySettings
+    run = staticmethod(readability)
+    heading = "Readability"
+    about = (
+        "Every method continues the same prompts with the same seed. A chunk is 10 NLTK tokens; it "
+        "is readable if at least half of them are in the word list (or their stems) or end a "
+        "sentence. That counts words and no sense, so repetition stands beside it. Means over the "
+        "prompts; the passages are below."
+    )
+    in_summary = ("readable", "repetition")
+    columns = COLUMNS
+    row_fields = (("prompt", int), ("text", str), ("chunks", list[CHUNK]))
+    document_fields = (("prompts", list[str]), ("word_list", dict[str, Any]))
+
+    def check(self, document: Document) -> None:
+        if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
+            raise UserError("rows.prompt: must be the index of one of `prompts`")
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Those of the first n-gram rule."""
         first = document["rows"][0]["no_repeat_ngram_size"]
         return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
-
-    def sections(self, documents: Documents) -> list[Section]:
-        section = Section(
-            "Readability",
-            "Every method continues the same prompts with the same seed. A chunk is 10 NLTK "
-            "tokens; it is readable if at least half of them are in the word list (or their "
-            "stems) or end a sentence. That counts words and no sense, so repetition stands "
-            "beside it. Means over the prompts; the passages are below.",
-            list(documents),
-        )
-        for document in documents.values():
-            section.tables.extend(self.tables(document))
-        return [section]
 
     def panels(self, document: Document) -> list[Panel]:
         from kvalign.eval.passages import panels_of

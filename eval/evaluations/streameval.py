@@ -18,29 +18,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import (
-    Column,
-    Document,
-    Documents,
-    Evaluation,
-    ModelNamed,
-    Plot,
-    ReadDocument,
-    Row,
-    Rows,
-    Section,
-    SizedRow,
-    columns_of,
-)
+from kvalign.eval.evaluation import Column, Document, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.models import LoadedModel
 
 
@@ -73,32 +60,11 @@ class StreamEvalSettings(ComparisonSettings):
             )
 
 
-class StreamEvalRow(SizedRow):
-    distance_lines: Annotated[int, Ge(0), Column("lines back")]
-    accuracy: Annotated[float, Column("accuracy", 3, "higher", "share of queries answered exactly")]
-    # No merit as long as no answer is right: it is low for what guesses digits well.
-    answer_nll_nats: Annotated[
-        float, Column("answer NLL, nats", 3, about="loss of the right answer")
-    ]
-    in_cache: Annotated[
-        float, Column("in cache", 2, about="share of queries whose line is still kept")
-    ]
-    distance_tokens: Annotated[
-        float, Column("tokens back", 1, about="from the value to its answer")
-    ]
-
-
-class _Document(ReadDocument):
-    settings: ModelNamed
-    rows: Rows[StreamEvalRow]
-
-
 @keywords_of(StreamEvalSettings)
 def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method read one stream a distance, and score its answers.
 
     Args:
-        settings: or its fields as keywords.
         loaded: in place of the model that the settings name.
 
     Returns:
@@ -114,11 +80,10 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     from tqdm.auto import tqdm
 
     from kvalign.eval.document import document
-    from kvalign.eval.grid import check_names, load, make_grid
+    from kvalign.eval.grid import load, make_grid
     from kvalign.eval.streameval_scores import check_fits, encode, num_queries, pieces, score
 
     started = time.perf_counter()
-    check_names(settings)
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     streams = {
@@ -142,14 +107,27 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     return document("eval streameval", settings, rows, started=started)
 
 
+COLUMNS = {
+    "distance_lines": Column("lines back"),
+    "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly"),
+    # No merit as long as no answer is right: it is low for what guesses digits well.
+    "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
+    "in_cache": Column("in cache", 2, about="share of queries whose line is still kept"),
+    "distance_tokens": Column("tokens back", 1, about="from the value to its answer"),
+}
+
+
 class StreamEval(Evaluation):
     settings = StreamEvalSettings
-    columns = columns_of(StreamEvalRow)
-    document = _Document
+    run = staticmethod(streameval)
+    heading = "StreamEval"
+    about = (
+        "Lines that register a number, and every few lines a query for the one some lines back. "
+        "An answer is right if greedy decoding gives it exactly; its loss tells models that cannot "
+        "do it apart. What is no longer in the cache cannot be answered by any method."
+    )
     in_summary = ("accuracy", "answer_nll_nats")
-
-    def run(self, settings: StreamEvalSettings) -> Document:
-        return streameval(settings)
+    columns = COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means over the distances."""
@@ -157,29 +135,13 @@ class StreamEval(Evaluation):
 
         return means(document["rows"], self.in_summary)
 
-    def sections(self, documents: Documents) -> list[Section]:
-        from kvalign.eval.plots import draw, series
-        from kvalign.eval.rows import grouped
+    def figure(self, document: Document) -> tuple[Figure, str]:
+        from kvalign.eval.plots import draw, panels_by
 
-        section = Section(
-            "StreamEval",
-            "Lines that register a number, and every few lines a query for the one some lines "
-            "back. An answer is right if greedy decoding gives it exactly; its loss tells models "
-            "that cannot do it apart. What is no longer in the cache cannot be answered by any "
-            "method.",
-            list(documents),
-        )
-        for name, document in documents.items():
-            title = self.title(document)
-            panels = {
-                f"{title}, C = {cache_size}": series(rows, "distance_lines", "answer_nll_nats")
-                for cache_size, rows in grouped(document["rows"], "cache_size").items()
-            }
-            figure = draw(panels, x="lines back", y="loss of the right answer, nats")
-            caption = f"Loss of the right answer against distance: {title}"
-            section.plots.append(Plot(name, figure, caption))
-            section.tables.extend(self.tables(document))
-        return [section]
+        title, x, y = self.title(document), "distance_lines", "answer_nll_nats"
+        panels = panels_by("cache_size", document["rows"], f"{title}, C = ", x, y)
+        figure = draw(panels, x="lines back", y="loss of the right answer, nats")
+        return figure, f"Loss of the right answer against distance: {title}"
 
 
 EVALUATION = StreamEval()

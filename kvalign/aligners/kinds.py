@@ -1,4 +1,8 @@
-"""The kinds of aligner: a line each. The command line, reports and tests read this registry."""
+"""The kinds of aligner: a line each. The command line, reports and tests read this registry.
+
+How a kind is trained says the module of its name in `kvalign.training.kinds`, which may define the
+aligner, too.
+"""
 
 from __future__ import annotations
 

@@ -18,11 +18,10 @@ DEBUG = "show the whole traceback of an error"
 def parse(
     cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
 ) -> tuple[S, bool]:
-    """Make settings of `cls` from command-line arguments; wrong use prints one line and exits with
-    code 2.
+    """Parse the arguments of a command; wrong use prints one line and exits with code 2.
 
     Args:
-        cls: what is made; its docstring is the help.
+        cls: the settings to make; its docstring is the help.
         argv: the words after the command.
         prog: the command, for messages.
         has_json: whether the command takes `--json`.

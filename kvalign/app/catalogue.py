@@ -94,7 +94,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     """The command that words begin with, and the words after it.
 
     Raises:
-        UserError: there is none; the message has the nearest.
+        UserError: no such command; the message names the nearest.
     """
     num_words = 2 if words[0] == "eval" else 1
     name = " ".join(words[:num_words])

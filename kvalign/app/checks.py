@@ -25,8 +25,8 @@ class Check:
     Attributes:
         group: the heading it stands under.
         state: `missing` where it could be had, `wrong` where it is here and cannot be used.
-        found: what was found, or what is the matter.
-        todo: what to do about it; empty where it is ok.
+        found: what was found, or what is wrong.
+        todo: what to do about it; empty where all is well.
         required: whether KV-Align cannot work without it.
     """
 
@@ -45,9 +45,9 @@ class Check:
 
 def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
-    own = metadata.metadata("kvalign")
-    yield Check("packages", "kvalign", "ok", own["Version"], required=True)
-    python, supported = sys.version.split()[0], SpecifierSet(own["Requires-Python"])
+    package = metadata.metadata("kvalign")
+    yield Check("packages", "kvalign", "ok", package["Version"], required=True)
+    python, supported = sys.version.split()[0], SpecifierSet(package["Requires-Python"])
     todo = "install a supported Python"
     yield _in_range("packages", "python", python, supported, todo, required=True)
     for extra, needed in requirements():
@@ -66,9 +66,9 @@ def devices() -> Iterator[Check]:
     yield Check("devices", "cpu", "ok", f"{count} cores, {threads} threads", required=True)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(index)
-            found = f"{of.name}, {_size(of.total_memory)}"
-            yield Check("devices", f"cuda:{index}", "ok", found)
+            device = torch.cuda.get_device_properties(index)
+            about = f"{device.name}, {_size(device.total_memory)}"
+            yield Check("devices", f"cuda:{index}", "ok", about)
     elif torch.version.cuda:
         todo = "see whether nvidia-smi lists one; cpu works without"
         yield Check("devices", "cuda", "missing", "torch sees no such device", todo)
@@ -103,10 +103,10 @@ def hub_and_cache() -> Iterator[Check]:
         todo = "connect, or use folders and what is ok below"
         yield Check("hub", "hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
-        found = _size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
+        size = _size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
     except CacheNotFound:
-        found = "empty"
-    yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {found} (HF_HOME moves it)")
+        size = "empty"
+    yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
 
 
 def models() -> Iterator[Check]:
@@ -145,19 +145,19 @@ def corpora() -> Iterator[Check]:
         elif hub.is_reachable():
             yield Check("corpora", name, "ok", corpus.about)
         else:
-            at = in_cache.get(corpus.name)
-            found = f"only in the cache ({at})" if at else "the hub cannot be reached"
+            copy = in_cache.get(corpus.name)
+            why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
             todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
-            yield Check("corpora", name, "missing", found, todo)
+            yield Check("corpora", name, "missing", why, todo)
 
 
 def word_lists() -> Iterator[Check]:
     from kvalign.eval.words import at_hand
 
     fetch = "python -m nltk.downloader words, or --nltk-data DIR"
-    for name, place in at_hand().items():
-        if place:
-            yield Check("word lists", name, "ok", place)
+    for name, path in at_hand().items():
+        if path:
+            yield Check("word lists", name, "ok", path)
         elif installed(name):
             yield Check("word lists", name, "missing", "not here", fetch)
         else:

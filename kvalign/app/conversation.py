@@ -1,4 +1,4 @@
-"""One endless conversation: begun or taken up from its file, answered turn by turn."""
+"""One endless conversation: new, or resumed from its file; answered turn by turn."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Conversation:
         from kvalign.turns import turn_ids
 
         stream = self.stream
-        stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, self.settings.system))
         with _interruption() as interrupted:
+            stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, self.settings.system))
             for piece in stream:
                 yield piece
                 if interrupted.is_set():
@@ -85,7 +85,7 @@ def turns(say: str | None = None) -> Iterator[str]:
     """What the user says, without empty turns: `say` alone, or else what stdin has.
 
     Raises:
-        UserError: there is nothing in `say`.
+        UserError: `say` is empty.
     """
     if say is not None:
         if not say.strip():

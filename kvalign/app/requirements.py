@@ -1,4 +1,4 @@
-"""The packages that KV-Align needs, as its own metadata (pyproject.toml) names them."""
+"""The packages that KV-Align needs, from its metadata (pyproject.toml)."""
 
 from collections.abc import Iterator
 from importlib import metadata

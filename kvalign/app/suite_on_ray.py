@@ -23,8 +23,8 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
         task = ray.remote(
             num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
         )(_run)
-        place = (str(Path.cwd()), settings.cpus_per_cell)
-        waiting = {task.remote(cell.command, settings.out, *place): cell for cell in cells}
+        more = (str(Path.cwd()), settings.cpus_per_cell)
+        waiting = {task.remote(cell.command, settings.out, *more): cell for cell in cells}
         with tqdm(total=len(cells), unit="cell") as bar:
             while waiting:
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
@@ -36,7 +36,7 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
 
 
 def _run(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
-    """Output and error of a cell; relative paths are those of the folder it was asked for in."""
+    """What a cell prints, and its error; its relative paths start at `folder`."""
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:

@@ -3,7 +3,7 @@
 import pytest
 
 import kvalign
-from kvalign.app.pages.cards import cards, message
+from kvalign.app.pages import render
 from kvalign.app.pages.side_by_side import View, begin, side_by_side
 from kvalign.eval.fluency import Chunk, chunks
 from kvalign.eval.words import load_words
@@ -116,7 +116,7 @@ def test_text_is_escaped_and_coloured():
     text = f"good {HOSTILE} bad rest"
     found = [Chunk(0, 4, 10, 5), Chunk(len(text) - 8, len(text) - 5, 10, 4)]
     view = View("a <b>", "c <i>", text, found, 9, 41.6, 12, 48, 2, 30, False)
-    html = cards(HOSTILE, [view])
+    html = render("cards.html", prompt=HOSTILE, views=[view])
     assert f'<bdi class="prompt">{ESCAPED}</bdi>' in html
     expected = f'<bdi class="readable">good</bdi> {ESCAPED} <bdi class="unreadable">bad</bdi>'
     assert f'{expected}<bdi class="tail"> rest</bdi>' in html
@@ -126,4 +126,5 @@ def test_text_is_escaped_and_coloured():
     for shown in ("<dd>9</dd>", "<dd>42</dd>", "<dd>50%</dd>", "2 <small>of 30</small>", "12 / 48"):
         assert shown in html
     assert 'style="width: 25.0%"' in html
-    assert ESCAPED in message(HOSTILE) and "<script" not in message(HOSTILE)
+    line = render("message.html", line=HOSTILE)
+    assert ESCAPED in line and "<script" not in line

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import yaml
 from helpers.smaller import output_of
 
 from kvalign import checkpoints
@@ -20,6 +19,7 @@ from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.eval.paper import paper_tables
 from kvalign.eval.results_folder import Results, read
+from kvalign.eval.suite_file import parse_suite_text
 
 SUITE = """
 title: two cells
@@ -97,6 +97,7 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
 
 
+@pytest.mark.slow
 def test_killed_run_takes_up_where_it_was(own, tmp_path):
     """Killed in its second cell, after the first loss of it was kept."""
     code = (
@@ -155,24 +156,24 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 def test_shipped_suites_are_understood(name):
     cells = suite.parse_suite(suite.read_suite(name), name)
     assert len(cells) >= 6 and all(cell.command.startswith("kvalign ") for cell in cells)
-    paper = yaml.safe_load(suite.read_suite(name)).get("paper", {"tables": []})
+    paper = parse_suite_text(suite.read_suite(name), name).paper
     names = {cell.name for cell in cells}
-    assert {table["cell"] for table in paper["tables"]} <= names
-    assert bool(paper["tables"]) == name.startswith("paper")
+    assert {table.cell for table in paper.tables} <= names
+    assert bool(paper.tables) == name.startswith("paper")
 
 
 def test_paper_figures_stand_beside_ours():
-    entries = yaml.safe_load(suite.read_suite("paper-distilgpt2"))
+    paper = parse_suite_text(suite.read_suite("paper-distilgpt2"), "paper-distilgpt2")
     row = {"method": "recompute", "aligner": None, "cache_size": 64, "perplexity": 70.123}
     document = {"kind": "eval perplexity", "rows": [row]}
-    tables = paper_tables(Results({"perplexity-wikitext": document}, entries))
+    tables = paper_tables(Results({"perplexity-wikitext": document}, paper))
     wikitext = next(t for t in tables if t.title.startswith("Perplexity, WikiText"))
     texts = {line[0].text: [entry.text for entry in line[1:]] for line in wikitext.rows}
     assert texts["recompute"][2:4] == ["75.60", "70.12"]
     assert texts["streaming-llm"][6:] == ["1980.30", "not run"]
-    log = yaml.safe_load(suite.read_suite("paper-smollm2"))["paper"]
-    assert log["tables"][0]["rows"]["kvalign (network)"][255] == 137.13
-    assert "swapped" in log["notes"][0]
+    other = parse_suite_text(suite.read_suite("paper-smollm2"), "paper-smollm2").paper
+    assert other.tables[0].rows["kvalign (network)"][255] == 137.13
+    assert "swapped" in other.notes[0]
 
 
 @pytest.mark.slow

@@ -160,7 +160,10 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
         (json.dumps(whole | {"kind": "eval speed"}), "unknown evaluation 'speed'"),
         (json.dumps(whole | {"kind": 3}), "unknown evaluation '3'"),
         (json.dumps(whole | {"rows": []}), "rows: List should have at least 1 item"),
-        (json.dumps(whole | {"rows": [1]}), "rows.0: Input should be a valid dictionary, got 1"),
+        (
+            json.dumps(whole | {"rows": [1]}),
+            "rows.0: Input should be a valid dictionary or instance of Row, got 1",
+        ),
         (json.dumps(whole | {"rows": [cut]}), "rows.0.cache_size: Input should be greater"),
         (json.dumps(whole | {"settings": {}}), "settings.model: Field required"),
         (json.dumps({k: v for k, v in whole.items() if k != "word_list"}), "word_list: Field req"),
@@ -170,7 +173,7 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
         ),
         (
             json.dumps(documents()["perplexity"]).replace('"ratio": 1.0}', '"r": 1}'),
-            "segments.ratio",
+            "rows.segments: each needs end and ratio",
         ),
     ]
     for text, field in wrong:

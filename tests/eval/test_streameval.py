@@ -326,7 +326,7 @@ def test_unknown_methods_and_too_long_streams_are_refused_before_any_work(monkey
     length = len(torch.cat([one.ids for one in stream]))
     model = tiny_model("gpt2", vocab_size=len(loaded.tokenizer), n_positions=length)
     check_fits(make_method("dense", model, cache_size=16), [stream])
-    monkeypatch.setattr("kvalign.methods.StreamingLLM.feed", None)
+    monkeypatch.setattr(METHODS["streaming-llm"], "feed", None)
     message = f"dense has room for 512 tokens, the stream has {length}: lower --num-lines"
     with pytest.raises(ValueError, match=message):
         streameval(methods=["streaming-llm", "dense"], num_lines=20, distances=0, query_every=10)

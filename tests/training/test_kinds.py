@@ -119,19 +119,13 @@ def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work)
     assert "--num-chunks is for --aligner-kind offset, not network" in capfd.readouterr().err
 
 
-def test_latency_times_a_new_kind_untrained(new_kind, capfd):
-    words = "eval latency --cache-sizes 32 --num-trials 1 --trial-len 2 --aligner-kinds offset"
-    assert main([*words.split(), "--methods", "kvalign", "--reference", "kvalign", "--json"]) == 0
-    (row,) = json.loads(capfd.readouterr().out)["rows"]
-    assert row["aligner"] == "offset"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--data d --objective kl", "--objective is for --aligner-kind table or anchored, not net"),
         ("--data=d --aligner-kind table", "--data is for --aligner-kind network, not table"),
         ("--aligner-kind=table --devices 2", "--devices is for --aligner-kind network, not table"),
+        ("--aligner-kind table --no-resume", "--resume is for --aligner-kind network, not table"),
         ("--aligner-kind table --key-hidden1 8", "is for --aligner-kind network or anchored, not"),
         ("--aligner-kind tabel", "unknown aligner kind 'tabel'; did you mean table?"),
         ("--aligner-kind", "expected one argument"),

@@ -108,7 +108,7 @@ def test_zero_initialised_loss_is_the_input_label_mse(recorded, make_settings, k
         shift: sum(s.num_rows for s in shards if s.num_evicted == shift) for shift in store.shifts
     }
     by_shift = store.manifest.input_label_mse[kv]
-    mse = sum(by_shift[str(shift)] * n for shift, n in num_rows.items()) / sum(num_rows.values())
+    mse = sum(by_shift[shift] * n for shift, n in num_rows.items()) / sum(num_rows.values())
     assert unchanged == pytest.approx(mse, rel=1e-5)
 
 

@@ -121,7 +121,7 @@ def test_rows_come_from_the_training_part():
     assert rows[:, 0].lt(50).any() and rows[:, 0].ge(100).any()
 
 
-def test_short_corpora_are_refused(models):
+def test_short_corpora_are_refused(little_work):
     class Letters:
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(letter) % 90 for letter in text]}
@@ -134,10 +134,11 @@ SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
 @pytest.mark.parametrize("kind", ["table", "anchored"])
-def test_train_writes_what_generate_takes(tmp_path, capfd, kind, little_work):
+def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_work):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
+    assert ("max_steps: no effect on --objective mse" in caplog.text) == (kind == "table")
     printed = json.loads(capfd.readouterr().out)
     aligner = Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner if kind == "table" else AnchoredAligner)

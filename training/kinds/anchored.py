@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.settings import keywords_of, option
+from kvalign.settings import keywords_of
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.settings import NetworkSizes
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 class AnchoredSettings(NetworkSizes, TableSettings):
     """Train position tables, then a network that adds to them, on text.
 
+    The network takes --max-steps steps with any --objective, which is that of the tables.
+
     Example:
         kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
     """  # noqa: E501
-
-    lr: float = option(2e-3, help="learning rate, of nll and kl too", above=0)
-    max_steps: int = option(300, help="steps, of nll and kl too", at_least=1)
 
 
 @keywords_of(AnchoredSettings)
@@ -37,9 +36,11 @@ def train_anchored(
         ExistsError: `out` holds an aligner, and `overwrite` is not set.
         UserError: as of `train_table`.
     """
-    from kvalign.training.anchored_run import train
+    from kvalign.aligners import AnchoredAligner
+    from kvalign.training.anchored_run import fit
+    from kvalign.training.text_run import train_on_text
 
-    return train(settings, loaded)
+    return train_on_text(AnchoredAligner, fit, settings, loaded)
 
 
 SETTINGS, train = AnchoredSettings, train_anchored

@@ -1,5 +1,6 @@
 """The `table` kind: the mean and the scale of keys and values at each position."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,8 @@ from kvalign.training.settings import TextSettings
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,8 @@ class TableSettings(TextSettings):
         help="start from means and scales over the text, from none, or from the table in an "
         "aligner's folder, shipped name or hub id",
     )
-    lr: float = option(2e-3, help="learning rate of nll and kl", above=0)
-    max_steps: int = option(300, help="steps of nll and kl", at_least=1)
+    lr: float = option(2e-3, help="learning rate; mse takes no steps", above=0)
+    max_steps: int = option(300, help="steps; mse takes none", at_least=1)
 
 
 @keywords_of(TableSettings)
@@ -51,9 +54,14 @@ def train_table(
         UserError: no such model, a corpus that is too short, an objective that the model cannot
             be trained on, a table to start from that does not fit.
     """
-    from kvalign.training.table_run import train
+    from kvalign.aligners import TableAligner
+    from kvalign.training.table_run import fit
+    from kvalign.training.text_run import train_on_text
 
-    return train(settings, loaded)
+    idle = sorted({"lr", "max_steps", "seed"} & settings.changed().keys())
+    if settings.objective == "mse" and idle:
+        log.warning("%s: no effect on --objective mse, which takes no steps", ", ".join(idle))
+    return train_on_text(TableAligner, fit, settings, loaded)
 
 
 SETTINGS, train = TableSettings, train_table

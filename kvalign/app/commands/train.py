@@ -22,7 +22,8 @@ def settings_for(args: Sequence[str] = ()) -> type[Settings]:
     parser.add_argument("--aligner-kind", default=DEFAULT_KIND)
     kind = parser.parse_known_args(args)[0].aligner_kind
     cls = _with_kind(trainer_of(kind).SETTINGS)
-    given = {word.partition("=")[0] for word in args if word.startswith("--")}
+    words = (word.partition("=")[0].replace("--no-", "--") for word in args)
+    given = {word for word in words if word.startswith("--")}
     for flag in sorted(given - cls.flags()):
         others = [other for other in KINDS if flag in trainer_of(other).SETTINGS.flags()]
         if others:

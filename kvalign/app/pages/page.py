@@ -8,9 +8,9 @@ import gradio as gr
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app.pages import lanes
-from kvalign.app.pages.cards import cards, message
+from kvalign.app.pages import lanes, render
 from kvalign.app.pages.side_by_side import begin, side_by_side
+from kvalign.errors import UserError
 from kvalign.eval.words import load_words
 from kvalign.models import load_model
 from kvalign.sizes import CacheSizes
@@ -61,24 +61,24 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     load = functools.cache(functools.partial(load_model, device=device))
     load(models[0])
     if aligner:
-        offer = Aligner.from_pretrained(aligner)
-        config = offer.config
+        loaded = Aligner.from_pretrained(aligner)
+        config = loaded.config
         largest = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
-        offer.check(load(models[0]).model, largest)
+        loaded.check(load(models[0]).model, largest)
     words = load_words("english-words").words  # it asks nothing of the network
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:
-        """Aligners of a model: the one that was given, the default, and the shipped ones."""
-        own = [aligner] if aligner and model == models[0] else []
+        """Aligners of a model: that of `build`, the default, and the shipped ones."""
+        first = [aligner] if aligner and model == models[0] else []
         shipped = (x for x in checkpoints.ALIGNERS if x.startswith(f"kvalign-{model}-"))
-        return list(dict.fromkeys([*own, DEFAULT, *shipped]))
+        return list(dict.fromkeys([*first, DEFAULT, *shipped]))
 
     def settle(prompt: str, methods: list[str], model: str, aligner: str, **settings: Any) -> list:
         """Streams of what is chosen; UserError where it does not fit together."""
         chosen = [name for name in METHODS if name in methods]
-        named = None if aligner == DEFAULT else aligner
-        return begin(load(model), prompt, chosen, aligner=named, **settings)
+        name = None if aligner == DEFAULT else aligner
+        return begin(load(model), prompt, chosen, aligner=name, **settings)
 
     def run(
         prompt: str,
@@ -92,7 +92,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         seed: int | None,
         request: gr.Request,
     ) -> Iterator[tuple]:
-        mine = newest[request.session_hash] = object()
+        this_run = newest[request.session_hash] = object()
         yield gr.skip(), *_buttons(is_running=True)
         try:
             streams = settle(
@@ -106,13 +106,14 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 top_k=top_k,
                 seed=seed or 0,
             )
-        except ValueError as error:
-            yield message(str(error)), *_buttons(is_running=False)
+        except UserError as error:
+            yield render("message.html", line=error), *_buttons(is_running=False)
             return
         for views in side_by_side(streams, words):
-            if newest.get(request.session_hash) is not mine:
+            if newest.get(request.session_hash) is not this_run:
                 return
-            yield cards(prompt, views), gr.skip(), gr.skip()
+            cards = render("cards.html", prompt=prompt, views=views)
+            yield cards, gr.skip(), gr.skip()
         yield gr.skip(), *_buttons(is_running=False)
 
     def end(request: gr.Request) -> list[dict]:
@@ -129,8 +130,8 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
             streams = settle(
                 PROMPT, methods, model, aligner, cache_size=cache_size, num_evicted=num_evicted
             )
-        except ValueError as error:
-            return message(str(error))
+        except UserError as error:
+            return render("message.html", line=error)
         return lanes.frame(streams[0].method)
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
@@ -148,8 +149,8 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 num_tokens = gr.Slider(10, 2000, 400, step=10, label="New tokens")
                 with gr.Accordion("Model and sampling", open=False):
                     model = gr.Dropdown(list(models), value=models[0], label="Model")
-                    own = offered(models[0])
-                    which = gr.Dropdown(own, value=own[0], label="Aligner of kvalign")
+                    names = offered(models[0])
+                    which = gr.Dropdown(names, value=names[0], label="Aligner of kvalign")
                     top_k = gr.Slider(1, 100, 20, step=1, label="Drawn from the k most likely")
                     seed = gr.Number(0, label="Seed", precision=0)
                 with gr.Row(elem_id="actions"):

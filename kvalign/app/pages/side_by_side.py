@@ -91,7 +91,7 @@ def begin(
     for name in methods:
         is_fixed = "num_evicted" in METHODS.find(name).fixed
         try:
-            begun = stream(
+            text_stream = stream(
                 loaded.model,
                 loaded.tokenizer,
                 prompt,
@@ -102,9 +102,9 @@ def begin(
                 seed=seed,
                 **sampling,
             )
-        except (ValueError, FileNotFoundError) as error:
+        except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        streams.append(begun)
+        streams.append(text_stream)
     return streams
 
 
@@ -136,12 +136,12 @@ def side_by_side(
 
 def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
     method, text, timing = stream.method, stream.text, stream.timing()
-    found = chunks(text, words)
+    all_chunks = chunks(text, words)
     return View(
         title=method.title,
         about=method.about,
         text=text,
-        chunks=found if is_done else found[:-1],
+        chunks=all_chunks if is_done else all_chunks[:-1],
         num_tokens=len(stream.token_ids),
         tokens_per_s=1e3 / timing["ms_per_token"] if timing["ms_per_token"] else 0.0,
         fill=method.fill,

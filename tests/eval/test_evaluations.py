@@ -1,0 +1,141 @@
+"""What holds for every evaluation: its document is read by the report, its function takes keywords,
+and a new one is a file and a line.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers.results_example import documents
+
+import kvalign.eval
+from kvalign import load_model
+from kvalign.app.catalogue import COMMANDS
+from kvalign.app.cli import main
+from kvalign.eval.contents import sections, summary
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS
+from kvalign.eval.paper import paper_tables
+from kvalign.eval.results_folder import Results, read
+from kvalign.eval.suite_file import parse_suite_text
+
+NEW = '''
+from dataclasses import dataclass
+
+from kvalign.eval.evaluation import Column, Evaluation
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.settings import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings(ComparisonSettings):
+    """How long the names of methods are.
+
+    Example:
+        kvalign eval length --twice
+    """
+
+    twice: bool = option(False, help="count every letter twice")
+
+
+def length(settings):
+    from kvalign.eval.document import document
+
+    sizes = {"aligner": None, "cache_size": 64, "num_sinks": 4, "num_evicted": 1}
+    rows = [
+        {"method": name, **sizes, "letters": len(name) * (1 + settings.twice)}
+        for name in settings.methods
+    ]
+    return document("eval length", settings, rows, started=0.0)
+
+
+class Length(Evaluation):
+    settings = LengthSettings
+    run = staticmethod(length)
+    heading = "Names"
+    about = "Letters of a name."
+    columns = {"letters": Column("letters", 0, "lower")}
+    in_summary = ("letters",)
+
+
+EVALUATION = Length()
+'''
+
+
+def test_a_new_evaluation_is_a_file_and_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "new_evaluation.py").write_text(NEW)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(EVALUATIONS.places, "length", "new_evaluation:EVALUATION")  # the line
+    monkeypatch.setitem(COMMANDS, "eval length", "how long names are")  # made of it at import
+    argv = ["eval", "length", "--twice", "--methods", "window,recompute"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "letters ↓" in printed and "12 ★" in printed
+    assert main(["eval", "length", "--help"]) == 0
+    assert "kvalign eval length --twice" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "length.json").write_text(capsys.readouterr().out)
+    assert main(["report", str(results)]) == 0
+    page = (results / "report.html").read_text()
+    assert page.count("letters") == 2 and "Letters of a name." in page  # summary and section
+    paper = "{title: T, cell: length, metric: letters, rows: {window: {64: 11}}}"
+    (results / "suite.yaml").write_text(f"cells: []\npaper: {{tables: [{paper}]}}")
+    assert [entry.text for entry in paper_tables(read(results))[0].rows[0]] == [
+        "window",
+        "11",
+        "12",
+    ]
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_each_has_what_the_report_shows(name):
+    evaluation = EVALUATIONS[name]
+    assert ABOUT[name] == COMMANDS[f"eval {name}"]
+    assert set(evaluation.in_summary) <= set(evaluation.columns)
+    results = Results({name: documents()[name]})
+    tables = summary(results)
+    assert tables and all(len(table.columns) > 1 for table in tables)
+    assert name in {n for section in sections(results) for n in section.names}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_documents_are_read_as_they_are_and_older_ones_too(name, tmp_path):
+    """Earlier versions wrote whether `--json` was given; figures keep their types."""
+    document = documents()[name]
+    document["settings"]["json"] = True
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    seen = read(tmp_path).documents["x"]
+    assert json.loads(json.dumps(seen["rows"])) == document["rows"]
+    assert seen["settings"] == document["settings"]
+
+
+def test_functions_take_keywords_and_a_loaded_model():
+    loaded = load_model("gpt2-mini")
+    keywords = dict(methods="window", cache_sizes=16, num_tokens=8, loaded=loaded)
+    document = kvalign.eval.perplexity(**keywords)
+    assert document["rows"][0]["num_labels"] == 8
+    assert document["settings"]["model"] == loaded.spec.name
+    with pytest.raises(TypeError, match="num_labels"):
+        kvalign.eval.perplexity(num_labels=8)
+    assert set(EVALUATIONS) < set(dir(kvalign.eval))
+    for name in EVALUATIONS:
+        assert "cache_sizes:" in getattr(kvalign.eval, name).__doc__
+
+
+def test_a_metric_of_the_paper_that_is_none_is_named():
+    text = "{cells: [], paper: {tables: [{title: T, cell: a, metric: speed, rows: {}}]}}"
+    with pytest.raises(ValueError, match="names the metric 'speed', which a does not measure"):
+        paper_tables(Results({}, parse_suite_text(text, "s")))
+
+
+def test_settings_need_no_torch():
+    code = (
+        "import sys, kvalign.eval\n"
+        "from kvalign.eval.evaluations import EVALUATIONS\n"
+        "assert [e.settings for e in EVALUATIONS.values()]\n"
+        "heavy = {'torch', 'pydantic.main', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
