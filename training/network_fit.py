@@ -118,10 +118,7 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
 
 
 def _trainer(
-    rows: RecordedRows,
-    settings: NetworkSettings,
-    work_dir: Path,
-    callbacks: Sequence[pl.Callback],
+    rows: RecordedRows, settings: NetworkSettings, work_dir: Path, callbacks: Sequence[pl.Callback]
 ) -> pl.Trainer:
     num_batches = rows.num_batches(settings.devices)
     num_steps = min(num_batches, settings.max_steps or num_batches)

@@ -97,12 +97,7 @@ def tune(
     for name in TABLES:
         parametrize.remove_parametrizations(aligner, name)
     aligner.requires_grad_(False)
-    return {
-        "objective": objective,
-        "val_before": before,
-        "val_after": best,
-        "num_steps": num_steps,
-    }
+    return {"objective": objective, "val_before": before, "val_after": best, "num_steps": num_steps}
 
 
 class _Knots(nn.Module):

@@ -108,10 +108,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     )
     bpe.train_from_iterator(_sample(parse_mix(settings.corpus)), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END,
-        eos_token=END,
-        model_max_length=settings.context_len,
+        tokenizer_object=bpe, bos_token=END, eos_token=END, model_max_length=settings.context_len
     )
     tokenizer.save_pretrained(settings.out)
     return tokenizer
