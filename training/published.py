@@ -212,4 +212,4 @@ def _origin(path: Path, settings: ImportPublishedSettings) -> dict[str, object]:
         "file": path.name,
         "sha256": sha256(path),
     }
-    return record_of(settings.command_line("import-published", leave_out=("overwrite",)), data)
+    return record_of("import-published", settings, data)

@@ -48,17 +48,6 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         return [_trial(result) for result in results]
 
 
-def space(settings: TuneSettings) -> dict[str, Any]:
-    """What is drawn for each trial."""
-    from ray import tune
-
-    return {
-        **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
-        "batch_size": tune.choice(list(settings.batch_sizes)),
-        "lr": tune.loguniform(settings.min_lr, settings.max_lr),
-    }
-
-
 def scheduler(settings: TuneSettings) -> Any:
     """When trials are stopped: they are compared at the same amount of data."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
@@ -89,32 +78,28 @@ def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
         return tune.Tuner.restore(
             str(folder), trainable, resume_unfinished=True, restart_errored=True
         )
-    first = [_defaults(base)] if settings.search == "defaults-first" else None
-    return tune.Tuner(
-        trainable,
-        param_space=space(settings),
-        tune_config=tune.TuneConfig(
-            metric="val_loss",
-            mode="min",
-            num_samples=settings.num_trials,
-            scheduler=scheduler(settings),
-            search_alg=BasicVariantGenerator(
-                points_to_evaluate=first,
-                max_concurrent=settings.num_concurrent or 0,
-                random_state=settings.seed,
-            ),
-            trial_name_creator=_name,
-            trial_dirname_creator=_name,
-        ),
-        run_config=tune.RunConfig(
-            name=TRIALS, storage_path=str(out), callbacks=[Watch()], verbose=0
-        ),
-    )
-
-
-def _defaults(base: NetworkSettings) -> dict[str, Any]:
+    space = {
+        **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
+        "batch_size": tune.choice(list(settings.batch_sizes)),
+        "lr": tune.loguniform(settings.min_lr, settings.max_lr),
+    }
     sizes = {name: getattr(base, f"{base.target}_{name}") for name in HIDDEN}
-    return {**sizes, "batch_size": base.batch_size, "lr": base.lr}
+    defaults = {**sizes, "batch_size": base.batch_size, "lr": base.lr}
+    config = tune.TuneConfig(
+        metric="val_loss",
+        mode="min",
+        num_samples=settings.num_trials,
+        scheduler=scheduler(settings),
+        search_alg=BasicVariantGenerator(
+            points_to_evaluate=[defaults] if settings.search == "defaults-first" else None,
+            max_concurrent=settings.num_concurrent or 0,
+            random_state=settings.seed,
+        ),
+        trial_name_creator=_name,
+        trial_dirname_creator=_name,
+    )
+    run = tune.RunConfig(name=TRIALS, storage_path=str(out), callbacks=[Watch()], verbose=0)
+    return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 
 def _name(trial: Any) -> str:
@@ -126,8 +111,8 @@ def _trial(result: Any) -> Trial:
     table = result.metrics_dataframe
     reports = []
     if table is not None and "report" in table:
-        once = table.drop_duplicates("report", keep="last").sort_values("report")
-        reports = once.to_dict("records")
+        once = table.drop_duplicates("report", keep="last")
+        reports = once.sort_values("report").to_dict("records")
     error = str(result.error or "").strip().splitlines()
     point = {name: result.config[name] for name in POINT}
     return Trial(Path(result.path).name, point, reports, error[-1] if error else "")

@@ -65,11 +65,8 @@ class Trial:
 
 def ranked(trials: list[Trial]) -> list[Trial]:
     """Lowest validation loss first, failed trials last."""
-
-    def key(trial: Trial) -> tuple[bool, float]:
-        return trial.state == "failed", math.inf if trial.val_loss is None else trial.val_loss
-
-    return sorted(trials, key=key)
+    losses = {t.name: math.inf if t.val_loss is None else t.val_loss for t in trials}
+    return sorted(trials, key=lambda trial: (trial.state == "failed", losses[trial.name]))
 
 
 def write(out: Path, trials: list[Trial], kv: str) -> None:

@@ -26,9 +26,7 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     max_epochs: int = option(3, help="epochs at most", at_least=1)
     max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
-    patience: int = option(
-        5, help="reports without a better validation loss before it stops", at_least=1
-    )
+    patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
     devices: int = option(1, help="number of devices", at_least=1)
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
