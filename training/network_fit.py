@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def _trainer(
     num_batches = rows.num_batches(settings.devices)
     num_steps = min(num_batches, settings.max_steps or num_batches)
     num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
+    checkpoint = partial(
+        ModelCheckpoint, work_dir, save_on_train_epoch_end=False, enable_version_counter=False
+    )
     return pl.Trainer(
         accelerator=settings.accelerator,
         devices=settings.devices,
@@ -138,22 +142,12 @@ def _trainer(
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
-            _checkpoint(work_dir, BEST, monitor="val_loss"),
-            _checkpoint(work_dir, LAST, monitor=None),
+            checkpoint(filename=Path(BEST).stem, monitor="val_loss"),
+            checkpoint(filename=Path(LAST).stem, monitor=None),
             Timer(),
             _Progress(rows.kv),
             *callbacks,
         ],
-    )
-
-
-def _checkpoint(work_dir: Path, name: str, monitor: str | None) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        dirpath=work_dir,
-        filename=name.removesuffix(".ckpt"),
-        monitor=monitor,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
     )
 
 
@@ -195,10 +189,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Checkpoint directory .* exists and is not empty"
-            )
-            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            for message in ("Checkpoint directory .* exists and is", ".*LeafSpec.* is deprecated"):
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

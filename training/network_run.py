@@ -58,7 +58,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
             else:
                 trainer = fit(net, rows[kv], settings, run.folder)
                 if trainer.is_global_zero:
-                    results[kv] = _measure(net, rows[kv]) | _record(settings, run, trainer)
+                    results[kv] = _result(settings, run, trainer, net, rows[kv])
                     run.finish(results[kv])
             if results[kv] and not results[kv]["used"]:
                 net.clear()
@@ -112,14 +112,8 @@ def _begin(
 ) -> dict[str, Any]:
     """Make a run's folder ready: new, or as an unfinished run of the same settings left it.
 
-    Args:
-        in_aligner: result of the run that the saved aligner's network is from, if any.
-
-    Returns:
-        the result of a run that was finished but is not in the aligner yet; else nothing.
-
-    Raises:
-        ExistsError: the folder holds another unfinished run, and `overwrite` is not set.
+    The result of a run that was finished but is not in the aligner yet, else nothing; `in_aligner`
+    is that of the run that the saved aligner's network is from, if any.
     """
     exists, result = run.config_path.exists(), run.result()
     if exists and settings.resume and not run.difference() and (not result or result != in_aligner):
@@ -133,12 +127,7 @@ def _begin(
 
 
 def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAligner:
-    """`new` with the network that `out` already holds for the kv not to be trained now.
-
-    Raises:
-        ExistsError: without `overwrite`, `out` holds a trained network of an asked kv.
-        UserError: `out` holds something else, or an aligner made for another model or data.
-    """
+    """`new` with the network that `out` already holds for the kv not to be trained now."""
     if not (settings.out / CONFIG).exists():
         return new
     saved = Aligner.from_pretrained(settings.out)
@@ -178,26 +167,27 @@ def _shared(config: AlignerConfig) -> dict[str, Any]:
     return config.model_dump(exclude={"base_model", "sizes", "training"}) | sizes
 
 
-def _measure(net: RealignNet, rows: RecordedRows) -> dict[str, Any]:
-    """The network's errors on the validation rows; UserError if they are not finite."""
+def _result(
+    settings: NetworkSettings,
+    run: ResumableRun,
+    trainer: pl.Trainer,
+    net: RealignNet,
+    rows: RecordedRows,
+) -> dict[str, Any]:
+    """What is to be said of a network: errors on the validation rows, and how it was trained."""
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.kv, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise UserError(
             f"the {rows.kv} network diverged (val loss {val_loss}): lower --lr and give --overwrite"
         )
+    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+    data, device = run.config["data"], trainer.strategy.root_device
+    packages = ("kvalign", "torch", "lightning")
     return {
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
         "used": val_loss < unchanged,
-    }
-
-
-def _record(settings: NetworkSettings, run: ResumableRun, trainer: pl.Trainer) -> dict[str, Any]:
-    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
-    data, device = run.config["data"], trainer.strategy.root_device
-    packages = ("kvalign", "torch", "lightning")
-    return {
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
         "settings": run.config["settings"],

@@ -38,6 +38,7 @@ HEAD_DIM = 64
 WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
+_CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
 _PROGRESS = ("step", "smooth_loss", "seconds")
 # Settings that may differ when a run goes on: they change where it stops and how it runs, not what
 # it learns.
@@ -78,7 +79,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt")
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started = last_save = time.monotonic()
+    started = run.saved_at
     with tqdm(total=run.num_steps, initial=run.step, unit="step", desc=settings.arch) as bar:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
@@ -89,11 +90,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             bar.update()
             if run.step % 20 == 0:
                 bar.set_postfix(loss=f"{run.smooth_loss:.3f}")
-            if time.monotonic() - last_save > 60 * settings.save_minutes:
-                run.save(time.monotonic() - last_save)
-                last_save = time.monotonic()
-    if last_save > started or run.seconds == 0:
-        run.save(time.monotonic() - last_save)
+            if time.monotonic() - run.saved_at > 60 * settings.save_minutes:
+                run.save()
+    if run.saved_at > started or run.seconds == 0:
+        run.save()
     return _publish(settings, model, tokenizer, run)
 
 
@@ -153,6 +153,7 @@ class Run:
         self.tokens_a_step = settings.batch_size * settings.context_len
         self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
+        self.saved_at = time.monotonic()
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
@@ -188,9 +189,10 @@ class Run:
         value = loss.item()
         self.smooth_loss = value if self.step == 1 else 0.98 * self.smooth_loss + 0.02 * value
 
-    def save(self, seconds: float) -> None:
-        """Write the checkpoint; `seconds` is the time since the last one."""
-        self.seconds += seconds
+    def save(self) -> None:
+        """Write the checkpoint."""
+        now = time.monotonic()
+        self.seconds, self.saved_at = self.seconds + now - self.saved_at, now
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -235,11 +237,9 @@ def _publish(
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
     write_json(settings.out / "pretrain.json", facts)
-    loader = jinja2.PackageLoader("kvalign.training")
-    cards = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    template = jinja2.Template(
+        _CARD.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
     values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
-    card = cards.get_template("lm_card.md.jinja").render(values)
-    write_text(settings.out / "README.md", card)
+    write_text(settings.out / "README.md", template.render(values))
     return facts

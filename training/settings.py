@@ -74,14 +74,10 @@ class TuneSettings(Settings):
     min_lr: float = option(1e-4, help="learning rate at least; drawn log-uniform", above=0)
     max_lr: float = option(1e-1, help="learning rate at most", above=0)
     search: str = option(
-        "random",
-        help="random, or defaults-first: the first trial has the sizes of kvalign train",
-        choices=("random", "defaults-first"),
+        "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
     )
     scheduler: str = option(
-        "asha",
-        help="asha: stop a trial that is behind the others at the same report; none: stop none",
-        choices=("asha", "none"),
+        "asha", help="asha: stop trials that are behind; none: stop none", choices=("asha", "none")
     )
     grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
     reduction_factor: float = option(2, help="asha: one trial in so many goes on", above=1)
@@ -145,9 +141,7 @@ class PretrainSettings(Settings):
         0.4, help="first share of the steps, at half the context length", at_least=0, at_most=1
     )
     save_minutes: float = option(4.0, help="minutes between checkpoints", above=0)
-    eval_corpus: str | None = option(
-        None, help="report bits per byte on the first 60 blocks of this corpus"
-    )
+    eval_corpus: str | None = option(None, help="corpus that bits per byte are reported on")
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")

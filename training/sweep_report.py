@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Trial:
 
     name: str
     point: Mapping[str, Any]
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[dict[str, Any]]
     error: str = ""
 
     @property
@@ -58,8 +58,7 @@ class Trial:
             "num_reports": len(self.reports),
             "state": self.state,
             "val_loss": self.val_loss,
-            "num_parameters": last.get("num_parameters"),
-            "seconds": last.get("seconds"),
+            **{name: last.get(name) for name in ("num_parameters", "seconds")},
         }
 
 
