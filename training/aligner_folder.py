@@ -1,6 +1,4 @@
-"""The folder of a trained aligner, whatever its kind: not overwritten unasked, its training on
-record, written whole.
-"""
+"""The folder of an aligner of any kind: not overwritten unasked, training on record, whole."""
 
 import os
 import platform

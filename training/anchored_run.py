@@ -29,11 +29,7 @@ WEIGHT_DECAY = 0.01
 def fit(
     aligner: AnchoredAligner, settings: AnchoredSettings, loaded: LoadedModel, text: Text
 ) -> dict[str, Any]:
-    """Fill the tables of `aligner`, then train its networks beside them: AdamW, linear decay.
-
-    Returns:
-        what `table_run.fit` says of the tables, and num_steps.
-    """
+    """Fill the tables as `table_run.fit` does, then train the networks: AdamW, linear decay."""
     record = table_run.fit(aligner.table, settings, loaded, text)
     rng, num_steps = torch.Generator().manual_seed(settings.seed), settings.max_steps
     nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in settings.kvs)

@@ -73,17 +73,13 @@ def fit(
         UserError: a device or a number of devices that this machine does not have.
         KeyboardInterrupt: stopped by the user; the next call resumes at the last validation report.
     """
-    last = work_dir / LAST
+    last, module = work_dir / LAST, Realignment(net, settings.lr, settings.weight_decay)
     interrupt = signal.getsignal(signal.SIGINT)
     with _quiet():
         try:
             trainer = _trainer(rows, settings, work_dir, callbacks)
-            trainer.fit(
-                Realignment(net, settings.lr, settings.weight_decay),
-                datamodule=rows,
-                ckpt_path=last if last.exists() else None,
-                weights_only=True,
-            )
+            checkpoint = last if last.exists() else None
+            trainer.fit(module, datamodule=rows, ckpt_path=checkpoint, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(
                 f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"

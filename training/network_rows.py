@@ -137,10 +137,8 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 
 class RecordedRows(pl.LightningDataModule):
-    """Training and validation batches of `key` or `value` vectors, all recorded shifts together.
-
-    Raises:
-        UserError: the store lacks training or validation data.
+    """Training and validation batches of `key` or `value` vectors, all recorded shifts together;
+    UserError if the store lacks one of the two.
     """
 
     def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
@@ -155,8 +153,7 @@ class RecordedRows(pl.LightningDataModule):
 
     def num_batches(self, world_size: int) -> int:
         """Training batches an epoch of each device; UserError if there are none."""
-        num_batches = len(self._shuffled(world_size=world_size))
-        if not num_batches:
+        if not (num_batches := len(self._shuffled(world_size=world_size))):
             raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
             )

@@ -25,10 +25,7 @@ _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
 
 
 def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list[Trial]:
-    """Run all trials, or those that a killed sweep in `out / trials` has not finished.
-
-    Args:
-        base: what all trials share.
+    """Run all trials, which share `base`, or those that a killed sweep in `out` has not finished.
 
     Raises:
         UserError: no such Ray cluster, or a trial that this machine is too small for.
@@ -40,7 +37,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         from kvalign.training.sweep_watch import Watch
 
         try:
-            results = _tuner(out, settings, base).fit()
+            results = _tuner(out, settings, base, Watch()).fit()
         finally:
             Watch.close()
         if results.num_terminated + results.num_errors < len(results):
@@ -63,11 +60,9 @@ def scheduler(settings: TuneSettings) -> Any:
     )
 
 
-def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
+def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings, watch: Any) -> Any:
     from ray import tune
     from ray.tune.search import BasicVariantGenerator
-
-    from kvalign.training.sweep_watch import Watch
 
     folder = out / TRIALS
     trainable = tune.with_resources(
@@ -75,9 +70,7 @@ def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
         {"cpu": settings.cpus_per_trial, "gpu": settings.gpus_per_trial},
     )
     if list(folder.glob("experiment_state-*.json")):
-        return tune.Tuner.restore(
-            str(folder), trainable, resume_unfinished=True, restart_errored=True
-        )
+        return tune.Tuner.restore(str(folder), trainable, restart_errored=True)
     space = {
         **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
         "batch_size": tune.choice(list(settings.batch_sizes)),
@@ -98,7 +91,7 @@ def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
         trial_name_creator=_name,
         trial_dirname_creator=_name,
     )
-    run = tune.RunConfig(name=TRIALS, storage_path=str(out), callbacks=[Watch()], verbose=0)
+    run = tune.RunConfig(name=TRIALS, storage_path=str(out), callbacks=[watch], verbose=0)
     return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 

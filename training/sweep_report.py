@@ -23,18 +23,12 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial as it ended.
-
-    Attributes:
-        point: hidden1, hidden2, batch_size, lr.
-        reports: of `sweep_trial.Reports`, in order, each once.
-        error: of a failed trial, one line.
-    """
+    """One trial as it ended."""
 
     name: str
-    point: Mapping[str, Any]
-    reports: list[dict[str, Any]]
-    error: str = ""
+    point: Mapping[str, Any]  # hidden1, hidden2, batch_size, lr
+    reports: list[dict[str, Any]]  # of `sweep_trial.Reports`, in order, each once
+    error: str = ""  # one line, of a failed trial
 
     @property
     def val_loss(self) -> float | None:
@@ -78,11 +72,10 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
     lines, points = [], []
     for trial in reversed(trials):  # the best on top
         is_best = trial is trials[0]
-        losses = [(report["epochs"], report["val_loss"]) for report in trial.reports]
-        lines.append(_series(trial, is_best, losses))
+        lines.append(_series(trial, is_best, [(r["epochs"], r["val_loss"]) for r in trial.reports]))
         if trial.val_loss is not None:
-            best = [(trial.row["num_parameters"], trial.val_loss)]
-            points.append(_series(trial, is_best, best))
+            best = (trial.row["num_parameters"], trial.val_loss)
+            points.append(_series(trial, is_best, [best]))
     x = "epochs, a mark at each validation report"
     by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
     y = f"best {y}"

@@ -1,8 +1,7 @@
 """One trial of a sweep: what `kvalign train` does with the trial's settings, reported to Ray.
 
-The trial's folder has Lightning's `last.ckpt`, from which a killed trial goes on. Ray keeps no
-checkpoint of its own: what it may have missed of a killed trial's reports is in that file too, and
-is reported again.
+A killed trial goes on from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint: what it
+may have missed of a killed trial's reports is in that file, too, and is reported again.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ def tune(
     objective, num_steps = settings.objective, settings.max_steps
     loss: Loss = {"nll": nll, "kl": kl}[objective]
     rng = torch.Generator().manual_seed(settings.seed)
-    largest = aligner.config.chunk_len - 1
+    largest, realigner = aligner.config.chunk_len - 1, FromBirth(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     for name in TABLES:
@@ -76,7 +76,7 @@ def tune(
             sizes = CacheSizes(cache_size, 0, num_evicted)
             with parametrize.cached():
                 optimizer.zero_grad()
-                _loss_of_rows(loss, aligner, model, ids, sizes, rng).backward()
+                _streamed(loss, Stream(model, sizes, realigner), ids, rng).backward()
             optimizer.step()
             schedule.step()
             bar.update()
@@ -136,22 +136,14 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
             rows = torch.stack([ids[s : s + row_len + 1] for s in starts])
-            value = _loss_of_rows(loss, aligner, model, rows, CacheSizes(cache_size, 0), rng)
-            losses.append(value.item())
+            stream = Stream(model, CacheSizes(cache_size, 0), FromBirth(model, aligner))
+            losses.append(_streamed(loss, stream, rows, rng).item())
     return sum(losses) / len(losses)
 
 
-def _loss_of_rows(
-    loss: Loss,
-    aligner: TableAligner,
-    model: PreTrainedModel,
-    ids: Tensor,
-    sizes: CacheSizes,
-    rng: torch.Generator,
-) -> Tensor:
-    """Loss of streaming rows [B, N + 1] of text, on the tokens after the first `cache_size`."""
-    ids, stream = ids.to(model.device), Stream(model, sizes, FromBirth(model, aligner))
-    num_logits = ids.shape[1] - 1 - sizes.cache_size
+def _streamed(loss: Loss, stream: Stream, ids: Tensor, rng: torch.Generator) -> Tensor:
+    """Loss on rows [B, N + 1] of text, of the tokens after the first `cache_size`."""
+    ids, num_logits = ids.to(stream.model.device), ids.shape[1] - 1 - stream.sizes.cache_size
     return loss(stream, ids, stream.feed(ids[:, :-1], logits_to_keep=num_logits).float(), rng)
 
 

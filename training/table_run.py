@@ -51,7 +51,7 @@ def fit(
 
 
 def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
-    """Copy the tables of another aligner, which must be for the same model and as long."""
+    """Copy the tables of another aligner, for the same model and as long."""
     other = Aligner.from_pretrained(name)
     if not isinstance(other, TableAligner) or other.config.chunk_len != table.config.chunk_len:
         raise UserError(

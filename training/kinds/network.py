@@ -40,8 +40,8 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     Returns:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
         `input_label_mse` (mean squared errors per number, realigned and as they are), `ratio` of
-        the two (lower is better), `used` (a network that does no better than none is saved as one
-        that adds nothing), steps, seconds, settings, data; empty on devices other than the first.
+        the two, `used` (a network that does no better than none is saved as one that adds
+        nothing), steps, seconds, settings, data; empty on devices other than the first.
 
     Raises:
         NotFoundError: no recorded data.
