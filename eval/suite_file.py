@@ -63,5 +63,5 @@ def parse_suite_text(text: str, name: str) -> Suite:
     try:
         values: Any = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"suite {name} is not YAML: {error}") from None
+        raise UserError(f"suite {name} is not YAML: {' '.join(str(error).split())}") from None
     return checked(Suite, values, f"suite {name}")

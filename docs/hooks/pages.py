@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     words = {
         "source": source,
-        "file": lambda path: (ROOT / path).read_text(encoding="utf-8"),
+        "file": lambda path: (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "]("),
         "public": public,
         "commands": command_line.reference,
         "lanes": lanes,
@@ -75,6 +75,8 @@ def public() -> str:
     rows = ["| `kvalign.` | |", "|---|---|"]
     for name in kvalign.__all__:
         found = _package()[name]
+        if found.is_module:
+            continue
         found = found.final_target if found.is_alias else found
         about = found.docstring.value.split("\n\n")[0] if found.docstring else ""
         about = " ".join(about.split()).replace("|", "\\|")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.eval.evaluation import Column, Document, Evaluation, Row
-from kvalign.eval.evaluations.readability import MEAN_COLUMNS, MEASURES
+from kvalign.eval.evaluation import Column, Document
+from kvalign.eval.evaluations.readability import MEAN_COLUMNS, JudgedText
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
@@ -112,7 +112,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     )
 
 
-class Chat(Evaluation):
+class Chat(JudgedText):
     settings = ChatSettings
     run = staticmethod(chat)
     heading = "Conversations in one stream"
@@ -129,16 +129,10 @@ class Chat(Evaluation):
         about = "share of readable chunks of the answers"
         return {"readable": Column("readable in chat", 3, "higher", about)}
 
-    def rows(self, document: Document) -> list[Row]:
-        """Means over the answers."""
-        from kvalign.eval.rows import means
-
-        return means(document["rows"], MEASURES)
-
     def figure(self, document: Document) -> tuple[Figure, str]:
         from kvalign.eval.plots import draw, panels_by
 
-        title, y = self.title(document), "readable chunks of the answer"
+        title, y = document["settings"]["model"], "readable chunks of the answer"
         rows = [row | {"number": row["answer"] + 1} for row in document["rows"]]
         panels = panels_by("cache_size", rows, f"{title}, C = ", "number", "readable")
         return draw(panels, x="answer", y=y), f"{y}, one after another: {title}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Evaluation, Row
@@ -127,7 +127,24 @@ CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, rea
 COLUMNS = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}
 
 
-class Readability(Evaluation):
+class JudgedText(Evaluation):
+    """Base of the evaluations of what methods write: tables have the means over all passages that
+    are alike in `by`.
+    """
+
+    by: ClassVar[tuple[str, ...]] = ()
+
+    def title(self, document: Document) -> str:
+        return f"{super().title(document)}, words: {document['word_list'].get('name')}"
+
+    def rows(self, document: Document) -> list[Row]:
+        from kvalign.eval.rows import means
+
+        return means(document["rows"], MEASURES, self.by)
+
+
+class Readability(JudgedText):
+    by = ("no_repeat_ngram_size",)
     settings = ReadabilitySettings
     run = staticmethod(readability)
     heading = "Readability"
@@ -145,15 +162,6 @@ class Readability(Evaluation):
     def check(self, document: Document) -> None:
         if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
             raise UserError("rows.prompt: must be the index of one of `prompts`")
-
-    def title(self, document: Document) -> str:
-        return f"{super().title(document)}, words: {document['word_list'].get('name')}"
-
-    def rows(self, document: Document) -> list[Row]:
-        """Means over the prompts."""
-        from kvalign.eval.rows import means
-
-        return means(document["rows"], MEASURES, ["no_repeat_ngram_size"])
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Those of the first n-gram rule."""

@@ -17,8 +17,6 @@ from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.errors import RunError, UserError
 
-ISSUES = "https://github.com/eecs585projectorg/kv-align/issues"
-
 _HELP = ("-h", "--help")
 # A path that the user gave: there is nothing, it is of another kind, or it is not theirs.
 _OF_PATHS = (
@@ -104,7 +102,10 @@ def explain(error: Exception) -> tuple[int, str]:
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return 1, f"a fault of ours, not yours ({fault}): please report what --debug shows at {ISSUES}"
+    return 1, (
+        f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
+        "prints with --debug"
+    )
 
 
 def usage() -> str:

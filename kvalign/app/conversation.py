@@ -71,8 +71,8 @@ class Conversation:
         from kvalign.turns import turn_ids
 
         stream = self.stream
-        stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, self.settings.system))
         with _interruption() as interrupted:
+            stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, self.settings.system))
             for piece in stream:
                 yield piece
                 if interrupted.is_set():
