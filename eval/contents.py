@@ -17,29 +17,28 @@ def summary(results: Results) -> list[Table]:
 
     Of several documents of one evaluation that measured the same, the first counts.
     """
-    columns: dict[str, Column] = {}
-    lines: dict[tuple[str, int], dict[str, Row]] = {}  # by model and cache size, by label
-    measured: dict[tuple[str, int], set[str]] = {}  # names of evaluations
+    columns = {
+        f"{name}.{key}": column
+        for name, evaluation in EVALUATIONS.items()
+        for key, column in evaluation.summary_columns.items()
+    }
+    measured: dict[tuple[str, int], dict[str, list[Row]]] = {}  # by model and size, by evaluation
     for name, evaluation in EVALUATIONS.items():
-        summary_columns = evaluation.summary_columns
-        columns |= {f"{name}.{key}": column for key, column in summary_columns.items()}
         for document in evaluation.chosen(results.of(name)).values():
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
                 place = (document["settings"]["model"], cache_size)
-                if name in measured.setdefault(place, set()):
-                    continue
-                measured[place].add(name)
-                for row in rows:
-                    line = lines.setdefault(place, {}).setdefault(label_of(row), dict(row))
-                    for key in summary_columns:
-                        line.setdefault(f"{name}.{key}", row.get(key))
+                measured.setdefault(place, {}).setdefault(name, rows)
     most = max(map(len, measured.values()), default=0)
-    return [
-        table(f"{model}, C = {cache_size}", list(rows.values()), columns)
-        for (model, cache_size), rows in lines.items()
-        if len(measured[model, cache_size]) > 1 or most == 1
-    ]
+    tables = []
+    for (model, cache_size), by_name in measured.items():
+        lines: dict[str, Row] = {}
+        for name, row in ((name, row) for name, rows in by_name.items() for row in rows):
+            figures = {f"{name}.{key}": value for key, value in row.items()}
+            lines[label_of(row)] = figures | lines.get(label_of(row), row)
+        if len(by_name) > 1 or most == 1:
+            tables.append(table(f"{model}, C = {cache_size}", list(lines.values()), columns))
+    return tables
 
 
 def sections(results: Results) -> list[Section]:

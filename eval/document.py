@@ -24,14 +24,8 @@ from kvalign.settings import Settings
 def document(
     kind: str, settings: Settings, rows: list[dict[str, Any]], *, started: float, **more: Any
 ) -> dict[str, Any]:
-    """Rows of one evaluation with all that is needed to make them again.
-
-    Args:
-        kind: the command's name, `eval perplexity`.
-        settings: what it was called with.
-        rows: a dict each, of values that JSON knows.
-        started: `time.perf_counter()` when the work began.
-        more: further entries of the document.
+    """Rows (values that JSON knows) of the command `kind` with all that is needed to make them
+    again, and further entries; `started` is `time.perf_counter()` when the work began.
     """
     return {
         "kind": kind,

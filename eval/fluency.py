@@ -143,10 +143,8 @@ def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, sp
         end = min(len(ids), max(scored + span // 2, span))
         start = max(0, end - span)
         num_new = end - scored
-        logits = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
-        losses = torch.nn.functional.cross_entropy(
-            logits.logits[0, :-1].float(), ids[end - num_new : end], reduction="sum"
-        )
-        total += losses.item()
+        output = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
+        logits = output.logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
         scored = end
     return math.exp(total / len(passage))

@@ -34,12 +34,8 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size and number evicted; of `kvalign` one for each aligner.
-
-    Args:
-        settings: names and sizes.
-        model: of all of them.
-        aligners: in place of those that the settings name.
+    """Methods at every cache size and number evicted; of `kvalign` one for each aligner, those
+    given in place of those that the settings name.
 
     Raises:
         UserError: as `kvalign.make_method`.

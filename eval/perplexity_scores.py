@@ -1,8 +1,4 @@
-"""The losses of every method on the same labels, and the figures that are made of them.
-
-A method scores a text step by step, or by a faster way with the same result (`kvalign.scoring`),
-unless every method is made to step.
-"""
+"""The losses of every method on the same labels, and the figures that are made of them."""
 
 import math
 import time

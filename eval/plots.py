@@ -55,16 +55,12 @@ class Series:
 
 def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
     """A line for each method of two columns of its rows."""
-    return [
-        Series(
-            label,
-            style_of(group[0]),
-            [row[x] for row in group],
-            [row[y] for row in group],
-            [row[high] for row in group] if high else None,
-        )
-        for label, group in grouped(rows, label_of).items()
-    ]
+    lines = []
+    for label, group in grouped(rows, label_of).items():
+        style = _STYLES.get(group[0]["aligner"] or group[0]["method"], (INK, "."))
+        figures = ([row[name] for row in group] for name in (x, y, high) if name)
+        lines.append(Series(label, style, *figures))
+    return lines
 
 
 def panels_by(
@@ -72,10 +68,6 @@ def panels_by(
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
     return {f"{title}{v}": series(group, x, y, high) for v, group in grouped(rows, name).items()}
-
-
-def style_of(row: Row) -> tuple[str, str]:
-    return _STYLES.get(row["aligner"] or row["method"], (INK, "."))
 
 
 def draw(
@@ -132,10 +124,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def inline_svg(figure: Figure, name: str) -> str:
     """A figure as an <svg> element for a page: no background, ink in the colour of the text around.
-
-    Args:
-        figure: as drawn.
-        name: unique on the page, so that no two elements have one id.
+    Its name is unique on the page, so that no two elements have one id.
     """
     buffer = io.StringIO()
     with mpl.rc_context(_THEME | {"svg.hashsalt": name}), _any_glyph():
@@ -167,17 +156,14 @@ def _double(axes: Axes, x: list[float]) -> None:
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:
-    ticks = _ticks(min(values), max(values))
-    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    axis.set_minor_locator(NullLocator())
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values between the ends of a log axis, enough to read it by."""
+    """Ticks at round values between the ends of a log axis, enough to read it by."""
+    low, high = 0.95 * min(values), 1.05 * max(values)
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]
-    ticks = [tick for tick in ticks if low * 0.95 <= tick <= high * 1.05]
-    return ticks[:: max(1, math.ceil(len(ticks) / 8))]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    ticks = ticks[:: max(1, math.ceil(len(ticks) / 8))]
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
 
 
 @contextmanager

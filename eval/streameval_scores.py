@@ -89,7 +89,6 @@ def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
     """Tokens of pieces that follow each other, without special tokens."""
-
     encoded, start = [], 0
     for piece in stream:
         texts = [piece.opening, piece.answer, "\n"]

@@ -79,14 +79,11 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
-    streams = [
-        encode(
-            pieces(settings.num_lines, settings.query_every, distance, settings.seed),
-            loaded.tokenizer,
-            loaded.model.device,
-        )
+    texts = (
+        pieces(settings.num_lines, settings.query_every, distance, settings.seed)
         for distance in dict.fromkeys(settings.distances)
-    ]
+    )
+    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
     for method in methods:
         check_fits(method, streams)
     num_all = sum(map(num_queries, streams))
