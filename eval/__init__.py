@@ -3,7 +3,9 @@
     result = kvalign.eval.perplexity(model="gpt2-mini", cache_sizes=[32, 64], num_tokens=500)
     result["rows"][0]["perplexity"]
 
-Public names are imported when they are first used; `__init__.pyi` lists them.
+The functions take their settings as keywords, and `loaded`: a model in place of the one named. What
+is wrong is a `UserError`, said before any work. Public names are imported when they are first used;
+`__init__.pyi` lists them.
 """
 
 import lazy_loader

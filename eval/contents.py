@@ -1,11 +1,14 @@
-"""What a report shows of a folder of results: a summary, each evaluation's sections, passages."""
+"""What a report shows of a folder of results: a summary, each evaluation's sections, passages, and
+the paper's figures beside ours.
+"""
 
-from kvalign.eval.evaluation import Column, Row, Section
+from kvalign.console import Entry
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import Column, Panel, Row, Section
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.passages import Panel
 from kvalign.eval.results_folder import Results
-from kvalign.eval.rows import grouped, label_of
-from kvalign.eval.tables import Table, table
+from kvalign.eval.suite_file import PaperTable
+from kvalign.eval.tables import METHOD, Table, grouped, label_of, method_name, table
 
 
 def summary(results: Results) -> list[Table]:
@@ -14,29 +17,28 @@ def summary(results: Results) -> list[Table]:
 
     Of several documents of one evaluation that measured the same, the first counts.
     """
-    columns: dict[str, Column] = {}
-    lines: dict[tuple[str, int], dict[str, Row]] = {}  # by model and cache size, by label
-    measured: dict[tuple[str, int], set[str]] = {}  # names of evaluations
+    columns = {
+        f"{name}.{key}": column
+        for name, evaluation in EVALUATIONS.items()
+        for key, column in evaluation.summary_columns.items()
+    }
+    measured: dict[tuple[str, int], dict[str, list[Row]]] = {}  # by model and size, by evaluation
     for name, evaluation in EVALUATIONS.items():
-        summary_columns = evaluation.summary_columns
-        columns |= {f"{name}.{key}": column for key, column in summary_columns.items()}
         for document in evaluation.chosen(results.of(name)).values():
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
                 place = (document["settings"]["model"], cache_size)
-                if name in measured.setdefault(place, set()):
-                    continue
-                measured[place].add(name)
-                for row in rows:
-                    line = lines.setdefault(place, {}).setdefault(label_of(row), dict(row))
-                    for key in summary_columns:
-                        line.setdefault(f"{name}.{key}", row.get(key))
+                measured.setdefault(place, {}).setdefault(name, rows)
     most = max(map(len, measured.values()), default=0)
-    return [
-        table(f"{model}, C = {cache_size}", list(rows.values()), columns)
-        for (model, cache_size), rows in lines.items()
-        if len(measured[model, cache_size]) > 1 or most == 1
-    ]
+    tables = []
+    for (model, cache_size), by_name in measured.items():
+        lines: dict[str, Row] = {}
+        for name, row in ((name, row) for name, rows in by_name.items() for row in rows):
+            figures = {f"{name}.{key}": value for key, value in row.items()}
+            lines[label_of(row)] = figures | lines.get(label_of(row), row)
+        if len(by_name) > 1 or most == 1:
+            tables.append(table(f"{model}, C = {cache_size}", list(lines.values()), columns))
+    return tables
 
 
 def sections(results: Results) -> list[Section]:
@@ -57,3 +59,40 @@ def panels(results: Results) -> list[Panel]:
         for document in results.of(name).values()
         for panel in evaluation.panels(document)
     ]
+
+
+def paper_tables(results: Results) -> list[Table]:
+    """Those that the suite lists (`paper:` of its file): a row a method, and for every cache size
+    the paper's figure and ours; "not run" where there is none.
+
+    Raises:
+        UserError: the suite names a metric that its cell does not measure.
+    """
+    return [_beside(paper, results) for paper in results.suite.paper.tables]
+
+
+def _beside(paper: PaperTable, results: Results) -> Table:
+    document = results.documents.get(paper.cell, {"kind": "", "rows": []})
+    column = _column(paper, document["kind"].removeprefix("eval "))
+    ours = {
+        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in document["rows"]
+    }
+    columns, lines = [METHOD], {method: [Entry(method)] for method in paper.rows}
+    for size in dict.fromkeys(size for figures in paper.rows.values() for size in figures):
+        columns.append(Column(f"C = {size}, paper", column.digits, column.better))
+        columns.append(Column("ours", column.digits, column.better, column.about))
+        for method, figures in paper.rows.items():
+            for figure in (figures.get(size), ours.get((method, size))):
+                lines[method].append(Entry(column.text(figure) or "not run"))
+    return Table(paper.title, columns, list(lines.values()))
+
+
+def _column(paper: PaperTable, name: str) -> Column:
+    """The column of a metric in the evaluation of that name, or in any if it has not been run."""
+    for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
+        if column := evaluation.all_columns.get(paper.metric):
+            return column
+    raise UserError(
+        f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "
+        f"{paper.cell} does not measure"
+    )

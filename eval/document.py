@@ -8,6 +8,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import time
 from importlib.metadata import version
@@ -23,14 +24,8 @@ from kvalign.settings import Settings
 def document(
     kind: str, settings: Settings, rows: list[dict[str, Any]], *, started: float, **more: Any
 ) -> dict[str, Any]:
-    """Rows of one evaluation with all that is needed to make them again.
-
-    Args:
-        kind: the command's name, `eval perplexity`.
-        settings: what it was called with.
-        rows: a dict each, of values that JSON knows.
-        started: `time.perf_counter()` when the work began.
-        more: further entries of the document.
+    """Rows (values that JSON knows) of the command `kind` with all that is needed to make them
+    again, and further entries; `started` is `time.perf_counter()` when the work began.
     """
     return {
         "kind": kind,
@@ -51,9 +46,7 @@ def environment(device: str = "cpu") -> dict[str, str | int]:
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device)
     return {
-        "kvalign": version("kvalign"),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        **{name: version(name) for name in ("kvalign", "torch", "transformers")},
         "python": platform.python_version(),
         "commit": _commit(),
         "device": name,
@@ -64,13 +57,10 @@ def environment(device: str = "cpu") -> dict[str, str | int]:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         return platform.processor() or platform.machine()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    return names[1].strip() if names else platform.machine()
 
 
 def _commit() -> str:

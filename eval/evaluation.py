@@ -5,15 +5,14 @@ the report know each by its `Evaluation` alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from kvalign.eval.settings import ComparisonSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvalign.eval.passages import Panel
     from kvalign.eval.tables import Table
 
 Row = dict[str, Any]
@@ -54,8 +53,7 @@ class Column:
         return "" if value is None else f"{value:.{self.digits}f}"
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A figure, its file name without ending, and what it shows, for those who cannot see it."""
 
     name: str
@@ -70,8 +68,53 @@ class Section:
     title: str
     about: str
     names: list[str]
-    plots: list[Plot] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot]
+    tables: list[Table]
+
+    @classmethod
+    def of(
+        cls,
+        documents: Documents,
+        title: str,
+        about: str,
+        figure: Callable[[Document], tuple[Figure, str] | None],
+        tables: Callable[[Document], list[Table]] = lambda document: [],
+        suffix: str = "",
+    ) -> Section:
+        """A figure and tables of each document, as far as there are; a plot is called by the
+        document's name and the suffix.
+        """
+        drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
+        plots = [Plot(name, *one) for name, one in drawn.items() if one]
+        all_tables = [table for document in documents.values() for table in tables(document)]
+        return cls(title, about, list(documents), plots, all_tables)
+
+
+class Piece(NamedTuple):
+    """A chunk of a passage with what follows it up to the next."""
+
+    text: str
+    num_tokens: int
+    num_known: int
+    is_readable: bool
+
+
+class Passage(NamedTuple):
+    """What one method wrote: text before the first token, and the chunks."""
+
+    method: str
+    label: str
+    readable: float
+    head: str
+    pieces: list[Piece]
+
+
+class Panel(NamedTuple):
+    """The passages of all methods for one prompt, side by side."""
+
+    title: str
+    prompt: str
+    passages: list[Passage]
 
 
 class Evaluation:
@@ -84,15 +127,14 @@ class Evaluation:
         more_columns: what else it measures.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
-        row_fields: what else is read of a row, and its type.
-        document_fields: likewise of a document.
+        row_fields, document_fields: what else is read of a row and of a document, and its type.
         settings_read: names of the settings that are read of a document, beside `model`.
     """
 
     settings: ClassVar[type[ComparisonSettings]]
     run: ClassVar[Callable[..., Document]]
     columns: ClassVar[Mapping[str, Column]]
-    more_columns: ClassVar[tuple[tuple[str, Column], ...]] = ()
+    more_columns: ClassVar[Mapping[str, Column]] = {}
     heading: ClassVar[str]
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
@@ -102,7 +144,7 @@ class Evaluation:
 
     @property
     def all_columns(self) -> Mapping[str, Column]:
-        return {**self.columns, **dict(self.more_columns)}
+        return {**self.columns, **self.more_columns}
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:
@@ -139,12 +181,7 @@ class Evaluation:
 
     def sections(self, documents: Documents) -> list[Section]:
         """Its parts of the report; those without a plot or a table are left out."""
-        section = Section(self.heading, self.about, list(documents))
-        for name, document in documents.items():
-            if drawn := self.figure(document):
-                section.plots.append(Plot(name, *drawn))
-            section.tables.extend(self.tables(document))
-        return [section]
+        return [Section.of(documents, self.heading, self.about, self.figure, self.tables)]
 
     def panels(self, document: Document) -> list[Panel]:
         """Passages to show side by side."""

@@ -8,7 +8,7 @@ ever passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -43,10 +43,7 @@ class Chunk:
 
 
 def token_spans(text: str) -> list[tuple[int, int]]:
-    """Where NLTK's word tokens lie in a text.
-
-    Punkt splits sentences without its table of abbreviations, so no data is needed.
-    """
+    """Where NLTK's word tokens lie. Punkt splits sentences without its data of abbreviations."""
     return [
         (start + left, start + right)
         for start, end in PunktSentenceTokenizer().span_tokenize(text)
@@ -62,12 +59,11 @@ def is_known(token: str, words: frozenset[str]) -> bool:
 
 def chunks(text: str, words: frozenset[str]) -> list[Chunk]:
     """A passage in chunks of 10 tokens, the last one shorter; none for a text without a token."""
-    spans = token_spans(text)
-    known = [is_known(text[start:end], words) for start, end in spans]
+    spans = [(*span, is_known(text[slice(*span)], words)) for span in token_spans(text)]
+    parts = [spans[i : i + CHUNK_LEN] for i in range(0, len(spans), CHUNK_LEN)]
     return [
-        Chunk(part[0][0], part[-1][1], len(part), sum(known[i : i + CHUNK_LEN]))
-        for i in range(0, len(spans), CHUNK_LEN)
-        if (part := spans[i : i + CHUNK_LEN])
+        Chunk(part[0][0], part[-1][1], len(part), sum(known for *_, known in part))
+        for part in parts
     ]
 
 
@@ -119,19 +115,14 @@ def judge(
         start and end in the text, tokens, tokens known, and whether the chunk is readable.
     """
     text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
-    prompt, passage = (
-        torch.tensor(ids, device=loaded.model.device) for ids in (prompt_ids, token_ids)
-    )
-    span = min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
+    device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
+    prompt, passage = (torch.tensor(ids, device=device) for ids in (prompt_ids, token_ids))
     return {
         "num_tokens": len(token_ids),
         **measures(text, words),
         "dense_perplexity": dense_perplexity(loaded.model, prompt, passage, span),
         "text": text,
-        "chunks": [
-            [chunk.start, chunk.end, chunk.num_tokens, chunk.num_known, chunk.is_readable]
-            for chunk in chunks(text, words)
-        ],
+        "chunks": [[*astuple(chunk), chunk.is_readable] for chunk in chunks(text, words)],
     }
 
 
@@ -152,10 +143,8 @@ def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, sp
         end = min(len(ids), max(scored + span // 2, span))
         start = max(0, end - span)
         num_new = end - scored
-        logits = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
-        losses = torch.nn.functional.cross_entropy(
-            logits.logits[0, :-1].float(), ids[end - num_new : end], reduction="sum"
-        )
-        total += losses.item()
+        output = model(input_ids=ids[None, start:end], use_cache=False, logits_to_keep=num_new + 1)
+        logits = output.logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
         scored = end
     return math.exp(total / len(passage))

@@ -1,9 +1,10 @@
 """The model of a comparison, and its methods: every one asked for, at every size."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
@@ -11,7 +12,6 @@ from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import make_methods
 from kvalign.methods.base import Method
-from kvalign.methods.kvalign import KVAlign
 from kvalign.models import LoadedModel, load_model
 
 S = TypeVar("S", bound=ComparisonSettings)
@@ -23,13 +23,10 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     """
     if loaded is None:
         return settings, load_model(settings.model, settings.device, settings.dtype)
-    named = dataclasses.replace(
-        settings,
-        model=loaded.spec.name,
-        device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-    )
-    return named, loaded
+    model = loaded.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    named: dict[str, Any] = dict(model=loaded.spec.name, device=str(model.device), dtype=dtype)
+    return dataclasses.replace(settings, **named), loaded
 
 
 def make_grid(
@@ -37,12 +34,8 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size and number evicted; of `kvalign` one for each aligner.
-
-    Args:
-        settings: names and sizes.
-        model: of all of them.
-        aligners: in place of those that the settings name.
+    """Methods at every cache size and number evicted; of `kvalign` one for each aligner, those
+    given in place of those that the settings name.
 
     Raises:
         UserError: as `kvalign.make_method`.
@@ -61,15 +54,14 @@ def make_grid(
         )
     ]
     # `discard-half` evicts what it does at any setting, and is wanted once.
-    return list({(*sizes_of(m).values(), _aligner_id(m)): m for m in methods}.values())
+    once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}
+    return list(once.values())
 
 
 def nums_evicted(settings: ComparisonSettings, cache_size: int) -> list[int]:
     """The numbers asked for, `half` of the cache resolved; none: each method's default."""
-    return [
-        cache_size // 2 if number == "half" else int(number)
-        for number in settings.num_evicted or ()
-    ]
+    numbers = settings.num_evicted or ()
+    return [cache_size // 2 if number == "half" else int(number) for number in numbers]
 
 
 def sizes_of(method: Method) -> Row:
@@ -83,5 +75,14 @@ def sizes_of(method: Method) -> Row:
     }
 
 
-def _aligner_id(method: Method) -> int | None:
-    return id(method.aligner) if isinstance(method, KVAlign) else None
+def in_turn(methods: Sequence[Method], num_each: int, unit: str) -> Iterator[tuple[Method, tqdm]]:
+    """Each method, and the progress bar, which expects `num_each` units of work a method."""
+    with tqdm(total=len(methods) * num_each, unit=unit, smoothing=0.05) as bar:
+        for method in methods:
+            bar.set_description(title_of(method))
+            yield method, bar
+
+
+def title_of(method: Method) -> str:
+    """What a progress bar calls it."""
+    return f"{method.title} C={method.sizes.cache_size}"

@@ -4,20 +4,45 @@ import logging
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.data_gen.prompts import conversations
-from kvalign.eval import shapes
+from kvalign.errors import UserError
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.grid import load, nums_evicted
 from kvalign.eval.timing import random_ids
 from kvalign.methods import METHODS
-from kvalign.models import LoadedModel, spec_of
+from kvalign.models import LoadedModel, check_device, spec_of
 
 log = logging.getLogger(__name__)
 
 DEFAULT_KINDS = ("table", "network")
+SHAPE_PREFIX = "shape:"
+SMOLLM2 = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
+SMOLLM2 |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)
+SHAPES = {
+    "distilgpt2": dict(model_type="gpt2", n_layer=6, n_head=12, n_embd=768, vocab_size=50257),
+    "gpt2": dict(model_type="gpt2", n_layer=12, n_head=12, n_embd=768, vocab_size=50257),
+    "smollm2-135m": dict(model_type="llama", tie_word_embeddings=True, **SMOLLM2),
+}
+
+
+def random_model(
+    shape: str, device: str = "cpu", dtype: str = "float32", seed: int = 0
+) -> PreTrainedModel:
+    """A random model of a well-known shape: weights do not change speed, so none are downloaded.
+
+    Raises:
+        UserError: unknown shape, or a device that this machine does not have.
+    """
+    if shape not in SHAPES:
+        raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
+    check_device(device)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**SHAPES[shape])
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_with_prompts(
@@ -25,9 +50,9 @@ def load_with_prompts(
 ) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
     """The settings, the model that they name, and prompts [1, T] for the first token to follow."""
     rng = torch.Generator().manual_seed(settings.seed)
-    if loaded is None and settings.model.startswith(shapes.PREFIX):
-        name = settings.model.removeprefix(shapes.PREFIX)
-        model = shapes.build(name, settings.device, settings.dtype, settings.seed)
+    if loaded is None and settings.model.startswith(SHAPE_PREFIX):
+        shape = settings.model.removeprefix(SHAPE_PREFIX)
+        model = random_model(shape, settings.device, settings.dtype, settings.seed)
         return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
     texts = [turns[0] for turns in conversations(settings.prompts)]
     settings, loaded = load(settings, loaded)
@@ -43,24 +68,24 @@ def load_with_prompts(
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
-    """Untrained ones of the kinds asked for; None where trained ones are named, or none at all."""
+    """Of the kinds asked for: aligners that change nothing and take as long as those that do. None
+    where trained ones are named, or no method takes any.
+    """
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None
-    return [_untrained(kind, model, settings) for kind in settings.aligner_kinds or DEFAULT_KINDS]
-
-
-def _untrained(kind: str, model: PreTrainedModel, settings: LatencySettings) -> Aligner:
-    """An aligner that changes nothing and takes as long as one that does."""
-    cls = KINDS.find(kind)
-    sizes = settings.cache_sizes
-    num_sinks = cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks
-    config = new_config(
-        kind,
-        model,
-        spec_of(model.config, settings.model),
-        chunk_len=max(sizes) + 1,
-        num_sinks=num_sinks,
-        shifts=tuple({n for size in sizes for n in nums_evicted(settings, size)} or {1}),
-        sizes=dict(cls.default_sizes),
-    )
-    return cls(config).requires_grad_(False).eval()
+    spec, sizes = spec_of(model.config, settings.model), settings.cache_sizes
+    shifts = tuple({n for size in sizes for n in nums_evicted(settings, size)} or {1})
+    aligners = []
+    for kind in settings.aligner_kinds or DEFAULT_KINDS:
+        cls = KINDS.find(kind)
+        config = new_config(
+            kind,
+            model,
+            spec,
+            chunk_len=max(sizes) + 1,
+            num_sinks=cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks,
+            shifts=shifts,
+            sizes=dict(cls.default_sizes),
+        )
+        aligners.append(cls(config).requires_grad_(False).eval())
+    return aligners

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from kvalign.errors import UserError
+from kvalign.eval.grid import sizes_of
 from kvalign.files import checked, write_whole
 from kvalign.methods.base import Method
 
@@ -27,53 +28,40 @@ class _Metadata(BaseModel):
     seconds: float
 
 
-class LossStore:
-    """Per-token losses by key; without a folder nothing is kept."""
+def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
+    """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
 
-    def __init__(self, folder: Path | None):
-        self.folder = folder
+    Raises:
+        UserError: a file of that name which is damaged or of another key.
+    """
+    path = _path(folder, key)
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
+        tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it") from error
+    if metadata.key != json.loads(json.dumps(key)):
+        raise UserError(f"{path} holds other figures: delete it")
+    common = min(len(tokens), len(labels))
+    if not torch.equal(tokens[:common], labels[:common].cpu()):
+        return None  # another text with the same beginning
+    return (nll[: len(labels)], metadata.seconds) if common == len(labels) else None
 
-    def get(self, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
-        """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
 
-        Raises:
-            UserError: a file of that name which is damaged or of another key.
-        """
-        path = self._path(key)
-        if path is None or not path.exists():
-            return None
-        try:
-            table = pq.read_table(path, page_checksum_verification=True)
-            metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
-            tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}): delete it") from error
-        if metadata.key != json.loads(json.dumps(key)):
-            raise UserError(f"{path} holds other figures: delete it")
-        common = min(len(tokens), len(labels))
-        if not torch.equal(tokens[:common], labels[:common].cpu()):
-            return None  # another text with the same beginning
-        return (nll[: len(labels)], metadata.seconds) if common == len(labels) else None
-
-    def put(self, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float) -> None:
-        """Keep the losses of labels [N] and the labels themselves."""
-        path = self._path(key)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table = pa.table(
-            {"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()},
-            metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
-        )
-        write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
-
-    def _path(self, key: dict[str, Any]) -> Path | None:
-        if self.folder is None:
-            return None
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-        sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
-        label = "-".join(filter(None, (key["method"], key["aligner"])))
-        return self.folder / f"{label}-{sizes}-{digest}.parquet"
+def write_losses(
+    folder: Path, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float
+) -> None:
+    """Keep the losses of labels [N] and the labels themselves."""
+    path = _path(folder, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()},
+        metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
+    )
+    write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
 
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
@@ -83,15 +71,11 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
     aligner = getattr(method, "aligner", None)
     return {
-        "method": method.name,
-        "aligner": method.aligner_name,
+        **sizes_of(method),
         "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
         "model_type": method.spec.model_type,
         "model_sha256": _digest(weights),
         "dtype": str(model.dtype),
-        "cache_size": method.sizes.cache_size,
-        "num_sinks": method.sizes.num_sinks,
-        "num_evicted": method.sizes.num_evicted,
         "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
         "stepwise": stepwise,
     }
@@ -102,3 +86,10 @@ def _digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _path(folder: Path, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
+    label = "-".join(filter(None, (key["method"], key["aligner"])))
+    return folder / f"{label}-{sizes}-{digest}.parquet"

@@ -1,22 +1,18 @@
-"""The losses of every method on the same labels, and the figures that are made of them.
-
-A method scores a text step by step, or by a faster way with the same result (`kvalign.scoring`),
-unless every method is made to step.
-"""
+"""The losses of every method on the same labels, and the figures that are made of them."""
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
-from kvalign.eval.grid import sizes_of
-from kvalign.eval.loss_store import LossStore, key_of
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
+from kvalign.eval.grid import in_turn, sizes_of
+from kvalign.eval.loss_store import key_of, read_losses, write_losses
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
@@ -36,45 +32,29 @@ def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> Tensor:
 
 
 def score_methods(
-    methods: Iterable[Method],
-    ids: Tensor,
-    num_labels: int,
-    *,
-    stepwise: bool = False,
-    reference: str | None = None,
-    store: LossStore | None = None,
+    methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
 ) -> list[Row]:
-    """A row for each method, of the losses of the `num_labels` that follow its first input.
-
-    Args:
-        methods: any.
-        ids: [1, N] int64, long enough for the largest cache and the labels.
-        num_labels: to score.
-        stepwise: one step a token even where a faster way gives the same figures.
-        reference: name of the method that each row is compared with.
-        store: where losses are kept and taken from.
+    """A row for each method, of the losses of the `num_tokens` labels that follow its first input
+    in ids [1, N] int64.
     """
-    methods, store = list(methods), store or LossStore(None)
-    rows, losses = [], []
-    with tqdm(total=len(methods) * num_labels, unit="label", smoothing=0.05) as bar:
-        for method in methods:
-            bar.set_description(f"{method.name} C={method.sizes.cache_size}")
-            scored = ids[:, : method.sizes.first_input_len + num_labels]
-            key = key_of(method, scored, stepwise)
-            labels = scored[0, -num_labels:]
-            kept = store.get(key, labels)
-            if kept is not None:
-                nll, seconds = kept
-                bar.update(num_labels)
-            else:
-                start = time.perf_counter()
-                nll = (score_stepwise if stepwise else score)(method, scored, bar.update)
-                seconds = time.perf_counter() - start
-                store.put(key, labels, nll, seconds)
-            losses.append(nll.cpu())
-            rows.append(_row(method, losses[-1], seconds))
-    if reference:
-        compare(rows, losses, reference)
+    rows, losses, num_labels = [], [], settings.num_tokens
+    score_with = score_stepwise if settings.stepwise else score
+    for method, bar in in_turn(methods, num_labels, "label"):
+        scored = ids[:, : method.sizes.first_input_len + num_labels]
+        labels, key = scored[0, -num_labels:], key_of(method, scored, settings.stepwise)
+        if settings.keep and (kept := read_losses(settings.keep, key, labels)):
+            nll, seconds = kept
+            bar.update(num_labels)
+        else:
+            start = time.perf_counter()
+            nll = score_with(method, scored, bar.update)
+            seconds = time.perf_counter() - start
+            if settings.keep:
+                write_losses(settings.keep, key, labels, nll, seconds)
+        losses.append(nll.cpu())
+        rows.append(_row(method, losses[-1], seconds))
+    if settings.reference:
+        compare(rows, losses, settings.reference)
     return rows
 
 
@@ -99,13 +79,11 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
     of the same cache if there is none: ratio, its interval, drift, and the ratio of each segment.
     """
     for row, nll in zip(rows, losses, strict=True):
-        same = [
-            i
-            for i, other in enumerate(rows)
-            if other["method"] == reference and other["cache_size"] == row["cache_size"]
-        ]
-        closest = [i for i in same if rows[i]["num_evicted"] == row["num_evicted"]] or same
-        difference = nll - losses[closest[0]]
+        size = row["cache_size"]
+        bases = zip(rows, losses, strict=True)
+        same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
+        closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
+        difference = nll - closest[0]
         quarters = by_quarter(difference)
         low, high = interval(difference)
         row |= {
@@ -114,6 +92,5 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
             "ratio_high": high,
             "drift": quarters[-1] / quarters[0],
         }
-        paired = by_segment(difference, row["cache_size"])
-        for segment, other in zip(row["segments"], paired, strict=True):
+        for segment, other in zip(row["segments"], by_segment(difference, size), strict=True):
             segment["ratio"] = other["perplexity"]

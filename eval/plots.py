@@ -18,7 +18,7 @@ from matplotlib.ticker import NullLocator
 
 from kvalign.escape import escape_controls
 from kvalign.eval.evaluation import Row
-from kvalign.eval.rows import grouped, label_of
+from kvalign.eval.tables import grouped, label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
@@ -55,32 +55,19 @@ class Series:
 
 def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
     """A line for each method of two columns of its rows."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(label_of(row), []).append(row)
-    return [
-        Series(
-            label,
-            style_of(group[0]),
-            [row[x] for row in group],
-            [row[y] for row in group],
-            [row[high] for row in group] if high else None,
-        )
-        for label, group in groups.items()
-    ]
+    lines = []
+    for label, group in grouped(rows, label_of).items():
+        style = _STYLES.get(group[0]["aligner"] or group[0]["method"], (INK, "."))
+        figures = ([row[name] for row in group] for name in (x, y, high) if name)
+        lines.append(Series(label, style, *figures))
+    return lines
 
 
 def panels_by(
     name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
-    return {
-        f"{title}{value}": series(group, x, y, high) for value, group in grouped(rows, name).items()
-    }
-
-
-def style_of(row: Row) -> tuple[str, str]:
-    return _STYLES.get(row["aligner"] or row["method"], (INK, "."))
+    return {f"{title}{v}": series(group, x, y, high) for v, group in grouped(rows, name).items()}
 
 
 def draw(
@@ -121,31 +108,23 @@ def draw(
             y_values = [v for lines in panels.values() for line in lines for v in line.y]
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
-        handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines()}
-        handles = {name: h for name, h in handles.items() if not str(name).startswith("_")}
-        figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside lower center",
-            ncols=3,
-            fontsize=8,
-            frameon=False,
-        )
+        legends = [axes.get_legend_handles_labels()[0] for axes in all_axes]
+        handles = {handle.get_label(): handle for legend in legends for handle in legend}
+        place: dict[str, Any] = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles.values(), handles.keys(), **place)
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure on white, as PNG or SVG by the path's ending."""
     with mpl.rc_context(_THEME), _any_glyph():
-        write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=_no_date(path)))
+        undated = {"Date": None} if path.suffix == ".svg" else {}
+        write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=undated))
 
 
 def inline_svg(figure: Figure, name: str) -> str:
     """A figure as an <svg> element for a page: no background, ink in the colour of the text around.
-
-    Args:
-        figure: as drawn.
-        name: unique on the page, so that no two elements have one id.
+    Its name is unique on the page, so that no two elements have one id.
     """
     buffer = io.StringIO()
     with mpl.rc_context(_THEME | {"svg.hashsalt": name}), _any_glyph():
@@ -159,45 +138,32 @@ def inline_svg(figure: Figure, name: str) -> str:
 def _draw_line(axes: Axes, line: Series) -> None:
     color, marker = line.style
     in_front = 3 if "(" in line.label else 2  # of what it is compared with
+    style: dict[str, Any] = dict(color=color, marker=marker, zorder=in_front)
     if line.high is None:
-        axes.plot(line.x, line.y, color=color, marker=marker, label=line.label, zorder=in_front)
+        axes.plot(line.x, line.y, label=line.label, **style)
         return
-    whiskers = [
-        [0.0] * len(line.y),
-        [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)],
-    ]
-    axes.errorbar(
-        line.x, line.y, whiskers, color=color, marker=marker, label="_", zorder=in_front, capsize=3
-    )
+    up = [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)]
+    axes.errorbar(line.x, line.y, [[0.0] * len(up), up], label="_", capsize=3, **style)
     axes.plot([], [], color=color, marker=marker, label=line.label)
 
 
 def _double(axes: Axes, x: list[float]) -> None:
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
-    ends = {min(x), max(x)}
-    ticks = sorted({v for v in x if math.log2(v).is_integer()} or ends)
-    if any(v == 255 for v in x):  # the largest cache of GPT-2's kin: 256 less the new token
-        ticks = sorted({*ticks, 255.0})
-    axes.set_xticks(ticks, [f"{value:g}" for value in ticks], minor=False)
+    ticks = {v for v in x if math.log2(v).is_integer()} or {min(x), max(x)}
+    ticks |= {255.0} & set(x)  # the largest cache of GPT-2's kin: 256 less the new token
+    axes.set_xticks(sorted(ticks), [f"{value:g}" for value in sorted(ticks)], minor=False)
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:
-    ticks = _ticks(min(values), max(values))
+    """Ticks at round values between the ends of a log axis, enough to read it by."""
+    low, high = 0.95 * min(values), 1.05 * max(values)
+    steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
+    ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    ticks = ticks[:: max(1, math.ceil(len(ticks) / 8))]
     axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values between the ends of a log axis, enough to read it by."""
-    steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
-    ticks = [
-        step * 10.0**power
-        for power in range(-6, 8)
-        for step in steps
-        if low * 0.95 <= step * 10.0**power <= high * 1.05
-    ]
-    return ticks if len(ticks) <= 8 else ticks[:: math.ceil(len(ticks) / 8)]
 
 
 @contextmanager
@@ -206,7 +172,3 @@ def _any_glyph() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
-
-
-def _no_date(path: Path) -> dict[str, None]:
-    return {"Date": None} if path.suffix == ".svg" else {}

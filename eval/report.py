@@ -4,19 +4,17 @@ its own script, and text of models and users is data.
 
 import base64
 import hashlib
-from importlib import resources
 from pathlib import Path
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvalign.escape import escape_controls
-from kvalign.eval.contents import panels, sections, summary
+from kvalign.eval.contents import panels, paper_tables, sections, summary
 from kvalign.eval.evaluation import Plot, Row, Section
-from kvalign.eval.paper import paper_tables
 from kvalign.eval.plots import inline_svg, save
 from kvalign.eval.results_folder import Results, read
-from kvalign.eval.rows import as_csv
 from kvalign.files import write_text
 from kvalign.methods import METHODS
 
@@ -51,15 +49,16 @@ def write_report(folder: str | Path) -> Path:
 
 def render(results: Results, contents: list[Section]) -> str:
     """The page's source, with these sections of the results."""
+    loader = PackageLoader("kvalign.eval")
     templates = Environment(
-        loader=PackageLoader("kvalign.eval"),
+        loader=loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     templates.filters |= {"escape_controls": escape_controls, "svg": _svg}
-    script = _template("report.js")
+    style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in results.documents.values() for row in d["rows"]}
     return templates.get_template("report.html").render(
@@ -71,7 +70,7 @@ def render(results: Results, contents: list[Section]) -> str:
         paper_tables=paper_tables(results),
         methods={name: cls.about for name, cls in METHODS.items() if name in used},
         csv={name: _link(document["rows"]) for name, document in results.documents.items()},
-        style=Markup(_template("report.css")),
+        style=Markup(style),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
@@ -83,10 +82,8 @@ def _svg(plot: Plot) -> Markup:
 
 
 def _link(rows: list[Row]) -> str:
-    """A link that holds the rows as CSV."""
-    return "data:text/csv;base64," + base64.b64encode(as_csv(rows).encode()).decode()
-
-
-def _template(name: str) -> str:
-    folder = resources.files("kvalign.eval").joinpath("templates")
-    return folder.joinpath(name).read_text(encoding="utf-8")
+    """A link that holds the rows as CSV, without the columns that hold lists or passages."""
+    table = pd.DataFrame(rows, dtype=object).drop(columns="text", errors="ignore")
+    nested = table.map(lambda value: isinstance(value, list | tuple | dict)).any()
+    text = table.loc[:, ~nested].to_csv(index=False, lineterminator="\n")
+    return "data:text/csv;base64," + base64.b64encode(text.encode()).decode()

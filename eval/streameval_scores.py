@@ -22,22 +22,21 @@ from kvalign.scoring import OnLabels
 
 @dataclass(frozen=True)
 class Piece:
-    """A line that registers a number, or a query for it.
-
-    Attributes:
-        line: the line that registers the number, counted from 1.
-        distance: lines from that one to the latest when it is asked for; None: no query.
-    """
+    """A line, counted from 1, that registers a number; or a query for it `distance` lines later."""
 
     line: int
     number: int
     distance: int | None = None
 
     @property
+    def is_query(self) -> bool:
+        return self.distance is not None
+
+    @property
     def opening(self) -> str:
-        if self.distance is None:
-            return f"line {self.line}: REGISTER_CONTENT is <"
-        return f"What is the REGISTER_CONTENT of line {self.line}? <"
+        if self.is_query:
+            return f"What is the REGISTER_CONTENT of line {self.line}? <"
+        return f"line {self.line}: REGISTER_CONTENT is <"
 
     @property
     def answer(self) -> str:
@@ -90,21 +89,18 @@ def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
     """Tokens of pieces that follow each other, without special tokens."""
-
-    def ids(text: str) -> Tensor:
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return torch.tensor(token_ids, dtype=torch.int64, device=device)
-
     encoded, start = [], 0
     for piece in stream:
-        parts = [ids(text) for text in (piece.opening, piece.answer, "\n")]
-        encoded.append(EncodedPiece(piece, start, *parts))
+        texts = [piece.opening, piece.answer, "\n"]
+        parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        tensors = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in parts]
+        encoded.append(EncodedPiece(piece, start, *tensors))
         start += sum(map(len, parts))
     return encoded
 
 
 def check_fits(method: Method, streams: Iterable[Sequence[EncodedPiece]]) -> None:
-    """Raise UserError for a method that cannot take in a whole stream."""
+    """Raise UserError for a method without room for a whole stream."""
     method.reset()
     longest = max(stream[-1].start + len(stream[-1].ids) for stream in streams)
     if method.tokens_left is not None and longest > method.tokens_left:
@@ -121,8 +117,8 @@ def score(
     start = time.perf_counter()
     right, nll = ask(method, stream, on_queries)
     seconds = time.perf_counter() - start
-    lines = {one.piece.line: one for one in stream if one.piece.distance is None}
-    asked = [(lines[one.piece.line], one) for one in stream if one.piece.distance is not None]
+    lines = {one.piece.line: one for one in stream if not one.piece.is_query}
+    asked = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
     num_between = [query.answer_start - line.answer_end for line, query in asked]
     num_seen = sum(sees(method, line, query.answer_start) for line, query in asked)
     return {
@@ -146,17 +142,13 @@ def ask(
     method.reset()
     right, nll = [], []
     for one in stream:
-        if one.piece.distance is None:
+        if not one.piece.is_query:
             method.feed(one.ids[None])
             continue
         # Step by step: what is fed at once attends to all of itself besides a full cache.
-        for token in one.opening:
-            logits = method.feed(token.view(1, 1))
-        steps = [logits]
-        for token in one.answer[:-1]:
-            steps.append(method.feed(token.view(1, 1)))
+        steps = [method.feed(x.view(1, 1)) for x in torch.cat([one.opening, one.answer[:-1]])]
         method.feed(torch.cat([one.answer[-1:], one.newline])[None])
-        every = torch.cat(steps)  # [answer tokens, V]
+        every = torch.cat(steps[len(one.opening) - 1 :])  # [answer tokens, V]
         right.append((every.argmax(-1) == one.answer).all())
         nll.append(torch.nn.functional.cross_entropy(every, one.answer, reduction="sum"))
         on_queries(1)
@@ -175,4 +167,4 @@ def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
 
 
 def num_queries(stream: Sequence[EncodedPiece]) -> int:
-    return sum(one.piece.distance is not None for one in stream)
+    return sum(one.piece.is_query for one in stream)

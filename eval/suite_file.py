@@ -3,7 +3,7 @@
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvalign.errors import UserError
 from kvalign.files import checked
@@ -17,11 +17,8 @@ class Step(BaseModel):
 
 
 class PaperTable(BaseModel):
-    """Figures of the paper, by method and cache size.
-
-    Attributes:
-        cell: name of the suite's cell that measures the same.
-        metric: name of the column in its rows.
+    """Figures of the paper, by method and cache size; the suite's `cell` measures the same, as the
+    column `metric` of its rows.
     """
 
     title: str
@@ -38,10 +35,8 @@ class Paper(BaseModel):
     tables: list[PaperTable] = []
 
 
-class Suite(BaseModel):
+class Suite(BaseModel, frozen=True):
     """A suite: `cells` are its evaluations, `prepare` what they need, in order."""
-
-    model_config = ConfigDict(frozen=True)
 
     title: str = ""
     about: str = ""
@@ -51,11 +46,7 @@ class Suite(BaseModel):
 
 
 def parse_suite_text(text: str, name: str) -> Suite:
-    """The suite that a YAML text describes.
-
-    Args:
-        text: of the file.
-        name: of the suite or its file, for messages.
+    """The suite that a YAML text describes; `name` is that of the suite or its file, for messages.
 
     Raises:
         UserError: it is no YAML, or a field is missing or wrong; the message names it.

@@ -7,10 +7,8 @@ from rich.text import Text
 
 from kvalign.console import Heading, console_for, print_table
 from kvalign.escape import escape_controls
-from kvalign.eval.contents import panels, sections, summary
-from kvalign.eval.evaluation import Column
-from kvalign.eval.paper import paper_tables
-from kvalign.eval.passages import Panel
+from kvalign.eval.contents import panels, paper_tables, sections, summary
+from kvalign.eval.evaluation import Panel
 from kvalign.eval.results_folder import read
 from kvalign.eval.tables import Table
 
@@ -38,12 +36,8 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 def print_tables(tables: list[Table], console: Console | None = None) -> None:
     for table in tables:
-        headings = [_heading(column) for column in table.columns]
+        headings = [Heading(c.title + ARROWS[c.better], c.is_number) for c in table.columns]
         print_table(headings, table.rows, title=table.title, console=console)
-
-
-def _heading(column: Column) -> Heading:
-    return Heading(column.title + ARROWS[column.better], column.is_number)
 
 
 def _print_strips(panel: Panel, console: Console) -> None:

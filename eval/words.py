@@ -8,6 +8,7 @@ import io
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvalign.errors import NotFoundError, UserError
 
@@ -21,6 +22,10 @@ _PLACE = "corpora/words.zip/words/"  # below a folder of NLTK's path
 class WordList:
     name: str
     words: frozenset[str]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"name": self.name, "num_words": len(self.words)}
 
 
 def load_words(name: str = "auto", nltk_data: Path | None = None) -> WordList:
@@ -71,24 +76,18 @@ def _nltk_words(nltk_data: Path | None) -> frozenset[str]:
     one looked in.
     """
     import nltk
+    from nltk.corpus.reader import WordListCorpusReader
 
     before = list(nltk.data.path)
     try:
         if nltk_data:  # NLTK reads only below its own path, whatever it is told to look in
             nltk.data.path[:] = [str(nltk_data.expanduser().resolve())]
         try:
-            return _read()
+            root = nltk.data.find(_PLACE)
         except LookupError:
             if nltk_data or not nltk.download("words", quiet=True, print_error_to=io.StringIO()):
                 return frozenset()
-            return _read()
+            root = nltk.data.find(_PLACE)
+        return frozenset(WordListCorpusReader(root, ["en"]).words())
     finally:
         nltk.data.path[:] = before
-
-
-def _read() -> frozenset[str]:
-    import nltk
-    from nltk.corpus.reader import WordListCorpusReader
-
-    root = nltk.data.find(_PLACE)
-    return frozenset(WordListCorpusReader(root, ["en"]).words())

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.evaluation import Column, Document
-from kvalign.eval.evaluations.readability import MEAN_COLUMNS, JudgedText
-from kvalign.eval.settings import ComparisonSettings
+from kvalign.eval.evaluations.readability import MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(ComparisonSettings):
+class ChatSettings(WritingSettings):
     """Feed turns one after another through one endless stream and judge each answer: how fluent it
     stays, not whether it is right.
 
@@ -35,41 +33,22 @@ class ChatSettings(ComparisonSettings):
     prompts: str = option("own", help="conversations: own, mt-bench, or a .jsonl file of turns")
     num_turns: int = option(8, help="turns to feed, the first of them", at_least=1)
     max_new_tokens: int = option(100, help="tokens of an answer at most", at_least=1)
-    top_k: int = option(
-        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
-    )
-    words: str = option(
-        "auto",
-        help="word list; auto: NLTK's where it is at hand or can be fetched",
-        choices=("auto", "nltk", "english-words"),
-    )
-    nltk_data: Path | None = option(None, help="folder with NLTK's corpora/words.zip")
-    seed: int = option(0, help="seed of the draws, the same for each method")
 
 
 @keywords_of(ChatSettings)
 def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Feed the same turns to every method's one stream, and measure its answers.
 
-    Args:
-        loaded: in place of the model that the settings name.
-
     Returns:
         A document with `turns` (what the user said), `word_list` (name, num_words) and a row for
-        each answer: method, aligner, cache_size, num_sinks, num_evicted, answer (index), num_fed
-        (tokens of the stream before it), the measures of `kvalign.eval.fluency.judge`, and text.
-
-    Raises:
-        UserError: wrong settings, said before any work.
+        each answer: the sizes, answer (index), num_fed (tokens of the stream before it), and the
+        measures of `kvalign.eval.fluency.judge`.
     """
-    from tqdm.auto import tqdm
-
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.document import document
     from kvalign.eval.fluency import judge
-    from kvalign.eval.grid import load, make_grid, sizes_of
+    from kvalign.eval.grid import in_turn, load, make_grid, sizes_of
     from kvalign.eval.words import load_words
-    from kvalign.sampling import Sampling
     from kvalign.text_stream import TextStream
     from kvalign.turns import turn_ids
 
@@ -78,38 +57,23 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     turns = turns[: settings.num_turns]
     words = load_words(settings.words, settings.nltk_data)
     settings, loaded = load(settings, loaded)
-    sampling = Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        top_k=settings.top_k,
-        stop_at_end=True,
-        seed=settings.seed,
-    )
-    methods = make_grid(settings, loaded.model)
     rows = []
-    with tqdm(total=len(methods) * len(turns), unit="answer") as bar:
-        for method in methods:
-            bar.set_description(f"{method.title} C={method.sizes.cache_size}")
-            stream = TextStream(loaded.tokenizer, method, sampling)
-            for number, turn in enumerate(turns):
-                prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
-                stream.feed(prompt_ids)
-                num_fed = len(stream.ids)
-                for _ in stream:
-                    pass
-                rows.append(
-                    sizes_of(method)
-                    | {"answer": number, "num_fed": num_fed}
-                    | judge(loaded, prompt_ids, stream.token_ids, words.words)
-                )
-                bar.update()
-    return document(
-        "eval chat",
-        settings,
-        rows,
-        started=started,
-        turns=turns,
-        word_list={"name": words.name, "num_words": len(words.words)},
-    )
+    for method, bar in in_turn(make_grid(settings, loaded.model), len(turns), "answer"):
+        stream = TextStream(loaded.tokenizer, method, settings.sampling(stop_at_end=True))
+        for number, turn in enumerate(turns):
+            prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
+            stream.feed(prompt_ids)
+            num_fed = len(stream.ids)
+            for _ in stream:
+                pass
+            rows.append(
+                sizes_of(method)
+                | {"answer": number, "num_fed": num_fed}
+                | judge(loaded, prompt_ids, stream.token_ids, words.words)
+            )
+            bar.update()
+    more = {"turns": turns, "word_list": words.about}
+    return document("eval chat", settings, rows, started=started, **more)
 
 
 class Chat(JudgedText):

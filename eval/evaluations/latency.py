@@ -65,26 +65,12 @@ class LatencySettings(ComparisonSettings):
 def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure every method at every cache size and batch size.
 
-    Args:
-        loaded: in place of the model that the settings name.
-
     Returns:
-        A document whose rows have method, aligner (kind; None for methods without one), cache_size,
-        num_sinks, num_evicted (entries), batch_size (streams), num_steps (calls timed, without the
-        first tokens), and
-
-            ttft_ms    milliseconds from an empty cache to the logits after a prompt, for all
-                       streams together, median over the trials
-            median_ms, mean_ms, p90_ms, p99_ms
-                       milliseconds per token with the cache full: those of a step divided by the
-                       batch size
-            ratio      median_ms by that of the reference at the same cache and batch size
-            peak_mb    10^6 bytes held at once, at most, from an empty cache through a first input
-                       of cache_size + 1 tokens and 3 steps, beyond the weights; None where the
-                       device does not tell
-
-    Raises:
-        UserError: wrong settings, said before any work.
+        A document whose rows have the sizes, num_steps (calls timed, without the first tokens), and
+        `COLUMNS`: times per token are those of a step divided by the batch size; ttft_ms is from an
+        empty cache to the logits after a prompt, for all streams together, median over the trials;
+        peak_mb (10^6 bytes) from an empty cache through a first input of cache_size + 1 tokens and
+        3 steps, None where the device does not tell; ratios are at the same cache and batch size.
     """
     import torch
     from tqdm.auto import tqdm
@@ -146,12 +132,10 @@ class Latency(Evaluation):
     def figure(self, document: Document) -> tuple[Figure, str]:
         from kvalign.eval.plots import draw, panels_by
 
-        title = self.title(document)
-        panels = panels_by(
-            "batch_size", document["rows"], f"{title}, batch ", "cache_size", "median_ms", "p90_ms"
-        )
-        y = "ms/token (lower is better)"
-        figure = draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
+        title, figures = self.title(document), ("cache_size", "median_ms", "p90_ms")
+        panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
+        x, y = "cache size (entries)", "ms/token (lower is better)"
+        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         return figure, f"Time per token: {title}"
 
 

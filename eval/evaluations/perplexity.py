@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Plot, Section
+from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Section
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvalign.eval.tables import Table
     from kvalign.models import LoadedModel
 
 
@@ -64,39 +65,23 @@ class PerplexitySettings(ComparisonSettings):
 def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Score every method at every cache size and number evicted.
 
-    Args:
-        loaded: in place of the model that the settings name.
-
     Returns:
-        A document whose rows have method, aligner (kind and objective; None for methods without
-        one), cache_size, num_sinks, num_evicted, num_labels, nll_nats (mean a label), perplexity,
-        low, high (its 95 % interval), quarters (perplexity of each quarter of the labels),
-        segments (see `kvalign.eval.statistics.by_segment`), seconds; and with a reference: ratio
-        (perplexity by that of the reference at the same cache size and number evicted, on the same
-        labels), ratio_low, ratio_high, drift (how the ratio changed from the first quarter of the
-        labels to the last, 1: not) and the ratio of each segment.
+        A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
+        nll_nats (mean a label), quarters (perplexity of each quarter of the labels), segments (see
+        `kvalign.eval.statistics.by_segment`; with a reference each has its ratio, too), seconds.
 
     Raises:
-        UserError: wrong settings, or a corpus shorter than the largest cache and the labels;
-            before any work.
+        UserError: a corpus shorter than the largest cache and the labels.
     """
     from kvalign.eval.document import document
     from kvalign.eval.grid import load, make_grid
-    from kvalign.eval.loss_store import LossStore
     from kvalign.eval.perplexity_scores import read_ids, score_methods
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     longest = max(settings.cache_sizes) + 1 + settings.num_tokens
-    rows = score_methods(
-        methods,
-        read_ids(loaded, settings.corpus, longest),
-        settings.num_tokens,
-        stepwise=settings.stepwise,
-        reference=settings.reference,
-        store=LossStore(settings.keep),
-    )
+    rows = score_methods(methods, read_ids(loaded, settings.corpus, longest), settings)
     result = document("eval perplexity", settings, rows, started=started)
     if settings.plot:
         from kvalign.eval.plots import save
@@ -115,8 +100,20 @@ COLUMNS = {
     "ratio_high": Column("ratio to", 3, "", "95 %, paired block bootstrap", True),
     "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True),
 }
-NLL = Column("NLL, nats", 4, "lower", "mean loss of a label")
-TIME = Column("total s", 1, "lower", "time of the whole run")
+MORE_COLUMNS = {
+    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
+    "seconds": Column("total s", 1, "lower", "time of the whole run"),
+}
+DRIFT = (
+    "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
+    "by the reference's on the same labels where there is one, which takes the text's own ups and "
+    "downs out. A line that climbs compounds an error."
+)
+TOTAL_TIME = (
+    "Every method made to step token by token, as it does when it generates (the paper's figure "
+    "3); a point is one cache size. To the lower left is better."
+)
+TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
 
 
 class Perplexity(Evaluation):
@@ -130,9 +127,15 @@ class Perplexity(Evaluation):
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
-    more_columns = (("nll_nats", NLL), ("seconds", TIME))
+    more_columns = MORE_COLUMNS
     row_fields = (("segments", list[dict[str, float]]),)
     settings_read = ("corpus", "reference", "stepwise")
+
+    def check(self, document: Document) -> None:
+        needed = {"end", _judged(document)}
+        for row in document["rows"]:
+            if not row["segments"] or any(needed - segment.keys() for segment in row["segments"]):
+                raise UserError(f"rows.segments: each needs {' and '.join(sorted(needed))}")
 
     def chosen(self, documents: Documents) -> Documents:
         """Less those that stepped through a text for their times alone, while another scored more
@@ -158,68 +161,43 @@ class Perplexity(Evaluation):
     def sections(self, documents: Documents) -> list[Section]:
         chosen = self.chosen(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
-        return [*super().sections(chosen), self._drift(chosen), self._total_time(stepped)]
+        drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
+        title = "Perplexity against total time"
+        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
+        return [*super().sections(chosen), drift, timed]
 
-    def _drift(self, documents: Documents) -> Section:
+    def _drift(self, document: Document) -> tuple[Figure, str] | None:
+        from kvalign.eval.plots import draw, panels_by
+
+        settings, judged = document["settings"], _judged(document)
+        points = [
+            row | {"end": segment["end"], "y": segment[judged]}
+            for row in document["rows"]
+            if len(row["segments"]) > 1
+            for segment in row["segments"]
+        ]
+        if not points:
+            return None
+        reference = settings["reference"]
+        x, y = "cache sizes since it filled", "perplexity"
+        y += f" by {reference}'s" if reference else ""
+        panels = panels_by("cache_size", points, "C = ", "end", "y")
+        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+        return figure, f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+
+    def _by_time(self, document: Document) -> tuple[Figure, str]:
         from kvalign.eval.plots import draw, series
-        from kvalign.eval.rows import grouped
 
-        section = Section(
-            "Drift",
-            "The same perplexity as the stream goes on, in units of the cache size since the cache "
-            "filled; by the reference's on the same labels where there is one, which takes the "
-            "text's own ups and downs out. A line that climbs compounds an error.",
-            list(documents),
-        )
-        for name, document in documents.items():
-            settings = document["settings"]
-            reference = settings["reference"]
-            y = f"perplexity by {reference}'s" if reference else "perplexity"
-            panels = {}
-            for cache_size, rows in grouped(document["rows"], "cache_size").items():
-                if len(rows[0]["segments"]) > 1:
-                    points = [
-                        row | {"end": segment["end"], "y": segment[_judged(document)]}
-                        for row in rows
-                        for segment in row["segments"]
-                    ]
-                    panels[f"C = {cache_size}"] = series(points, "end", "y")
-            if panels:
-                x = "cache sizes since it filled"
-                drawn = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-                caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
-                section.plots.append(Plot(f"{name}-drift", drawn, caption))
-        return section
+        title = self.title(document)
+        lines = {title: series(document["rows"], "seconds", "perplexity")}
+        x, y = "total time, s", "perplexity (lower is better)"
+        figure = draw(lines, x=x, y=y, log_x=True, log_y=True)
+        return figure, f"Perplexity against total time: {title}"
 
-    def _total_time(self, documents: Documents) -> Section:
-        from kvalign.eval.plots import draw, series
+    def _time_tables(self, document: Document) -> list[Table]:
         from kvalign.eval.tables import tables_by_cache
 
-        section = Section(
-            "Perplexity against total time",
-            "Every method made to step token by token, as it does when it generates (the paper's "
-            "figure 3); a point is one cache size. To the lower left is better.",
-            list(documents),
-        )
-        columns = {"perplexity": COLUMNS["perplexity"], "seconds": TIME}
-        for name, document in documents.items():
-            title = self.title(document)
-            figure = draw(
-                {title: series(document["rows"], "seconds", "perplexity")},
-                x="total time, s",
-                y="perplexity (lower is better)",
-                log_x=True,
-                log_y=True,
-            )
-            section.plots.append(Plot(name, figure, f"Perplexity against total time: {title}"))
-            section.tables.extend(tables_by_cache(title, document["rows"], columns))
-        return section
-
-    def check(self, document: Document) -> None:
-        needed = {"end", _judged(document)}
-        for row in document["rows"]:
-            if not row["segments"] or any(needed - segment.keys() for segment in row["segments"]):
-                raise UserError(f"rows.segments: each needs {' and '.join(sorted(needed))}")
+        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS)
 
 
 def _judged(document: Document) -> str:
@@ -231,13 +209,9 @@ def _by_size(document: Document) -> Figure:
     """Perplexity (log scale) against cache size, a line a method."""
     from kvalign.eval.plots import draw, series
 
-    return draw(
-        {EVALUATION.title(document): series(document["rows"], "cache_size", "perplexity")},
-        x="cache size (entries)",
-        y="perplexity (lower is better)",
-        doubling_x=True,
-        log_y=True,
-    )
+    lines = {EVALUATION.title(document): series(document["rows"], "cache_size", "perplexity")}
+    x, y = "cache size (entries)", "perplexity (lower is better)"
+    return draw(lines, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Perplexity()

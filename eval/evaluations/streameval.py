@@ -64,46 +64,34 @@ class StreamEvalSettings(ComparisonSettings):
 def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method read one stream a distance, and score its answers.
 
-    Args:
-        loaded: in place of the model that the settings name.
-
     Returns:
-        A document whose rows have method, aligner, cache_size, num_sinks, num_evicted,
-        distance_lines, distance_tokens (mean, from the value's end to its answer), in_cache (share
-        of queries whose line is wholly seen by the step that begins the answer), num_queries,
-        accuracy (share of answers that are right), answer_nll_nats (mean of an answer), seconds.
+        A document whose rows have the sizes, `COLUMNS` (means over the queries: distance_tokens
+        from the value's end to its answer, in_cache if its line is wholly seen by the step that
+        begins the answer, answer_nll_nats of an answer), num_queries, seconds.
 
     Raises:
-        UserError: wrong settings, or a stream too long for a method that does not evict; before
-            any work.
+        UserError: a stream too long for a method that does not evict.
     """
-    from tqdm.auto import tqdm
-
     from kvalign.eval.document import document
-    from kvalign.eval.grid import load, make_grid
+    from kvalign.eval.grid import in_turn, load, make_grid
     from kvalign.eval.streameval_scores import check_fits, encode, num_queries, pieces, score
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
-    streams = {
-        distance: encode(
-            pieces(settings.num_lines, settings.query_every, distance, settings.seed),
-            loaded.tokenizer,
-            loaded.model.device,
-        )
-        for distance in settings.distances
-    }
+    texts = (
+        pieces(settings.num_lines, settings.query_every, distance, settings.seed)
+        for distance in dict.fromkeys(settings.distances)
+    )
+    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
     for method in methods:
-        check_fits(method, streams.values())
-    rows = []
-    with tqdm(total=len(methods) * sum(map(num_queries, streams.values())), unit="query") as bar:
-        for method in methods:
-            for distance, stream in streams.items():
-                bar.set_description(
-                    f"{method.title} C={method.sizes.cache_size} distance={distance}"
-                )
-                rows.append(score(method, stream, bar.update))
+        check_fits(method, streams)
+    num_all = sum(map(num_queries, streams))
+    rows = [
+        score(method, stream, bar.update)
+        for method, bar in in_turn(methods, num_all, "query")
+        for stream in streams
+    ]
     return document("eval streameval", settings, rows, started=started)
 
 
@@ -131,7 +119,7 @@ class StreamEval(Evaluation):
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means over the distances."""
-        from kvalign.eval.rows import means
+        from kvalign.eval.tables import means
 
         return means(document["rows"], self.in_summary)
 

@@ -17,7 +17,7 @@ from kvalign import checkpoints
 from kvalign.app import suite
 from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.eval.paper import paper_tables
+from kvalign.eval.contents import paper_tables
 from kvalign.eval.results_folder import Results, read
 from kvalign.eval.suite_file import parse_suite_text
 

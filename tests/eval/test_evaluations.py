@@ -13,9 +13,8 @@ import kvalign.eval
 from kvalign import load_model
 from kvalign.app.catalogue import COMMANDS
 from kvalign.app.cli import main
-from kvalign.eval.contents import sections, summary
+from kvalign.eval.contents import paper_tables, sections, summary
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
-from kvalign.eval.paper import paper_tables
 from kvalign.eval.results_folder import Results, read
 from kvalign.eval.suite_file import parse_suite_text
 

@@ -10,7 +10,7 @@ import torch
 
 from kvalign.app.cli import main
 from kvalign.data_gen.prompts import conversations
-from kvalign.eval import shapes
+from kvalign.eval import latency_models
 from kvalign.methods.base import Cached
 from kvalign.models import LoadedModel, load_model
 
@@ -132,7 +132,7 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
 
 def test_models_without_a_tokenizer_take_random_prompts(run, calls, monkeypatch):
     tiny = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(latency_models.SHAPES, "tiny", tiny)
     flags = ["--cache-sizes", "12", "--methods", "streaming-llm", "--prompts", "missing.jsonl"]
     run("--model", "shape:tiny", "--prompt-len", "9", *flags)
     assert [tuple(ids.shape) for _, ids, _ in calls[:4]] == [(1, 9)] * 3 + [(1, 13)]
@@ -204,6 +204,6 @@ def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
 def test_shapes_are_those_of_the_models():
     """Parameters in all as their authors give them, tied embeddings counted once."""
     counts = {"distilgpt2": 81_912_576, "gpt2": 124_439_808, "smollm2-135m": 134_515_008}
-    for name in shapes.SHAPES:
-        model = shapes.build(name, dtype="bfloat16")
+    for name in latency_models.SHAPES:
+        model = latency_models.random_model(name, dtype="bfloat16")
         assert sum(x.numel() for x in model.parameters()) == counts[name]
