@@ -1,6 +1,4 @@
-"""The folder of a trained aligner, whatever its kind: not overwritten unasked, its training on
-record, written whole.
-"""
+"""The folder of an aligner of any kind: not overwritten unasked, training on record, whole."""
 
 import os
 import platform
@@ -25,13 +23,9 @@ def check_free(out: Path, overwrite: bool) -> None:
         raise ExistsError(f"{out} already holds an aligner: {OVERWRITE}")
 
 
-def train_command(kind: str, settings: Settings) -> str:
-    """The command that trains the same again."""
-    return settings.command_line(f"train --aligner-kind {kind}", leave_out=("resume", "overwrite"))
-
-
 def record_of(
     command: str,
+    settings: Settings,
     data: dict[str, Any],
     device: torch.device | None = None,
     packages: tuple[str, ...] = ("kvalign", "torch"),
@@ -39,12 +33,13 @@ def record_of(
     """What an aligner's config and card say of how a part of it came about.
 
     Args:
-        command: a shell command that makes it again.
+        command, settings: of this command line, which make it again.
         data: what it was trained on.
         device: what it was trained on; None for what was not trained here.
         packages: whose versions are recorded.
     """
-    record: dict[str, Any] = {"command": command, "data": data}
+    words = settings.command_line(command, leave_out=("resume", "overwrite"))
+    record: dict[str, Any] = {"command": words, "data": data}
     if device is not None:
         on_gpu = device.type == "cuda"
         record["device"] = torch.cuda.get_device_name(device) if on_gpu else platform.machine()

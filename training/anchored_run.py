@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from kvalign.aligners import AnchoredAligner
 from kvalign.aligners.anchored import rows_of
@@ -20,7 +19,7 @@ from kvalign.models import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.table_objectives import draw
-from kvalign.training.training_text import Text
+from kvalign.training.text_run import Text
 
 CHUNKS = 8  # encoded a step
 ROWS = 16_384  # of each kv a step
@@ -30,11 +29,7 @@ WEIGHT_DECAY = 0.01
 def fit(
     aligner: AnchoredAligner, settings: AnchoredSettings, loaded: LoadedModel, text: Text
 ) -> dict[str, Any]:
-    """Fill the tables of `aligner`, then train its networks beside them: AdamW, linear decay.
-
-    Returns:
-        what `table_run.fit` says of the tables, and num_steps.
-    """
+    """Fill the tables as `table_run.fit` does, then train the networks: AdamW, linear decay."""
     record = table_run.fit(aligner.table, settings, loaded, text)
     rng, num_steps = torch.Generator().manual_seed(settings.seed), settings.max_steps
     nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in settings.kvs)
@@ -44,8 +39,9 @@ def fit(
     for _ in tqdm(range(num_steps), desc="anchored", unit="step"):
         ids = text.rows(rng, CHUNKS, settings.chunk_len)
         shift = draw(rng, 1, settings.chunk_len - 2)
-        pairs = _pairs(loaded.model, ids, shift)
-        losses = [_loss(aligner, kv, *pairs[kv], shift, rng) for kv in settings.kvs]
+        whole, rest = positionless(loaded.model, ids), positionless(loaded.model, ids[:, shift:])
+        pairs = zip(KV, whole, rest, strict=True)
+        losses = [_loss(aligner, kv, a, b, rng) for kv, a, b in pairs if kv in settings.kvs]
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         optimizer.step()
@@ -54,26 +50,17 @@ def fit(
     return record | {"num_steps": num_steps}
 
 
-def _pairs(model: PreTrainedModel, ids: Tensor, shift: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each kv: entries [B, L, H, T - shift, D] of the whole chunks, and re-encoded."""
-    whole, rest = positionless(model, ids), positionless(model, ids[:, shift:])
-    return {kv: (whole[i][..., shift:, :], rest[i]) for i, kv in enumerate(KV)}
-
-
 def _loss(
-    aligner: AnchoredAligner,
-    kv: str,
-    stale: Tensor,
-    clean: Tensor,
-    shift: int,
-    rng: torch.Generator,
+    aligner: AnchoredAligner, kv: str, whole: Tensor, rest: Tensor, rng: torch.Generator
 ) -> Tensor:
-    """Mean squared error of `ROWS` random rows of one pair, [] float32."""
+    """Mean squared error of `ROWS` random rows, [] float32: entries of whole chunks
+    [B, L, H, T, D], and of what was left of them, re-encoded [B, L, H, T - shift, D].
+    """
     chunk, layer, head, now = (
-        torch.randint(n, (ROWS,), generator=rng).to(stale.device) for n in stale.shape[:4]
+        torch.randint(n, (ROWS,), generator=rng).to(rest.device) for n in rest.shape[:4]
     )
     means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
-    birth = now + shift
-    x = stale[chunk, layer, head, now] - means[layer, head, birth]
+    birth = now + whole.shape[3] - rest.shape[3]
+    x = whole[chunk, layer, head, birth] - means[layer, head, birth]
     x = x / scales[layer, head, birth, None]
-    return mse_loss(rows_of(aligner, kv, x, now, layer, head), clean[chunk, layer, head, now])
+    return mse_loss(rows_of(aligner, kv, x, now, layer, head), rest[chunk, layer, head, now])

@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,13 @@ def fit(
         UserError: a device or a number of devices that this machine does not have.
         KeyboardInterrupt: stopped by the user; the next call resumes at the last validation report.
     """
-    last = work_dir / LAST
+    last, module = work_dir / LAST, Realignment(net, settings.lr, settings.weight_decay)
     interrupt = signal.getsignal(signal.SIGINT)
     with _quiet():
         try:
             trainer = _trainer(rows, settings, work_dir, callbacks)
-            trainer.fit(
-                Realignment(net, settings.lr, settings.weight_decay),
-                datamodule=rows,
-                ckpt_path=last if last.exists() else None,
-                weights_only=True,
-            )
+            checkpoint = last if last.exists() else None
+            trainer.fit(module, datamodule=rows, ckpt_path=checkpoint, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(
                 f"--accelerator {settings.accelerator} --devices {settings.devices}: {error}"
@@ -118,14 +115,14 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
 
 
 def _trainer(
-    rows: RecordedRows,
-    settings: NetworkSettings,
-    work_dir: Path,
-    callbacks: Sequence[pl.Callback],
+    rows: RecordedRows, settings: NetworkSettings, work_dir: Path, callbacks: Sequence[pl.Callback]
 ) -> pl.Trainer:
     num_batches = rows.num_batches(settings.devices)
     num_steps = min(num_batches, settings.max_steps or num_batches)
     num_reports = math.ceil(settings.vals_per_epoch * num_steps / num_batches)
+    checkpoint = partial(
+        ModelCheckpoint, work_dir, save_on_train_epoch_end=False, enable_version_counter=False
+    )
     return pl.Trainer(
         accelerator=settings.accelerator,
         devices=settings.devices,
@@ -141,22 +138,12 @@ def _trainer(
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
-            _checkpoint(work_dir, BEST, monitor="val_loss"),
-            _checkpoint(work_dir, LAST, monitor=None),
+            checkpoint(filename=Path(BEST).stem, monitor="val_loss"),
+            checkpoint(filename=Path(LAST).stem, monitor=None),
             Timer(),
             _Progress(rows.kv),
             *callbacks,
         ],
-    )
-
-
-def _checkpoint(work_dir: Path, name: str, monitor: str | None) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        dirpath=work_dir,
-        filename=name.removesuffix(".ckpt"),
-        monitor=monitor,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
     )
 
 
@@ -198,10 +185,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Checkpoint directory .* exists and is not empty"
-            )
-            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            for message in ("Checkpoint directory .* exists and is", ".*LeafSpec.* is deprecated"):
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -5,8 +5,9 @@ A row is one entry of one layer and head: its vector before realignment (stale, 
 depends on the seed and the epoch alone, so a run resumes at the very batch where it stopped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvalign.data_gen.store import Shard, Store
 from kvalign.errors import UserError
 
+_Step = tuple[int, int, int]
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2
 
 
@@ -33,16 +35,11 @@ class Batch(NamedTuple):
     head: Tensor
 
 
-class _Step(NamedTuple):
-    """One batch of the plan, the `part`-th of a shard; one window of shards is open at a time."""
-
-    window: int
-    shard: int
-    part: int
-
-
 class _Batches:
-    """Shards cut into batches of nearly the same size, some of which are this rank's."""
+    """Shards cut into batches of nearly the same size, some of which are this rank's.
+
+    A batch is planned as (window, shard, part); one window of shards is open at a time.
+    """
 
     def __init__(
         self, shards: list[Shard], kv: str, batch_size: int, *, rank: int = 0, world_size: int = 1
@@ -50,25 +47,30 @@ class _Batches:
         self.shards, self.kv, self.rank, self.world_size = shards, kv, rank, world_size
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
 
+    def _planned(self, window: int, shards: Iterable[int]) -> list[_Step]:
+        return [(window, i, part) for i in shards for part in range(self.parts[i])]
+
+    def _gather(self, plan: list[_Step], rows_of: Callable[[int], Tensor]) -> Iterator[Batch]:
+        for _, steps in groupby(plan, key=itemgetter(0)):
+            opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
+            for _, i, part in steps:
+                if i not in opened:
+                    parts = rows_of(i).tensor_split(self.parts[i])
+                    opened[i] = (*self.shards[i].tensors(self.kv), parts)
+                stale, aligned, parts = opened[i]
+                yield gather(stale, aligned, parts[part])
+
 
 class InOrder(_Batches):
     """Every row once, as stored: for validation. Ranks take the batches in turn."""
 
-    @property
-    def plan(self) -> list[tuple[int, int]]:
-        """This rank's batches: a shard and a part of it each."""
-        steps = [(i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)]
-        return steps[self.rank :: self.world_size]
-
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(range(self.rank, sum(self.parts), self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        for i, steps in groupby(self.plan, key=lambda step: step[0]):
-            stale, aligned = self.shards[i].tensors(self.kv)
-            parts = torch.arange(self.shards[i].num_rows).tensor_split(self.parts[i])
-            for _, part in steps:
-                yield gather(stale, aligned, parts[part])
+        plan = [step for i in range(len(self.parts)) for step in self._planned(i, [i])]
+        mine = plan[self.rank :: self.world_size]
+        return self._gather(mine, lambda i: torch.arange(self.shards[i].num_rows))
 
 
 class Shuffled(_Batches):
@@ -89,19 +91,15 @@ class Shuffled(_Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.drawn, len(self))
-        steps = self._plan(epoch)[self.rank :: self.world_size][first : len(self)]
-        for _, together in groupby(steps, key=lambda step: step.window):
-            opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
-            for _, i, part in together:
-                if i not in opened:
-                    rows = np.random.default_rng((self.seed, epoch, i)).permutation(
-                        self.shards[i].num_rows
-                    )
-                    parts = torch.from_numpy(rows).tensor_split(self.parts[i])
-                    opened[i] = (*self.shards[i].tensors(self.kv), parts)
-                stale, aligned, parts = opened[i]
-                self.drawn += 1
-                yield gather(stale, aligned, parts[part])
+        mine = self._plan(epoch)[self.rank :: self.world_size][first : len(self)]
+
+        def rows_of(i: int) -> Tensor:
+            rng = np.random.default_rng((self.seed, epoch, i))
+            return torch.from_numpy(rng.permutation(self.shards[i].num_rows))
+
+        for batch in self._gather(mine, rows_of):
+            self.drawn += 1
+            yield batch
 
     def _plan(self, epoch: int) -> list[_Step]:
         """The batches of an epoch, for all ranks."""
@@ -109,11 +107,7 @@ class Shuffled(_Batches):
         order = rng.permutation(len(self.shards)).tolist()
         plan = []
         for start in range(0, len(order), OPEN_SHARDS):
-            steps = [
-                _Step(start, i, part)
-                for i in order[start : start + OPEN_SHARDS]
-                for part in range(self.parts[i])
-            ]
+            steps = self._planned(start, order[start : start + OPEN_SHARDS])
             plan += [steps[n] for n in rng.permutation(len(steps))]
         return plan
 
@@ -143,10 +137,8 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 
 class RecordedRows(pl.LightningDataModule):
-    """Training and validation batches of `key` or `value` vectors, all recorded shifts together.
-
-    Raises:
-        UserError: the store lacks training or validation data.
+    """Training and validation batches of `key` or `value` vectors, all recorded shifts together;
+    UserError if the store lacks one of the two.
     """
 
     def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
@@ -161,8 +153,7 @@ class RecordedRows(pl.LightningDataModule):
 
     def num_batches(self, world_size: int) -> int:
         """Training batches an epoch of each device; UserError if there are none."""
-        num_batches = len(self._shuffled(world_size=world_size))
-        if not num_batches:
+        if not (num_batches := len(self._shuffled(world_size=world_size))):
             raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"
             )

@@ -26,7 +26,7 @@ from kvalign.data_gen.store import MANIFEST, Store, open_store
 from kvalign.errors import ExistsError, UserError
 from kvalign.files import locked, sha256
 from kvalign.runs import ResumableRun
-from kvalign.training.aligner_folder import OVERWRITE, record_of, save, train_command
+from kvalign.training.aligner_folder import OVERWRITE, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import best_weights, fit, losses
 from kvalign.training.network_rows import InOrder, RecordedRows
@@ -44,16 +44,29 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     store = open_store(settings.data, verify=True)
     torch.manual_seed(settings.seed)
     aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings)
+    trained = aligner.config.training
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in settings.kvs}
-    runs = {
-        kv: ResumableRun(
-            settings.out / "training" / kv, describe(settings, store, kv), remedy=OVERWRITE
-        )
-        for kv in settings.kvs
-    }
+    runs = {kv: _run(settings, store, kv) for kv in settings.kvs}
     # The processes of other devices are started by the one that holds the lock.
     with nullcontext() if "LOCAL_RANK" in os.environ else locked(settings.out):
-        return _train(settings, aligner, rows, runs)
+        # All before the first fit: it starts the other devices' processes, which must find them so.
+        results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
+        for kv, run in runs.items():
+            net = getattr(aligner, kv)
+            if results[kv]:
+                best_weights(net, run.folder)
+            else:
+                trainer = fit(net, rows[kv], settings, run.folder)
+                if trainer.is_global_zero:
+                    results[kv] = _result(settings, run, trainer, net, rows[kv])
+                    run.finish(results[kv])
+            if results[kv] and not results[kv]["used"]:
+                net.clear()
+        if not all(results.values()):
+            return {}
+        aligner.config = aligner.config.model_copy(update={"training": {**trained, **results}})
+        save(aligner, settings.out)
+    return results
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
@@ -70,19 +83,6 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
     )
 
 
-def describe(settings: NetworkSettings, store: Store, kv: str) -> dict[str, Any]:
-    """What the run of one kv depends on; its aligner's config and card say so, too."""
-    other = KV[1 - KV.index(kv)]
-    return {
-        "settings": {
-            name: value
-            for name, value in settings.as_dict().items()
-            if name not in _FREE and not name.startswith(f"{other}_")
-        },
-        "data": describe_data(store),
-    }
-
-
 def describe_data(store: Store) -> dict[str, Any]:
     """What an aligner's config and card say of the recording that it was trained on."""
     names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
@@ -95,32 +95,16 @@ def describe_data(store: Store) -> dict[str, Any]:
     }
 
 
-def _train(
-    settings: NetworkSettings,
-    aligner: NetworkAligner,
-    rows: dict[str, RecordedRows],
-    runs: dict[str, ResumableRun],
-) -> dict[str, dict[str, Any]]:
-    """Train the networks that `runs` has, and save the aligner."""
-    trained = aligner.config.training
-    # All before the first fit: it starts the other devices' processes, which must find them so.
-    results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
-    for kv, run in runs.items():
-        net = getattr(aligner, kv)
-        if results[kv]:
-            best_weights(net, run.folder)
-        else:
-            trainer = fit(net, rows[kv], settings, run.folder)
-            if trainer.is_global_zero:
-                results[kv] = _measure(net, rows[kv]) | _record(settings, run, trainer)
-                run.finish(results[kv])
-        if results[kv] and not results[kv]["used"]:
-            net.clear()
-    if not all(results.values()):
-        return {}
-    aligner.config = aligner.config.model_copy(update={"training": {**trained, **results}})
-    save(aligner, settings.out)
-    return results
+def _run(settings: NetworkSettings, store: Store, kv: str) -> ResumableRun:
+    """The run of one kv, by what it depends on, which its aligner's config and card say, too."""
+    other = KV[1 - KV.index(kv)]
+    values = {
+        name: value
+        for name, value in settings.as_dict().items()
+        if name not in _FREE and not name.startswith(f"{other}_")
+    }
+    config = {"settings": values, "data": describe_data(store)}
+    return ResumableRun(settings.out / "training" / kv, config, remedy=OVERWRITE)
 
 
 def _begin(
@@ -128,14 +112,8 @@ def _begin(
 ) -> dict[str, Any]:
     """Make a run's folder ready: new, or as an unfinished run of the same settings left it.
 
-    Args:
-        in_aligner: result of the run that the saved aligner's network is from, if any.
-
-    Returns:
-        the result of a run that was finished but is not in the aligner yet; else nothing.
-
-    Raises:
-        ExistsError: the folder holds another unfinished run, and `overwrite` is not set.
+    The result of a run that was finished but is not in the aligner yet, else nothing; `in_aligner`
+    is that of the run that the saved aligner's network is from, if any.
     """
     exists, result = run.config_path.exists(), run.result()
     if exists and settings.resume and not run.difference() and (not result or result != in_aligner):
@@ -149,12 +127,7 @@ def _begin(
 
 
 def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAligner:
-    """`new` with the network that `out` already holds for the kv not to be trained now.
-
-    Raises:
-        ExistsError: without `overwrite`, `out` holds a trained network of an asked kv.
-        UserError: `out` holds something else, or an aligner made for another model or data.
-    """
+    """`new` with the network that `out` already holds for the kv not to be trained now."""
     if not (settings.out / CONFIG).exists():
         return new
     saved = Aligner.from_pretrained(settings.out)
@@ -171,15 +144,11 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
         new.config = new.config.model_copy(update={"training": config.training})
         return new
     (other,), (kv,) = others, kvs
-    pairs = [
-        (name, getattr(config, name), getattr(new.config, name))
-        for name in AlignerConfig.model_fields
-        if name not in ("base_model", "sizes", "training")
-    ]
-    pairs += [(name, config.sizes.get(name), new.config.sizes[name]) for name in SHARED_SIZES]
-    for name, expected, here in pairs:
-        if expected != here:
-            values = "another" if name == "embedding_fingerprint" else f"{expected}, here {here}"
+    expected, here = _shared(config), _shared(new.config)
+    for name in expected:
+        if expected[name] != here[name]:
+            is_print = name == "embedding_fingerprint"
+            values = "another" if is_print else f"{expected[name]}, here {here[name]}"
             raise UserError(
                 f"{settings.out} holds a {other} network made for {config.base_model}: "
                 f"{name} is {values}; name another --out"
@@ -192,28 +161,35 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
     return merged
 
 
-def _measure(net: RealignNet, rows: RecordedRows) -> dict[str, Any]:
-    """The network's errors on the validation rows; UserError if they are not finite."""
+def _shared(config: AlignerConfig) -> dict[str, Any]:
+    """What the networks of an aligner have in common."""
+    sizes = {name: config.sizes.get(name) for name in SHARED_SIZES}
+    return config.model_dump(exclude={"base_model", "sizes", "training"}) | sizes
+
+
+def _result(
+    settings: NetworkSettings,
+    run: ResumableRun,
+    trainer: pl.Trainer,
+    net: RealignNet,
+    rows: RecordedRows,
+) -> dict[str, Any]:
+    """What is to be said of a network: errors on the validation rows, and how it was trained."""
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.kv, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise UserError(
             f"the {rows.kv} network diverged (val loss {val_loss}): lower --lr and give --overwrite"
         )
+    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+    data, device = run.config["data"], trainer.strategy.root_device
+    packages = ("kvalign", "torch", "lightning")
     return {
         "val_loss": val_loss,
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
         "used": val_loss < unchanged,
-    }
-
-
-def _record(settings: NetworkSettings, run: ResumableRun, trainer: pl.Trainer) -> dict[str, Any]:
-    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
-    packages = ("kvalign", "torch", "lightning")
-    command, device = train_command("network", settings), trainer.strategy.root_device
-    return {
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
         "settings": run.config["settings"],
-        **record_of(command, run.config["data"], device, packages),
+        **record_of("train --aligner-kind network", settings, data, device, packages),
     }

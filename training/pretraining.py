@@ -6,23 +6,22 @@ fall; the first steps use half the context. What a step reads depends on the see
 alone: a resumed run goes on as if it had not stopped.
 """
 
+import itertools
 import logging
 import math
+import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
+import transformers
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
@@ -30,7 +29,6 @@ from kvalign.files import locked, write_json, write_text, write_whole
 from kvalign.models import check_device
 from kvalign.runs import ResumableRun
 from kvalign.settings import keywords_of
-from kvalign.training.lm_card import card
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
 
@@ -38,7 +36,10 @@ log = logging.getLogger(__name__)
 
 HEAD_DIM = 64
 WARMUP_STEPS = 100
+EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
+_CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
+_PROGRESS = ("step", "smooth_loss", "seconds")
 # Settings that may differ when a run goes on: they change where it stops and how it runs, not what
 # it learns.
 _FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "compile", "device")
@@ -78,7 +79,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt")
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started = last_save = time.monotonic()
+    started = run.saved_at
     with tqdm(total=run.num_steps, initial=run.step, unit="step", desc=settings.arch) as bar:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
@@ -89,11 +90,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             bar.update()
             if run.step % 20 == 0:
                 bar.set_postfix(loss=f"{run.smooth_loss:.3f}")
-            if time.monotonic() - last_save > 60 * settings.save_minutes:
-                run.save(time.monotonic() - last_save)
-                last_save = time.monotonic()
-    if last_save > started or run.seconds == 0:
-        run.save(time.monotonic() - last_save)
+            if time.monotonic() - run.saved_at > 60 * settings.save_minutes:
+                run.save()
+    if run.saved_at > started or run.seconds == 0:
+        run.save()
     return _publish(settings, model, tokenizer, run)
 
 
@@ -102,52 +102,37 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
     if hidden % HEAD_DIM:
         raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
-    ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    common = dict(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=settings.context_len,
+        hidden_size=hidden,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=num_heads,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     if settings.arch == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=len(tokenizer),
-                n_positions=settings.context_len,
-                n_embd=hidden,
-                n_layer=settings.num_layers,
-                n_head=num_heads,
-                **no_dropout,
-                **ids,
-            )
-        )
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=settings.context_len,
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=settings.num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=max(1, num_heads // 2),
-            tie_word_embeddings=True,
-            **ids,
-        )
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **no_dropout))
+    config = transformers.LlamaConfig(
+        **common,
+        intermediate_size=3 * hidden,
+        num_key_value_heads=max(1, num_heads // 2),
+        tie_word_embeddings=True,
     )
+    return transformers.LlamaForCausalLM(config)
 
 
 @torch.no_grad()
 def bits_per_byte(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    corpus: str,
-    context_len: int,
-    num_blocks: int = 60,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int
 ) -> float:
-    """NLL in bits over the bytes of the labels, in the first blocks of `context_len` tokens, each
-    read separately.
+    """NLL in bits over the bytes of the labels, in the first 60 blocks of `context_len` tokens,
+    each read separately.
     """
-    ids: list[int] = []
-    for piece in token_pieces(corpus, tokenizer, "test"):
-        ids += piece
-        if len(ids) >= num_blocks * context_len:
-            break
-    num_blocks = min(num_blocks, len(ids) // context_len)
+    tokens = itertools.chain.from_iterable(token_pieces(corpus, tokenizer, "test"))
+    ids = list(itertools.islice(tokens, EVAL_BLOCKS * context_len))
+    num_blocks = len(ids) // context_len
     if num_blocks == 0:
         raise UserError(f"corpus {corpus!r} is shorter than one block of {context_len} tokens")
     blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
@@ -155,9 +140,7 @@ def bits_per_byte(
     for block in blocks.to(model.device).split(4):
         logits = model(input_ids=block, use_cache=False).logits[:, :-1].float()
         labels = block[:, 1:].flatten()
-        nll += torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels, reduction="sum"
-        ).item()
+        nll += cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in blocks[:, 1:].tolist())
     return nll / math.log(2) / num_bytes
 
@@ -170,11 +153,8 @@ class Run:
         self.tokens_a_step = settings.batch_size * settings.context_len
         self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
-        embeddings = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, torch.nn.Embedding)
-        }
+        self.saved_at = time.monotonic()
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
         muon = torch.optim.Muon(
@@ -209,15 +189,14 @@ class Run:
         value = loss.item()
         self.smooth_loss = value if self.step == 1 else 0.98 * self.smooth_loss + 0.02 * value
 
-    def save(self, seconds: float) -> None:
-        """Write the checkpoint; `seconds` is the time since the last one."""
-        self.seconds += seconds
+    def save(self) -> None:
+        """Write the checkpoint."""
+        now = time.monotonic()
+        self.seconds, self.saved_at = self.seconds + now - self.saved_at, now
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": self.step,
-            "smooth_loss": self.smooth_loss,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in _PROGRESS},
         }
         write_whole(self.path, lambda partial: torch.save(state, partial))
 
@@ -229,26 +208,21 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.smooth_loss, self.seconds = (
-            state["step"],
-            state["smooth_loss"],
-            state["seconds"],
-        )
+        for name in _PROGRESS:
+            setattr(self, name, state[name])
         log.info("resumed at step %d", self.step)
 
 
 def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Mean NLL in nats of ids [B, T] but the first of each row."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T - 1, V]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def _publish(
     settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> dict[str, Any]:
-    """Write model, tokenizer, facts and card into `out`; the facts are measured on the weights as
-    they are written.
-    """
+    """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()
@@ -260,9 +234,12 @@ def _publish(
         "num_parameters": model.num_parameters(),
     }
     if settings.eval_corpus:
-        facts["bits_per_byte"] = bits_per_byte(
-            model, tokenizer, settings.eval_corpus, settings.context_len
-        )
+        corpus, context_len = settings.eval_corpus, settings.context_len
+        facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
     write_json(settings.out / "pretrain.json", facts)
-    write_text(settings.out / "README.md", card(settings, facts))
+    template = jinja2.Template(
+        _CARD.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
+    write_text(settings.out / "README.md", template.render(values))
     return facts

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
 from kvalign.aligners.network_sizes import KV, SHARED_SIZES
@@ -32,9 +33,9 @@ SOURCE = "github.com/eecs585projectorg/kv-align"
 
 # By the authors' name of a part: the name it has in `RealignNet`.
 _EMBEDDINGS = {"emb_pos": "position", "emb_blocks": "layer", "emb_heads": "head"}
-_LAYERS = ("fc1", "fc2", "fc3")
-_NAMES = [f"{name}.weight" for name in _EMBEDDINGS]
-_NAMES += [f"{name}.{part}" for name in _LAYERS for part in ("weight", "bias")]
+_SHARED = dict(zip(SHARED_SIZES, _EMBEDDINGS, strict=True))
+_NAMES = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _EMBEDDINGS.items()}
+_NAMES |= {f"fc{i}.{part}": f"fc{i}.{part}" for i in (1, 2, 3) for part in ("weight", "bias")}
 
 
 @keywords_of(ImportPublishedSettings)
@@ -57,19 +58,23 @@ def import_published(
     loaded = loaded or load_model(settings.model)
     for kv, path in paths.items():
         _check_fit(states[kv], path, loaded.spec, settings)
-    shared = [_shared_sizes(states[kv]) for kv in KV]
+    shared = [
+        {size: states[kv][f"{name}.weight"].shape[1] for size, name in _SHARED.items()} for kv in KV
+    ]
     if shared[0] != shared[1]:
         raise UserError(
             f"{settings.values}: embedding sizes are {shared[1]}, needed {shared[0]} as in "
             f"{settings.keys}"
         )
-    nets = {kv: _renamed(states[kv]) for kv in KV}
+    nets = {kv: {_NAMES[name]: x for name, x in state.items()} for kv, state in states.items()}
     if rotation := rotation_of(loaded.model):
         nets["key"] = with_rotation(nets["key"], rotation)
-    sizes = dict(shared[0])
-    for kv, net in nets.items():
-        for i in (1, 2):
-            sizes[f"{kv}_hidden{i}"] = len(net[f"fc{i}.bias"])
+    hidden = {f"{kv}_hidden{i}": len(nets[kv][f"fc{i}.bias"]) for kv in KV for i in (1, 2)}
+    origin = {"weights": f"trained and published by the authors of KV-Align ({SOURCE})"}
+    training = {}
+    for kv, path in paths.items():
+        data = {**origin, "licence": "theirs", "file": path.name, "sha256": sha256(path)}
+        training[kv] = record_of("import-published", settings, data)
     config = new_config(
         "network",
         loaded.model,
@@ -77,8 +82,8 @@ def import_published(
         chunk_len=settings.chunk_len,
         num_sinks=settings.num_sinks,
         shifts=(1,),
-        sizes=sizes,
-        training={kv: _origin(path, settings) for kv, path in paths.items()},
+        sizes=shared[0] | hidden,
+        training=training,
     )
     for net in nets.values():
         net["position.weight"] = net["position.weight"][: config.num_positions]
@@ -109,7 +114,7 @@ def read_network(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict):
         raise UserError(f"{path} has no model_state_dict: it is not a file that the authors saved")
     missing = [name for name in _NAMES if name not in state]
-    unknown = sorted(str(name) for name in state.keys() - set(_NAMES))
+    unknown = sorted(str(name) for name in state.keys() - _NAMES.keys())
     if missing or unknown:
         raise UserError(
             f"{path} holds no KV-Align network: missing {missing or 'none'}, unknown "
@@ -136,29 +141,21 @@ def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tenso
 
     F(R x) = x + (R - 1) x + f(R x): R goes into the first layer; (R - 1) x takes 2 D units more in
     each hidden layer, as x = relu(x) - relu(-x). This is the published map when entries are evicted
-    one by one, the only way that the authors have.
-
-    Args:
-        net: weights by the names of `RealignNet`.
-        rotation: the model's own.
+    one by one, the only way that the authors have. `net` has the names of `RealignNet`.
     """
     head_dim = len(net["fc3.bias"])
     one = torch.eye(head_dim)
     turn = rotation.shift(one, -1).T  # [D, D], R
-    vector, places = net["fc1.weight"].split(
-        [head_dim, net["fc1.weight"].shape[1] - head_dim], dim=1
-    )
+    vector, places = net["fc1.weight"].tensor_split([head_dim], dim=1)
     signs = torch.cat([one, -one])  # [2 D, D]
     through = torch.cat([signs, signs.new_zeros(2 * head_dim, places.shape[1])], 1)
     first = torch.cat([vector @ turn, places], 1)
-    none = net["fc1.bias"].new_zeros(2 * head_dim)
     return {
         **net,
         "fc1.weight": torch.cat([first, through]),
-        "fc1.bias": torch.cat([net["fc1.bias"], none]),
         "fc2.weight": torch.block_diag(net["fc2.weight"], torch.eye(2 * head_dim)),
-        "fc2.bias": torch.cat([net["fc2.bias"], none]),
         "fc3.weight": torch.cat([net["fc3.weight"], (turn - one) @ signs.T], 1),
+        **{name: pad(net[name], (0, 2 * head_dim)) for name in ("fc1.bias", "fc2.bias")},
     }
 
 
@@ -191,25 +188,3 @@ def _check_fit(
             f"{path}: emb_pos.weight has {longest} positions, needed {num_positions} for "
             f"--chunk-len {settings.chunk_len}: at most {longest + settings.num_sinks + 1}"
         )
-
-
-def _shared_sizes(state: dict[str, Tensor]) -> dict[str, int]:
-    sizes = (state[f"{name}.weight"].shape[1] for name in _EMBEDDINGS)
-    return dict(zip(SHARED_SIZES, sizes, strict=True))
-
-
-def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the names of `RealignNet`."""
-    parts = {name: name.split(".")[0] for name in state}
-    return {name.replace(p, _EMBEDDINGS.get(p, p)): state[name] for name, p in parts.items()}
-
-
-def _origin(path: Path, settings: ImportPublishedSettings) -> dict[str, object]:
-    """What the config and the card say of where a network is from."""
-    data = {
-        "weights": f"trained and published by the authors of KV-Align ({SOURCE})",
-        "licence": "theirs",
-        "file": path.name,
-        "sha256": sha256(path),
-    }
-    return record_of(settings.command_line("import-published", leave_out=("overwrite",)), data)

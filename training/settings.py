@@ -31,13 +31,9 @@ class TextSettings(TrainSettings):
     """Base of the settings of kinds that are trained on a model and text."""
 
     model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
-    corpus: tuple[str, ...] = option(
-        ("python-docs",), help="text, comma-separated; each gives an equal share"
-    )
+    corpus: tuple[str, ...] = option(("python-docs",), help="text, comma-separated; equal shares")
     num_tokens: int = option(300_000, help="tokens of text", at_least=1)
-    chunk_len: int = option(
-        256, help="positions; caches up to this less one can be aligned", at_least=8
-    )
+    chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +65,7 @@ class TuneSettings(Settings):
     num_trials: int = option(10, help="trials", at_least=1)
     max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
-    max_steps: int | None = option(
-        None, help="steps of a trial at most (default: no limit)", at_least=1
-    )
+    max_steps: int | None = option(None, help="steps of a trial (default: no limit)", at_least=1)
     hidden_sizes: tuple[int, ...] = option(
         (32, 64, 128, 256), help="sizes of either hidden layer, comma-separated", at_least=1
     )
@@ -80,23 +74,15 @@ class TuneSettings(Settings):
     min_lr: float = option(1e-4, help="learning rate at least; drawn log-uniform", above=0)
     max_lr: float = option(1e-1, help="learning rate at most", above=0)
     search: str = option(
-        "random",
-        help="random, or defaults-first: the first trial has the sizes of kvalign train",
-        choices=("random", "defaults-first"),
+        "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
     )
     scheduler: str = option(
-        "asha",
-        help="asha: stop a trial that is behind the others at the same report; none: stop none",
-        choices=("asha", "none"),
+        "asha", help="asha: stop trials that are behind; none: stop none", choices=("asha", "none")
     )
     grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
-    reduction_factor: float = option(
-        2, help="asha: of the trials at a report, one in so many goes on", above=1
-    )
+    reduction_factor: float = option(2, help="asha: one trial in so many goes on", above=1)
     num_concurrent: int | None = option(
-        None,
-        help="trials side by side; asha never stops the first (default: as many as CPUs allow)",
-        at_least=1,
+        None, help="trials at once; asha never stops the first (default: by CPUs)", at_least=1
     )
     cpus_per_trial: int = option(1, help="CPUs of a trial", at_least=1)
     gpus_per_trial: float = option(0, help="GPUs of a trial", at_least=0)
@@ -109,8 +95,8 @@ class TuneSettings(Settings):
         super().__post_init__()
         for name in ("batch_size", "lr"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            words = name.replace("_", "-")
             if low > high:
+                words = name.replace("_", "-")
                 raise UserError(f"--min-{words} {low} is above --max-{words} {high}")
         if self.min_batch_size & (self.min_batch_size - 1):
             raise UserError(f"--min-batch-size must be a power of two, got {self.min_batch_size}")
@@ -124,10 +110,8 @@ class TuneSettings(Settings):
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """Powers of two in the range."""
-        sizes = [self.min_batch_size]
-        while 2 * sizes[-1] <= self.max_batch_size:
-            sizes.append(2 * sizes[-1])
-        return tuple(sizes)
+        num_doublings = (self.max_batch_size // self.min_batch_size).bit_length()
+        return tuple(self.min_batch_size << n for n in range(num_doublings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,22 +123,16 @@ class PretrainSettings(Settings):
     """
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
-    corpus: tuple[str, ...] = option(
-        ("python-docs",), help="corpora to mix, each SPEC or SPEC@WEIGHT (share of the tokens)"
-    )
+    corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
     out: Path = option(help="folder of the model")
-    tokenizer: Path | None = option(
-        None, help="folder of a tokenizer to share (default: train one)"
-    )
+    tokenizer: Path | None = option(None, help="folder of the tokenizer (default: train one)")
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
     context_len: int = option(512, help="context length in tokens", at_least=16)
     num_layers: int = option(6, help="transformer layers", at_least=1)
     hidden_size: int = option(256, help="hidden size; heads have 64 dimensions", at_least=64)
     num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
     batch_size: int = option(4, help="sequences of the full context length a step", at_least=1)
-    lr: float = option(
-        2e-3, help="peak learning rate of AdamW (embeddings, norms, biases)", above=0
-    )
+    lr: float = option(2e-3, help="peak learning rate of AdamW (all other weights)", above=0)
     matrix_lr: float = option(4e-3, help="peak learning rate of Muon (weight matrices)", above=0)
     decay_share: float = option(
         0.5, help="last share of the steps, with the rate falling to 0", above=0, at_most=1
@@ -163,9 +141,7 @@ class PretrainSettings(Settings):
         0.4, help="first share of the steps, at half the context length", at_least=0, at_most=1
     )
     save_minutes: float = option(4.0, help="minutes between checkpoints", above=0)
-    eval_corpus: str | None = option(
-        None, help="report bits per byte on the first 60 blocks of this corpus"
-    )
+    eval_corpus: str | None = option(None, help="corpus that bits per byte are reported on")
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")
@@ -186,13 +162,9 @@ class ImportPublishedSettings(Settings):
     values: Path = option(help="file of the network for values")
     model: str = option(help="hub id or folder of the base model that they were trained for")
     out: Path = option(help="folder of the aligner")
-    num_sinks: int = option(
-        4, help="first entries that are never evicted (the authors' number)", at_least=0
-    )
+    num_sinks: int = option(4, help="first entries that stay (the authors': 4)", at_least=0)
     chunk_len: int = option(
-        256,
-        help="caches up to this less one can be aligned (the authors recorded chunks of 256)",
-        at_least=2,
+        256, help="aligns caches up to this less one (the authors': 256)", at_least=2
     )
     overwrite: bool = option(False, help="replace the aligner in --out")
 

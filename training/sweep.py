@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from kvalign.data_gen.store import Store, open_store
+from kvalign.data_gen.store import open_store
 from kvalign.errors import RunError
 from kvalign.files import locked
 from kvalign.runs import ResumableRun, State
@@ -51,7 +51,9 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     began, out = time.perf_counter(), settings.out.absolute()
     store = open_store(settings.data)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
-    run = ResumableRun(out, describe(settings, store), config_name="sweep.json", remedy=OVERWRITE)
+    values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
+    config = {"settings": values, "data": describe_data(store)}
+    run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)
     state = _state(run, settings)
     if state == "finished":
         print(f"{out} already holds this sweep, finished: nothing to do", file=sys.stderr)
@@ -76,15 +78,11 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             "num_stopped": sum(trial.state == "stopped" for trial in trials),
             "aligner": str(out / _ALIGNER),
             "aligner_val_loss": trained["val_loss"],
-            "input_label_mse": trained["input_label_mse"],
-            "used": trained["used"],
+            **{name: trained[name] for name in ("input_label_mse", "used")},
         }
         run.finish(result)
-    print(
-        f"{len(trials)} trials in {out}, {result['num_stopped']} stopped early, "
-        f"{time.perf_counter() - began:.0f} s",
-        file=sys.stderr,
-    )
+    counts = f"{len(trials)} trials in {out}, {result['num_stopped']} stopped early"
+    print(f"{counts}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return result
 
 
@@ -101,18 +99,8 @@ def base_settings(settings: TuneSettings) -> NetworkSettings:
     )
 
 
-def describe(settings: TuneSettings, store: Store) -> dict[str, Any]:
-    """What a sweep depends on."""
-    values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
-    return {"settings": values, "data": describe_data(store)}
-
-
 def _state(run: ResumableRun, settings: TuneSettings) -> State:
-    """Whether the sweep is to begin, to go on, or done.
-
-    Raises:
-        ExistsError: `out` holds something else, and `overwrite` is not set.
-    """
+    """Whether the sweep is to begin, to go on, or done."""
     is_ours = run.config_path.exists()
     if is_ours and run.difference() and not (run.folder / TRIALS).exists():
         return "new"  # nothing is lost

@@ -25,10 +25,7 @@ _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "1"}
 
 
 def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list[Trial]:
-    """Run all trials, or those that a killed sweep in `out / trials` has not finished.
-
-    Args:
-        base: what all trials share.
+    """Run all trials, which share `base`, or those that a killed sweep in `out` has not finished.
 
     Raises:
         UserError: no such Ray cluster, or a trial that this machine is too small for.
@@ -40,23 +37,12 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         from kvalign.training.sweep_watch import Watch
 
         try:
-            results = _tuner(out, settings, base).fit()
+            results = _tuner(out, settings, base, Watch()).fit()
         finally:
             Watch.close()
         if results.num_terminated + results.num_errors < len(results):
             raise KeyboardInterrupt  # Ray took it for itself
         return [_trial(result) for result in results]
-
-
-def space(settings: TuneSettings) -> dict[str, Any]:
-    """What is drawn for each trial."""
-    from ray import tune
-
-    return {
-        **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
-        "batch_size": tune.choice(list(settings.batch_sizes)),
-        "lr": tune.loguniform(settings.min_lr, settings.max_lr),
-    }
 
 
 def scheduler(settings: TuneSettings) -> Any:
@@ -74,11 +60,9 @@ def scheduler(settings: TuneSettings) -> Any:
     )
 
 
-def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
+def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings, watch: Any) -> Any:
     from ray import tune
     from ray.tune.search import BasicVariantGenerator
-
-    from kvalign.training.sweep_watch import Watch
 
     folder = out / TRIALS
     trainable = tune.with_resources(
@@ -86,35 +70,29 @@ def _tuner(out: Path, settings: TuneSettings, base: NetworkSettings) -> Any:
         {"cpu": settings.cpus_per_trial, "gpu": settings.gpus_per_trial},
     )
     if list(folder.glob("experiment_state-*.json")):
-        return tune.Tuner.restore(
-            str(folder), trainable, resume_unfinished=True, restart_errored=True
-        )
-    first = [_defaults(base)] if settings.search == "defaults-first" else None
-    return tune.Tuner(
-        trainable,
-        param_space=space(settings),
-        tune_config=tune.TuneConfig(
-            metric="val_loss",
-            mode="min",
-            num_samples=settings.num_trials,
-            scheduler=scheduler(settings),
-            search_alg=BasicVariantGenerator(
-                points_to_evaluate=first,
-                max_concurrent=settings.num_concurrent or 0,
-                random_state=settings.seed,
-            ),
-            trial_name_creator=_name,
-            trial_dirname_creator=_name,
-        ),
-        run_config=tune.RunConfig(
-            name=TRIALS, storage_path=str(out), callbacks=[Watch()], verbose=0
-        ),
-    )
-
-
-def _defaults(base: NetworkSettings) -> dict[str, Any]:
+        return tune.Tuner.restore(str(folder), trainable, restart_errored=True)
+    space = {
+        **{name: tune.choice(list(settings.hidden_sizes)) for name in HIDDEN},
+        "batch_size": tune.choice(list(settings.batch_sizes)),
+        "lr": tune.loguniform(settings.min_lr, settings.max_lr),
+    }
     sizes = {name: getattr(base, f"{base.target}_{name}") for name in HIDDEN}
-    return {**sizes, "batch_size": base.batch_size, "lr": base.lr}
+    defaults = {**sizes, "batch_size": base.batch_size, "lr": base.lr}
+    config = tune.TuneConfig(
+        metric="val_loss",
+        mode="min",
+        num_samples=settings.num_trials,
+        scheduler=scheduler(settings),
+        search_alg=BasicVariantGenerator(
+            points_to_evaluate=[defaults] if settings.search == "defaults-first" else None,
+            max_concurrent=settings.num_concurrent or 0,
+            random_state=settings.seed,
+        ),
+        trial_name_creator=_name,
+        trial_dirname_creator=_name,
+    )
+    run = tune.RunConfig(name=TRIALS, storage_path=str(out), callbacks=[watch], verbose=0)
+    return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
 
 def _name(trial: Any) -> str:
@@ -126,8 +104,8 @@ def _trial(result: Any) -> Trial:
     table = result.metrics_dataframe
     reports = []
     if table is not None and "report" in table:
-        once = table.drop_duplicates("report", keep="last").sort_values("report")
-        reports = once.to_dict("records")
+        once = table.drop_duplicates("report", keep="last")
+        reports = once.sort_values("report").to_dict("records")
     error = str(result.error or "").strip().splitlines()
     point = {name: result.config[name] for name in POINT}
     return Trial(Path(result.path).name, point, reports, error[-1] if error else "")

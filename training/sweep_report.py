@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,12 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial as it ended.
-
-    Attributes:
-        point: hidden1, hidden2, batch_size, lr.
-        reports: of `sweep_trial.Reports`, in order, each once.
-        error: of a failed trial, one line.
-    """
+    """One trial as it ended."""
 
     name: str
-    point: Mapping[str, Any]
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    error: str = ""
+    point: Mapping[str, Any]  # hidden1, hidden2, batch_size, lr
+    reports: list[dict[str, Any]]  # of `sweep_trial.Reports`, in order, each once
+    error: str = ""  # one line, of a failed trial
 
     @property
     def val_loss(self) -> float | None:
@@ -58,18 +52,14 @@ class Trial:
             "num_reports": len(self.reports),
             "state": self.state,
             "val_loss": self.val_loss,
-            "num_parameters": last.get("num_parameters"),
-            "seconds": last.get("seconds"),
+            **{name: last.get(name) for name in ("num_parameters", "seconds")},
         }
 
 
 def ranked(trials: list[Trial]) -> list[Trial]:
     """Lowest validation loss first, failed trials last."""
-
-    def key(trial: Trial) -> tuple[bool, float]:
-        return trial.state == "failed", math.inf if trial.val_loss is None else trial.val_loss
-
-    return sorted(trials, key=key)
+    losses = {t.name: math.inf if t.val_loss is None else t.val_loss for t in trials}
+    return sorted(trials, key=lambda trial: (trial.state == "failed", losses[trial.name]))
 
 
 def write(out: Path, trials: list[Trial], kv: str) -> None:
@@ -82,11 +72,10 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
     lines, points = [], []
     for trial in reversed(trials):  # the best on top
         is_best = trial is trials[0]
-        losses = [(report["epochs"], report["val_loss"]) for report in trial.reports]
-        lines.append(_series(trial, is_best, losses))
+        lines.append(_series(trial, is_best, [(r["epochs"], r["val_loss"]) for r in trial.reports]))
         if trial.val_loss is not None:
-            best = [(trial.row["num_parameters"], trial.val_loss)]
-            points.append(_series(trial, is_best, best))
+            best = (trial.row["num_parameters"], trial.val_loss)
+            points.append(_series(trial, is_best, [best]))
     x = "epochs, a mark at each validation report"
     by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
     y = f"best {y}"

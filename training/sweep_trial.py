@@ -1,8 +1,7 @@
 """One trial of a sweep: what `kvalign train` does with the trial's settings, reported to Ray.
 
-The trial's folder has Lightning's `last.ckpt`, from which a killed trial goes on. Ray keeps no
-checkpoint of its own: what it may have missed of a killed trial's reports is in that file too, and
-is reported again.
+A killed trial goes on from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint: what it
+may have missed of a killed trial's reports is in that file, too, and is reported again.
 """
 
 import dataclasses
@@ -72,10 +71,9 @@ class Reports(pl.Callback):
         self.reports = state_dict["reports"]
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        num_batches = trainer.num_training_batches
-        max_reports = most_reports(
-            num_batches, trainer.val_check_batch, trainer.max_epochs, trainer.max_steps
-        )
+        num_batches, every = trainer.num_training_batches, trainer.val_check_batch
+        num_epochs, rest = divmod(int(trainer.estimated_stepping_batches), num_batches)
+        max_reports = num_epochs * (num_batches // every) + rest // every
         number, epochs = len(self.reports) + 1, trainer.global_step / num_batches
         (timer,) = (c for c in trainer.callbacks if isinstance(c, Timer))
         self.reports.append(
@@ -98,16 +96,3 @@ class Reports(pl.Callback):
         while self.num_sent < len(self.reports):
             self.num_sent += 1
             self.send(self.reports[self.num_sent - 1])
-
-
-def most_reports(num_batches: int, every: int, max_epochs: int, max_steps: int) -> int:
-    """Reports of a run that is not stopped early: one each `every` batches of an epoch.
-
-    Args:
-        max_steps: -1 for no limit.
-    """
-    num_steps = num_batches * max_epochs
-    num_epochs, rest = divmod(
-        min(num_steps, max_steps) if max_steps > 0 else num_steps, num_batches
-    )
-    return num_epochs * (num_batches // every) + rest // every

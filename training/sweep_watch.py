@@ -18,7 +18,7 @@ class Watch(Callback):
 
     live: ClassVar[Live | None] = None
 
-    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
+    def on_step_end(self, trials: list[Trial], **_: Any) -> None:
         """Draw the table again: Ray calls this after each event."""
         if not sys.stderr.isatty():
             return
@@ -27,12 +27,10 @@ class Watch(Callback):
             Watch.live.start()
         Watch.live.update(table(trials), refresh=True)
 
-    def on_trial_complete(
-        self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
-    ) -> None:
+    def on_trial_complete(self, trials: list[Trial], trial: Trial, **_: Any) -> None:
         _print_line(trials, trial, _ended(trial))
 
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+    def on_trial_error(self, trials: list[Trial], trial: Trial, **_: Any) -> None:
         _print_line(trials, trial, f"failed (see error.txt in {trial.path})")
 
     @staticmethod
@@ -49,12 +47,10 @@ def table(trials: list[Trial]) -> Table:
     best = min(map(best_loss, trials), default=math.inf)
     for trial in trials:
         last, lowest = trial.last_result or {}, best_loss(trial)
+        *sizes, lr = (trial.config[name] for name in POINT)
         rows.add_row(
-            str(trial),
-            *(
-                f"{trial.config[name]:.3g}" if name == "lr" else str(trial.config[name])
-                for name in POINT
-            ),
+            *map(str, (trial, *sizes)),
+            f"{lr:.3g}",
             f"{last['report']} of {last['max_reports']}" if "report" in last else "",
             f"{last['val_loss']:.4g}" if "report" in last else "",
             f"{lowest:.4g}" + (" ★" if lowest == best else "") if lowest < math.inf else "",
@@ -68,8 +64,9 @@ def line(trials: list[Trial], trial: Trial, state: str) -> str:
     last, point = trial.last_result or {}, trial.config
     reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
     best, lowest = min(map(best_loss, trials), default=math.inf), best_loss(trial)
-    is_finite = lowest < math.inf
-    measured = f"val loss {lowest:.4g} (best so far {best:.4g})" if is_finite else "no val loss"
+    measured = "no val loss"
+    if lowest < math.inf:
+        measured = f"val loss {lowest:.4g} (best so far {best:.4g})"
     return (
         f"trial {trial} {state}{reached}: hidden {point['hidden1']}, {point['hidden2']}; "
         f"batch size {point['batch_size']}; lr {point['lr']:.3g}; {measured}"

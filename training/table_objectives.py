@@ -11,6 +11,7 @@ there to `nll` is adaptation to the text.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from kvalign.aligners import TableAligner
 from kvalign.realign import FromBirth
 from kvalign.relative import Stream
 from kvalign.sizes import CacheSizes
-from kvalign.training.training_text import Text
+from kvalign.training.kinds.table import TableSettings
+from kvalign.training.text_run import Text
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
 STEP_TOKENS = 2048
@@ -38,14 +40,7 @@ Loss = Callable[[Stream, Tensor, Tensor, torch.Generator], Tensor]
 
 
 def tune(
-    aligner: TableAligner,
-    model: PreTrainedModel,
-    text: Text,
-    *,
-    objective: str,
-    num_steps: int,
-    lr: float,
-    seed: int,
+    aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
 ) -> dict[str, Any]:
     """Train `aligner` in place; keep the weights with the best validation loss, those before the
     first step included.
@@ -56,35 +51,32 @@ def tune(
     Returns:
         val_before and val_after, the objective in nats a token, and num_steps.
     """
+    objective, num_steps = settings.objective, settings.max_steps
     loss: Loss = {"nll": nll, "kl": kl}[objective]
-    rng = torch.Generator().manual_seed(seed)
-    largest = aligner.config.chunk_len - 1
+    rng = torch.Generator().manual_seed(settings.seed)
+    largest, realigner = aligner.config.chunk_len - 1, FromBirth(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     for name in TABLES:
         parametrize.register_parametrization(aligner, name, _Knots(getattr(aligner, name), hats))
     aligner.requires_grad_(True)
-    optimizer = torch.optim.Adam(aligner.parameters(), lr=lr, betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam(aligner.parameters(), lr=settings.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
     before = best = validate(aligner, model, text, loss)
-    best_weights = _copy(aligner)
+    best_weights = deepcopy(aligner.state_dict())
     with tqdm(total=num_steps, desc=objective, unit="step") as bar:
         for step in range(num_steps):
             cache_size = draw(rng, SMALLEST_CACHE, largest)
-            num_evicted = (
-                draw(rng, 1, cache_size // 2) if torch.rand((), generator=rng) < 0.4 else 1
-            )
+            several = torch.rand((), generator=rng) < 0.4
+            num_evicted = draw(rng, 1, cache_size // 2) if several else 1
             row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
-            ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1).to(model.device)
-            stream = Stream(
-                model, CacheSizes(cache_size, 0, num_evicted), FromBirth(model, aligner)
-            )
+            ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
+            sizes = CacheSizes(cache_size, 0, num_evicted)
             with parametrize.cached():
-                logits = stream.feed(ids[:, :-1], logits_to_keep=row_len - cache_size).float()
                 optimizer.zero_grad()
-                loss(stream, ids, logits, rng).backward()
+                _streamed(loss, Stream(model, sizes, realigner), ids, rng).backward()
             optimizer.step()
             schedule.step()
             bar.update()
@@ -92,17 +84,12 @@ def tune(
                 val_loss = validate(aligner, model, text, loss)
                 bar.set_postfix(val=f"{val_loss:.4f}", before=f"{before:.4f}")
                 if val_loss < best:
-                    best, best_weights = val_loss, _copy(aligner)
+                    best, best_weights = val_loss, deepcopy(aligner.state_dict())
     aligner.load_state_dict(best_weights)
     for name in TABLES:
         parametrize.remove_parametrizations(aligner, name)
     aligner.requires_grad_(False)
-    return {
-        "objective": objective,
-        "val_before": before,
-        "val_after": best,
-        "num_steps": num_steps,
-    }
+    return {"objective": objective, "val_before": before, "val_after": best, "num_steps": num_steps}
 
 
 class _Knots(nn.Module):
@@ -116,9 +103,7 @@ class _Knots(nn.Module):
         return self.table + torch.einsum("pk,lhk...->lhp...", self.hats, change)
 
     def right_inverse(self, table: Tensor) -> Tensor:
-        shape = list(table.shape)
-        shape[2] = self.hats.shape[1]
-        return table.new_zeros(shape)
+        return table.new_zeros(*table.shape[:2], self.hats.shape[1], *table.shape[3:])
 
 
 def hat_functions(num_positions: int) -> Tensor:
@@ -150,11 +135,16 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
-            rows = torch.stack([ids[s : s + row_len + 1] for s in starts]).to(model.device)
+            rows = torch.stack([ids[s : s + row_len + 1] for s in starts])
             stream = Stream(model, CacheSizes(cache_size, 0), FromBirth(model, aligner))
-            logits = stream.feed(rows[:, :-1], logits_to_keep=row_len - cache_size).float()
-            losses.append(loss(stream, rows, logits, rng).item())
+            losses.append(_streamed(loss, stream, rows, rng).item())
     return sum(losses) / len(losses)
+
+
+def _streamed(loss: Loss, stream: Stream, ids: Tensor, rng: torch.Generator) -> Tensor:
+    """Loss on rows [B, N + 1] of text, of the tokens after the first `cache_size`."""
+    ids, num_logits = ids.to(stream.model.device), ids.shape[1] - 1 - stream.sizes.cache_size
+    return loss(stream, ids, stream.feed(ids[:, :-1], logits_to_keep=num_logits).float(), rng)
 
 
 def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
@@ -186,7 +176,3 @@ def draw(rng: torch.Generator, low: int, high: int) -> int:
     """A whole number between the two, log-uniform."""
     span = math.log(max(high, low) + 1) - math.log(low)
     return min(max(high, low), int(low * math.exp(span * torch.rand((), generator=rng).item())))
-
-
-def _copy(aligner: TableAligner) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in aligner.state_dict().items()}

@@ -19,8 +19,7 @@ from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import nll, tune, validate
-from kvalign.training.text_run import BATCH_SIZE
-from kvalign.training.training_text import Text
+from kvalign.training.text_run import BATCH_SIZE, Text
 
 
 def fit(
@@ -45,22 +44,14 @@ def fit(
     elif settings.init != "none":
         _start_from(table, settings.init, model)
     if settings.objective != "mse":
-        record |= tune(
-            table,
-            model,
-            text,
-            objective=settings.objective,
-            num_steps=settings.max_steps,
-            lr=settings.lr,
-            seed=settings.seed,
-        )
+        record |= tune(table, model, text, settings)
     if in_segments:
         record["val_nll"] = validate(table, model, text, nll)
     return record
 
 
 def _start_from(table: TableAligner, name: str, model: PreTrainedModel) -> None:
-    """Copy the tables of another aligner, which must be for the same model and as long."""
+    """Copy the tables of another aligner, for the same model and as long."""
     other = Aligner.from_pretrained(name)
     if not isinstance(other, TableAligner) or other.config.chunk_len != table.config.chunk_len:
         raise UserError(
@@ -79,9 +70,9 @@ def standardise(
 
     A scale is relative to that of the last position: 1 leaves an entry's size as it is.
     """
-    shape = table.key.shape
-    sums = {kv: torch.zeros(shape, dtype=torch.float64) for kv in kvs}
-    squares = {kv: torch.zeros(shape, dtype=torch.float64) for kv in kvs}
+    sums, squares = (
+        {kv: torch.zeros(table.key.shape, dtype=torch.float64) for kv in kvs} for _ in range(2)
+    )
     for ids in tqdm(chunks.split(BATCH_SIZE), desc="means", unit="batch"):
         entries = dict(zip(KV, positionless(model, ids), strict=True))
         for kv in kvs:

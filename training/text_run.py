@@ -2,28 +2,75 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, Move, new_config
 from kvalign.aligners.network_sizes import KV
-from kvalign.data_gen.corpora import hub_datasets
+from kvalign.data_gen.chunks import equal_shares
+from kvalign.data_gen.corpora import hub_datasets, token_pieces
 from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
-from kvalign.training.aligner_folder import check_free, record_of, save, train_command
+from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.settings import TextSettings
-from kvalign.training.training_text import Text, read
 
 BATCH_SIZE = 16  # chunks encoded at once
+VAL_SHARE = 0.1
 
 A = TypeVar("A", bound=Aligner)
 S = TypeVar("S", bound=TextSettings)
-Fit = Callable[[A, S, LoadedModel, Text], dict[str, Any]]
+Fit = Callable[[A, S, LoadedModel, "Text"], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids [N] int64 of each corpus; the last tenth of each is for validation."""
+
+    train: list[Tensor]
+    val: list[Tensor]
+
+    def chunks(self, split: str, chunk_len: int) -> Tensor:
+        """All chunks of a split, without overlap: [num_chunks, chunk_len]."""
+        return torch.cat([ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)])
+
+    def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
+        """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
+        rows = []
+        for which in torch.randint(len(self.train), (num_rows,), generator=rng).tolist():
+            ids = self.train[which]
+            start = int(torch.randint(len(ids) - row_len + 1, (), generator=rng))
+            rows.append(ids[start : start + row_len])
+        return torch.stack(rows)
+
+
+def read(
+    corpora: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, row_len: int
+) -> Text:
+    """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
+
+    Raises:
+        UserError: a share too short to give a row of `row_len` tokens to each split.
+    """
+    train, val = [], []
+    for corpus in corpora:
+        pieces = equal_shares([token_pieces(corpus, tokenizer)], num_tokens // len(corpora))
+        ids = torch.tensor([token for piece in pieces for token in piece])
+        num_val = int(len(ids) * VAL_SHARE)
+        if num_val < row_len:
+            raise UserError(
+                f"corpus {corpus!r} gives {num_val} tokens for validation, {row_len} are needed: "
+                "raise --num-tokens or lower --chunk-len"
+            )
+        train.append(ids[: len(ids) - num_val])
+        val.append(ids[len(ids) - num_val :])
+    return Text(train, val)
 
 
 def train_on_text(
@@ -39,8 +86,6 @@ def train_on_text(
             that includes `val_nll` and `val_nll_stale` (loss of streams of validation text with
             the aligner and without), the two decide whether the aligner is used, else `val_loss`
             and `input_label_mse` do.
-        settings: of this training.
-        loaded: the model, loaded already.
 
     Returns:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
@@ -56,7 +101,9 @@ def train_on_text(
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
-        loaded = load_model(settings.model, _device(settings.accelerator))
+        wanted = settings.accelerator
+        on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+        loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
     else:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
     model, longest = loaded.model, loaded.spec.context_len
@@ -65,27 +112,30 @@ def train_on_text(
             f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "
             f"{settings.chunk_len}"
         )
-    text = read(settings.corpus, loaded.tokenizer, settings.num_tokens, settings.chunk_len)
+    corpora, num_tokens = list(settings.corpus), settings.num_tokens
+    text = read(corpora, loaded.tokenizer, num_tokens, settings.chunk_len)
     torch.manual_seed(settings.seed)
-    aligner = untrained(kind, settings, loaded)
-    weights = {name: weight.clone() for name, weight in aligner.state_dict().items()}
-    data = {
-        "corpus": list(settings.corpus),
-        "num_tokens": settings.num_tokens,
-        "datasets": hub_datasets(settings.corpus),
-    }
+    config = new_config(
+        kind.kind,
+        model,
+        loaded.spec,
+        chunk_len=settings.chunk_len,
+        num_sinks=0,  # takes any sinks and shifts: each position is known and moves go from birth
+        shifts=(1,),
+        sizes={name: getattr(settings, name) for name in kind.default_sizes},
+    )
+    aligner = kind(config).to(model.device).requires_grad_(False)
+    weights = deepcopy(aligner.state_dict())
+    data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
     start = time.perf_counter()
-    record = {
-        **record_of(train_command(kind.kind, settings), data, model.device),
-        **fit(aligner, settings, loaded, text),
-    }
+    record = record_of(f"train --aligner-kind {kind.kind}", settings, data, model.device)
+    record |= fit(aligner, settings, loaded, text)
     errors = measure(aligner, model, text.chunks("val", settings.chunk_len))
     if "val_nll" in record:
         record["used"] = record["val_nll"] < record["val_nll_stale"]
     else:
-        record["used"] = all(
-            errors[kv]["val_loss"] < errors[kv]["input_label_mse"] for kv in settings.kvs
-        )
+        parts = [errors[kv] for kv in settings.kvs]
+        record["used"] = all(part["val_loss"] < part["input_label_mse"] for part in parts)
     if not record["used"]:
         aligner.load_state_dict(weights)
     record["seconds"] = round(time.perf_counter() - start, 1)
@@ -93,22 +143,6 @@ def train_on_text(
     aligner.config.training.update(results)
     save(aligner.cpu(), settings.out)
     return results
-
-
-def untrained(kind: type[A], settings: TextSettings, loaded: LoadedModel) -> A:
-    """An aligner of a kind on the model's device, with the sizes that the settings give; it takes
-    any sinks and any number evicted at once, as every position is known and moves go from birth.
-    """
-    config = new_config(
-        kind.kind,
-        loaded.model,
-        loaded.spec,
-        chunk_len=settings.chunk_len,
-        num_sinks=0,
-        shifts=(1,),
-        sizes={name: getattr(settings, name) for name in kind.default_sizes},
-    )
-    return kind(config).to(loaded.model.device).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -124,9 +158,8 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         clean = positionless(model, ids[:, half : 2 * half])
         num_numbers += stale[0].numel()
         for layer in range(clean[0].shape[1]):
-            anchored = aligner.anchor(
-                layer, stale[0][:, layer], stale[1][:, layer], move.now + half
-            )
+            keys, values = (x[:, layer] for x in stale)
+            anchored = aligner.anchor(layer, keys, values, move.now + half)
             moved = aligner.realign(layer, *anchored, move)
             for i in range(2):
                 realigned[i] += (moved[i] - clean[i][:, layer]).square().sum().cpu()
@@ -140,8 +173,3 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
         }
         for i, kv in enumerate(KV)
     }
-
-
-def _device(accelerator: str) -> str:
-    on_gpu = accelerator == "gpu" or (accelerator == "auto" and torch.cuda.is_available())
-    return "cuda" if on_gpu else "cpu"

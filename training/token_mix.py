@@ -1,6 +1,4 @@
-"""The text that a language model is pretrained on: corpora with shares, a tokenizer trained on
-them, token files, batches.
-"""
+"""The text of pretraining: corpora with shares, a tokenizer of their own, token files, batches."""
 
 import hashlib
 import itertools
@@ -26,11 +24,8 @@ _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
 @dataclass(frozen=True)
 class TokenMix:
-    """Tokenised corpora and the share of the rows that each gives.
-
-    Attributes:
-        ids: a memory-mapped array [num_tokens] uint16 or uint32 a corpus.
-        shares: adding up to 1.
+    """Tokenised corpora, [num_tokens] uint16 or uint32 memory-mapped, and the share of the rows
+    that each gives.
     """
 
     ids: list[np.ndarray]
@@ -108,10 +103,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     )
     bpe.train_from_iterator(_sample(parse_mix(settings.corpus)), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END,
-        eos_token=END,
-        model_max_length=settings.context_len,
+        tokenizer_object=bpe, bos_token=END, eos_token=END, model_max_length=settings.context_len
     )
     tokenizer.save_pretrained(settings.out)
     return tokenizer

@@ -16,10 +16,10 @@ from kvalign.models import spec_of
 from kvalign.realign import FromBirth
 from kvalign.relative import Stream
 from kvalign.sizes import CacheSizes
+from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
 from kvalign.training.table_run import standardise
-from kvalign.training.text_run import measure
-from kvalign.training.training_text import Text, read
+from kvalign.training.text_run import Text, measure, read
 
 
 def untrained(model, chunk_len=CONTEXT_LEN) -> TableAligner:
@@ -104,7 +104,8 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_model(models, objectiv
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     loss = {"nll": nll, "kl": kl}[objective]
     before = validate(aligner, model, text, loss)
-    found = tune(aligner, model, text, objective=objective, num_steps=30, lr=5e-3, seed=0)
+    settings = TableSettings(out="unused", objective=objective, max_steps=30, lr=5e-3)
+    found = tune(aligner, model, text, settings)
     assert found["val_before"] == pytest.approx(before)
     assert found["val_after"] == pytest.approx(validate(aligner, model, text, loss), abs=1e-5)
     assert found["val_after"] < before

@@ -17,11 +17,7 @@ from kvalign.registry import unknown
 
 
 def trainer_of(kind: str) -> ModuleType:
-    """The module that trains aligners of a kind.
-
-    Raises:
-        UserError: an unknown kind.
-    """
+    """The module that trains aligners of a kind; UserError for an unknown one."""
     if kind not in KINDS:
         raise UserError(unknown(KINDS.what, kind, KINDS))
     return importlib.import_module(f"{__name__}.{kind.replace('-', '_')}")

@@ -26,9 +26,7 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     max_epochs: int = option(3, help="epochs at most", at_least=1)
     max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
-    patience: int = option(
-        5, help="reports without a better validation loss before it stops", at_least=1
-    )
+    patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
     devices: int = option(1, help="number of devices", at_least=1)
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
@@ -42,8 +40,8 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     Returns:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
         `input_label_mse` (mean squared errors per number, realigned and as they are), `ratio` of
-        the two (lower is better), `used` (a network that does no better than none is saved as one
-        that adds nothing), steps, seconds, settings, data; empty on devices other than the first.
+        the two, `used` (a network that does no better than none is saved as one that adds
+        nothing), steps, seconds, settings, data; empty on devices other than the first.
 
     Raises:
         NotFoundError: no recorded data.

@@ -11,8 +11,7 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
 from kvalign.models import LoadedModel
 from kvalign.training.settings import TextSettings
-from kvalign.training.text_run import train_on_text
-from kvalign.training.training_text import Text
+from kvalign.training.text_run import Text, train_on_text
 
 
 @dataclass(frozen=True, kw_only=True)
