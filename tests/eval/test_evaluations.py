@@ -64,7 +64,7 @@ EVALUATION = Length()
 def test_a_new_evaluation_is_a_file_and_a_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "new_evaluation.py").write_text(NEW)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(EVALUATIONS.places, "length", "new_evaluation:EVALUATION")  # the line
+    monkeypatch.setitem(EVALUATIONS.data, "length", "new_evaluation:EVALUATION")  # the line
     monkeypatch.setitem(COMMANDS, "eval length", "how long names are")  # made of it at import
     argv = ["eval", "length", "--twice", "--methods", "window,recompute"]
     assert main(argv) == 0
