@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner
 from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
-from kvalign.methods import make_methods
+from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel, load_model
 
@@ -41,16 +41,19 @@ def make_grid(
         UserError: as `kvalign.make_method`.
     """
     methods = [
-        method
-        for cache_size in settings.cache_sizes
-        for num_evicted in nums_evicted(settings, cache_size) or (None,)
-        for method in make_methods(
-            settings.methods,
+        make_method(
+            name,
             model,
-            aligners=aligners or settings.aligner,
             cache_size=cache_size,
             num_sinks=settings.num_sinks,
             num_evicted=num_evicted,
+            aligner=aligner,
+        )
+        for cache_size in settings.cache_sizes
+        for num_evicted in nums_evicted(settings, cache_size) or (None,)
+        for name in settings.methods
+        for aligner in (
+            (aligners or settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,)
         )
     ]
     # `discard-half` evicts what it does at any setting, and is wanted once.

@@ -125,7 +125,7 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
 
 
 CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {
-    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float())
+    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float()),
 }
 """What moves the keys of a family exactly, where there is such a thing."""
 

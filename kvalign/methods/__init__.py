@@ -5,9 +5,8 @@ registry.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
 from kvalign.registry import Registry
@@ -116,23 +115,6 @@ def make_cache(
             f"{', '.join(cached)})"
         )
     return streaming.cache
-
-
-def make_methods(
-    names: Iterable[str],
-    model: PreTrainedModel,
-    *,
-    aligners: Sequence[Aligner | str] | None = None,
-    **sizes: Any,
-) -> list[Method]:
-    """Methods to compare: one a name, and of those that take an aligner one for each (None: the
-    shipped one); sizes as in `make_method`.
-    """
-    return [
-        make_method(name, model, aligner=aligner, **sizes)
-        for name in names
-        for aligner in ((aligners or (None,)) if METHODS.find(name).takes_aligner else (None,))
-    ]
 
 
 def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
