@@ -29,8 +29,10 @@ demo: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not ($(SLOW))"
 
+# Pages are driven one at a time: they have clocks of their own.
 test-slow: .venv/installed
-	$(PYTEST) -m "$(SLOW)"
+	$(PYTEST) -m "(slow or ray) and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
 
 # Which lines all tests reach: build/coverage/html/index.html.
 coverage: .venv/installed

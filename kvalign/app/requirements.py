@@ -11,12 +11,14 @@ _UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 def requirements() -> Iterator[tuple[str, Requirement]]:
     """Each package with the first extra that brings it; no extra: it is always needed."""
     extras = metadata.metadata("kvalign").get_all("Provides-Extra") or []
+    listed = {"kvalign"}  # an extra that includes another
     for text in metadata.requires("kvalign") or ():
         needed = Requirement(text)
-        if needed.name == "kvalign":  # an extra that includes another
+        if needed.name in listed:
             continue
         for extra in ("", *(extra for extra in extras if extra not in _UNLISTED)):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                listed.add(needed.name)
                 yield extra, needed
                 break
 
