@@ -13,7 +13,7 @@ from kvalign.aligners.base import Count, Text
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.errors import UserError
-from kvalign.models import LoadedModel, ModelSpec
+from kvalign.models import LoadedModel, ModelSpec, rotation_of
 
 SPLITS = ("train", "val")
 PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))
@@ -110,7 +110,7 @@ def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig
         settings=recorded,
         model=spec,
         embedding_fingerprint=embedding_fingerprint(loaded.model),
-        stale=rotated if spec.family == "rotary" else "keys and values as encoded",
+        stale=rotated if rotation_of(loaded.model) else "keys and values as encoded",
         shapes=shapes,
         chunks_per_shard=max(1, int(settings.shard_mb * 1e6 / chunk_bytes)),
         versions={"python": platform.python_version(), **versions},
