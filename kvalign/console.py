@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvalign.escape import escape_controls
 
-PIPE_WIDTH = 132  # columns; a file or a pipe has no width of its own
+PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
 _ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
 
 
@@ -63,11 +63,12 @@ def print_table(
         show_header=any(column.text for column in columns),
         pad_edge=False,
     )
-    for column in columns:
+    for number, column in enumerate(columns):
         table.add_column(
             Text(escape_controls(column.text)),
             justify="right" if column.is_number else "left",
             min_width=column.min_width or None,
+            no_wrap=number == 0,  # what a row is of is read at once
             overflow="fold",
         )
     for row in rows:

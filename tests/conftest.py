@@ -41,10 +41,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.filterwarnings(warning))
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     """Add what was skipped, and why, to the file that KVALIGN_SKIPPED names."""
     skipped = terminalreporter.stats.get("skipped", ())
-    if path := os.environ.get("KVALIGN_SKIPPED"):
+    path = os.environ.get("KVALIGN_SKIPPED")
+    if path and not hasattr(config, "workerinput"):  # workers of pytest-xdist report to it
         with Path(path).open("a", encoding="utf-8") as file:
             for report in skipped:
                 reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "unknown"
