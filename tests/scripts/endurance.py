@@ -25,9 +25,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
 from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
-from torch import Tensor
 
 from kvalign.app.arguments import parse
 from kvalign.methods import make_method
@@ -191,4 +193,4 @@ def _rss_bytes() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(run(parse(EnduranceSettings, sys.argv[1:], "python tests/scripts/endurance.py")))
+    sys.exit(run(parse(EnduranceSettings, sys.argv[1:], "python tests/scripts/endurance.py")[0]))

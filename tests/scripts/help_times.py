@@ -53,4 +53,4 @@ def seconds(command: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse(HelpTimesSettings, sys.argv[1:], "python tests/scripts/help_times.py")))
+    sys.exit(run(parse(HelpTimesSettings, sys.argv[1:], "python tests/scripts/help_times.py")[0]))
