@@ -153,8 +153,9 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
             more = {p.name: keywords.pop(p.name) for p in more_parameters if p.name in keywords}
             if settings is None:
                 settings = cls(**keywords)
-            elif keywords:
-                raise TypeError(f"give settings or keywords, not both: {', '.join(keywords)}")
+            elif keywords or not isinstance(settings, cls):
+                given = ", ".join(keywords) or repr(settings)
+                raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")
             return function(settings, **more)
 
         fields, hints, empty = fields_of(cls), typing.get_type_hints(cls), inspect.Parameter.empty

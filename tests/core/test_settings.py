@@ -56,6 +56,8 @@ def test_unknown_and_doubled_keywords_are_refused():
         bake(out="x", salt=1)
     with pytest.raises(TypeError, match="not both"):
         bake(BakeSettings(out=Path("x")), kind="rye")
+    with pytest.raises(TypeError, match="BakeSettings or keywords.*got 'loaf'"):
+        bake("loaf")
 
 
 def test_the_command_line_that_makes_them():
