@@ -125,7 +125,10 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
 
 
 CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {
-    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float()),
+    "rotary": lambda model: Rotation(
+        model.base_model.rotary_emb.inv_freq.float(),
+        is_bounded=_rope_kind(model.config) in _LENGTH_ROPE,
+    ),
 }
 """What moves the keys of a family exactly, where there is such a thing."""
 
@@ -150,9 +153,7 @@ def _context_len(config: PretrainedConfig) -> int | None:
         return config.max_seq_len
     if config.model_type == "bloom":
         return None
-    context_len = config.max_position_embeddings
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
+    context_len, kind = config.max_position_embeddings, _rope_kind(config)
     if kind in _FIXED_ROPE:  # or no rotary positions at all
         return context_len
     if kind not in _LENGTH_ROPE:
@@ -160,8 +161,13 @@ def _context_len(config: PretrainedConfig) -> int | None:
             f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their "
             f"position (known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
         )
-    original = rope.get("original_max_position_embeddings") or context_len
+    original = config.rope_parameters.get("original_max_position_embeddings") or context_len
     return original if kind == "longrope" else context_len
+
+
+def _rope_kind(config: PretrainedConfig) -> str:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default")
 
 
 def _not_found(name: str, error: Exception) -> str:

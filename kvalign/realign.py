@@ -1,11 +1,18 @@
-"""How the entries that stay are moved to their new positions, as the cache sees it.
+"""How the entries that stay get right for their new positions, as the cache sees it.
 
-Either the cache stores entries without their position and gives them their present one after each
-eviction: one rounding, however often an entry moved, so half precision does not drift. Or a
-realigner is given its own last output, eviction after eviction, as the paper's network needs it.
+Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`):
+
+- `Rotating`: rotary keys stay as they were written, since scores depend on differences of positions
+  alone. The sinks are turned to follow; once in a long while all keys are turned back.
+- `OnRead`: entries stay as `anchor` leaves them, without their position, and attention gives them
+  the present one: nothing is written again.
+- `FromBirth`: entries without their position are kept beside those that attention sees, which are
+  placed anew from them: one rounding, however often an entry moves.
+- `Recursive`: entries are moved from their own last output, as the paper's network needs it.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,66 +20,135 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, KeysValues
+from kvalign.attention import REGISTERED, install
+from kvalign.errors import UserError
 from kvalign.models import rotation_of
+from kvalign.rope import Rotation
+from kvalign.sizes import CacheSizes
+
+LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
 
 class Realigner(ABC):
-    """Moves keys and values; one instance serves all layers and has no state."""
+    """One instance serves all layers and has no state.
 
-    recursive: bool
-    """True: `place` is given its own last output, in float32; False: what `anchor` returned."""
+    Attributes:
+        rotation: what turns the model's keys, if anything does.
+    """
 
-    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
-        """What the cache stores of new entries [B, H, S, D], computed at the positions `birth`."""
+    moves = False
+    """Whether entries are placed anew, from what `anchor` returned or from their last output."""
+    recursive = False
+    """Of those that move: `place` is given its own last output, in float32."""
+
+    def __init__(self, rotation: Rotation | None = None):
+        self.rotation = rotation
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        """The sizes with the number of steps after which entries are moved back."""
+        return sizes
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
+        """What is stored of new entries [B, H, S, D], which have the places `birth` in the cache
+        and were computed at the positions `at`: the same, while positions do not run on.
+        """
         return keys, values
 
-    @abstractmethod
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """The entries [B, H, S, D] of the slots after the sinks, from what was stored of them."""
+        """The entries [B, H, S, D] after the sinks, from what was stored of them; only of those
+        that move.
+        """
+        raise NotImplementedError(f"{type(self).__name__} moves nothing")
+
+
+class Rotating(Realigner):
+    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone are turned."""
+
+    rotation: Rotation
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len)
+
+
+class OnRead(Realigner):
+    """Position tables, k = m[p] + s[p] k': with k' stored, a query's scores are
+    (q k') s[p] + q m[p], and its output (w s[p]) v' + w m[p].
+    """
+
+    def __init__(self, model: PreTrainedModel, table: TableAligner):
+        super().__init__(rotation_of(model))
+        self.config, self.table = model.config, table.to(model.device)
+        install(self.config)
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len) if self.rotation else sizes
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
+        """Of a rotary model the mean is turned to where the keys are, so that they stay there."""
+        table = self.table
+        if self.rotation is None:
+            return table.anchor(layer, keys, values, birth)
+        mean = self.rotation.shift(table.key[layer, :, birth], -_positions(at))
+        keys = (keys - mean) / table.key_scale[layer, :, birth, None]
+        return keys, table.anchor(layer, values, values, birth)[1]
+
+    def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
+        """Entries [B, H, S, D] as attention sees them: at the places `now` [S], computed for the
+        positions `at` [S].
+        """
+        table = self.table
+        means = table.key[layer, :, now]
+        if self.rotation is not None:
+            means = self.rotation.shift(means, -at)
+        return (
+            torch.addcmul(means, keys, table.key_scale[layer, :, now, None]),
+            torch.addcmul(table.value[layer, :, now], values, table.value_scale[layer, :, now, None]),
+        )
+
+    def turned_means(self, layer: int) -> Tensor:
+        """Mean keys [H, P, D] of a layer, of a rotary model turned to their positions."""
+        means = self.table.key[layer]
+        if self.rotation is None:
+            return means
+        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
 
 
 class FromBirth(Realigner):
-    """Takes the position out of a new entry and gives it each later one in turn.
-
-    Keys of a rotary model are rotated back to position 0 and from there to where they are (Xiao et
-    al. 2024 keep keys before the rotation, too); values carry no position. An aligner works between
-    the two rotations, so its tables do not depend on them.
+    """Keys of a rotary model are turned back to position 0 and from there to where they are; values
+    carry no position. The aligner works between the two rotations.
     """
 
-    recursive = False
+    moves = True
 
-    def __init__(self, model: PreTrainedModel, aligner: Aligner | None = None):
-        self.rotation = rotation_of(model)
-        self.aligner = aligner.to(model.device) if aligner else None
+    def __init__(self, model: PreTrainedModel, aligner: Aligner):
+        super().__init__(rotation_of(model))
+        self.aligner = aligner.to(model.device)
 
-    def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
         if self.rotation is not None:
-            positions = torch.arange(birth.start, birth.stop) if isinstance(birth, slice) else birth
-            keys = self.rotation.shift(keys, positions)
-        if self.aligner is None:
-            return keys, values
+            keys = self.rotation.shift(keys, _positions(at))
         return self.aligner.anchor(layer, keys, values, birth)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        if self.aligner is not None:
-            keys, values = self.aligner.realign(layer, keys, values, move)
+        keys, values = self.aligner.realign(layer, keys, values, move)
         if self.rotation is not None:
             keys = self.rotation.shift(keys, -move.now)
         return keys, values
 
-    @property
-    def table(self) -> TableAligner | None:
-        """The tables that placing uses, if it uses any."""
-        return self.aligner if isinstance(self.aligner, TableAligner) else None
-
 
 class Recursive(Realigner):
-    """An aligner applied to its own output at each eviction, after the rotation if there is one."""
+    """An aligner applied to its own output, after the rotation if there is one."""
 
-    recursive = True
+    moves = recursive = True
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
-        self.rotation = rotation_of(model)
+        super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
@@ -81,6 +157,40 @@ class Recursive(Realigner):
         return self.aligner.realign(layer, keys, values, move)
 
 
-def closed_form(model: PreTrainedModel) -> Realigner | None:
-    """What StreamingLLM does: rotation where positions are rotary, else nothing."""
-    return FromBirth(model) if rotation_of(model) else None
+def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Realigner | None:
+    """What keeps a model's entries right: without an aligner what StreamingLLM does, rotation where
+    positions are rotary and nothing elsewhere.
+    """
+    if aligner is None:
+        rotation = rotation_of(model)
+        return Rotating(rotation) if rotation else None
+    if isinstance(aligner, TableAligner) and model.config.model_type in REGISTERED:
+        return OnRead(model, aligner)
+    return Recursive(model, aligner) if aligner.recursive else FromBirth(model, aligner)
+
+
+def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> CacheSizes:
+    """The frame of keys that only differences of positions matter to: so long that turning all keys
+    back costs less than an entry a step, and within the context length where that leaves room or
+    the rotation changes beyond it. Small positions keep float32 angles exact.
+    """
+    run = max(sizes.cache_size, LONG_RUN)
+    if context_len is not None:
+        run = min(run, context_len - 1 - sizes.cache_size)
+        if not rotation.is_bounded:
+            run = max(run, sizes.cache_size // 4)
+    return replace(sizes, realign_every=max(run, 1))
+
+
+def check_realign_every(sizes: CacheSizes, realigner: Realigner | None) -> None:
+    """Raise UserError where entries are not moved every so many steps."""
+    by_setting = realigner is not None and realigner.frame(sizes, None) == sizes
+    if sizes.realign_every > 1 and not by_setting:
+        raise UserError(
+            f"realign_every must be 1 where a trained aligner moves nothing, "
+            f"got {sizes.realign_every}"
+        )
+
+
+def _positions(at: Birth) -> Tensor:
+    return torch.arange(at.start, at.stop) if isinstance(at, slice) else at

@@ -1,218 +1,202 @@
-"""The relative form: score a stream in a few forward passes instead of one step a token.
+"""The relative form: attention over entries that are placed when they are read.
 
-When a realigner starts from birth, what the query of token t sees of the entry of token j depends
-on t and j alone: with E(t) entries evicted before step t, the entry lies at position j - E(t), and
+What the query of token t sees of the entry of token j depends on t and j alone: with E(t) entries
+dropped and moved by M(t) places before step t, the entry lies at position j - M(t), and
 
-    logit(t, j) = q_t . place(anchor(k_j), j - E(t))      for sinks: q_t . k_j
+    logit(t, j) = q_t . place(anchor(k_j), j - M(t))      for sinks: q_t . k_j
     visible(t, j): j <= t, and j is a sink or j >= num_sinks + E(t)
 
-Rotation and tables split place() into a part of the entry and a part of the position, so a segment
-of tokens is one banded attention. Segments carry the last window of entries: memory does not grow
-with the text, and the result is that of stepping.
+Rotation and tables split place() into a part of the entry and a part of the position:
 
-It enters a model through the attention-function registry of transformers (BLOOM: through its mask),
-so it needs no code for a single architecture.
+    q . (m[p] + s[p] k') = q . m[p] + s[p] (q . k')
+
+So entries that were written once are read at every later position (`read_step`, one query), and a
+segment of many tokens is one banded attention with the result of stepping (`Segment`): how an input
+is cut does not matter. Neither needs code for a single architecture (`kvalign.attention`; BLOOM:
+through its mask).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
-from kvalign.realign import FromBirth, Realigner
-from kvalign.sizes import CacheSizes
+from kvalign.attention import REGISTERED, install, own_mask
+from kvalign.realign import OnRead, Realigner, Rotating
 
-NAME = "kvalign-relative"
-_REGISTERED = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+if TYPE_CHECKING:
+    from kvalign.cache import Step, StreamingCache
+
+SEGMENT_LEN = 256  # tokens of a forward pass
+
 _MASKED = ("bloom",)
-
-_current: ContextVar["Segment"] = ContextVar("segment")
 
 
 def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
     """Whether the relative form gives what stepping gives."""
-    if model.config.model_type not in _REGISTERED + _MASKED:
+    if model.config.model_type not in REGISTERED + _MASKED:
         return False
     sliding_window = getattr(model.config, "sliding_window", None)
     if sliding_window is not None and sliding_window <= cache_size:
         return False
-    if realigner is None:
-        return True
-    if not isinstance(realigner, FromBirth) or realigner.aligner is not realigner.table:
-        return False
-    return realigner.table is None or model.config.model_type in _REGISTERED
+    return realigner is None or isinstance(realigner, Rotating | OnRead)
 
 
-class Stream:
-    """A text of [B, N] tokens as a `StreamingCache` sees it, segment by segment.
+def segment_len(cache: "StreamingCache", num_left: int) -> int:
+    """Tokens of the next segment: all in one frame if keys are turned back when it ends."""
+    if cache.realigner is None or cache.realigner.rotation is None:
+        return min(SEGMENT_LEN, num_left)
+    seen = cache.seen[0] if cache.seen else 0
+    dropped = cache.frame.num_moved(seen) + cache.frame.move_size  # when all is turned back
+    room = cache.sizes.cache_size + 1 + dropped - cache.sizes.num_evicted - seen
+    num_pieces = -(-room // SEGMENT_LEN)
+    return max(1, min(-(-room // num_pieces), num_left))
 
-    Args:
-        model, sizes, realigner: those of the cache, if `is_exact` of them.
+
+def feed(
+    model: PreTrainedModel, cache: "StreamingCache", ids: Tensor, logits_to_keep: int = 0
+) -> Tensor:
+    """Take in ids [B, T] as a segment, T at most `segment_len`: logits [B, T, V] after each token,
+    or after the last few, as if each was fed alone.
     """
-
-    def __init__(self, model: PreTrainedModel, sizes: CacheSizes, realigner: Realigner | None):
-        assert is_exact(model, sizes.cache_size, realigner)
-        self.model, self.sizes, self.realigner = model, sizes, realigner
-        num_layers = model.config.num_hidden_layers
-        self.cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
-        self.num_seen = 0
-
-    def feed(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Logits [B, T, V] after each token of ids [B, T], or after the last few."""
-        segment = Segment(self, self.num_seen, ids.shape[1], ids.device)
-        self.num_seen += ids.shape[1]
-        with _relative_attention(self.model, segment):
-            return self.model(
+    num_seen = cache.seen[0] if cache.seen else 0
+    segment = Segment(cache, num_seen, ids.shape[1], ids.device)
+    install(model.config)
+    masked = model.config.model_type in _MASKED
+    cache.segment = segment
+    try:
+        with own_mask(segment.alibi_mask(model)) if masked else nullcontext():
+            return model(
                 input_ids=ids,
+                # Attention knows what is visible: no mask is made.
+                attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
                 position_ids=segment.position[None],
-                past_key_values=self.cache,
+                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
+    finally:
+        cache.segment = None
 
 
 class Segment:
-    """Where the queries and entries of one forward pass lie.
+    """Where the queries and entries of one forward pass lie; rows are of equal length.
 
     Attributes:
-        position: [T] int64, where each query is in the cache: its position at birth.
+        position: [T] int64, where each query was computed.
+        birth: [T] int64, its place in the cache.
+        behind: [T] int64, by how much a rotary query has run on: its position less its place.
         now: [T, S] int64, where each query finds each entry after the sinks.
         hidden: [T, S'] bool, entries (sinks first) that a query does not see.
-        turn: [T], by how much the window's frame is ahead of each query: E(t) - E(t0).
-        in_frame: [S] int64, the positions of the entries after the sinks in that frame.
-        carried: entries after the sinks that the next segment sees.
     """
 
-    def __init__(self, stream: Stream, start: int, num_tokens: int, device: torch.device):
-        t = torch.arange(start, start + num_tokens, device=device)
-        sizes = stream.sizes
+    def __init__(
+        self, cache: "StreamingCache", num_seen: int, num_tokens: int, device: torch.device
+    ):
+        sizes, realigner, end = cache.sizes, cache.realigner, num_seen + num_tokens
+        t = torch.arange(num_seen, end, device=device)
         dropped = sizes.num_dropped(t)  # E(t): of the entries before token t
-        self.stream = stream
-        end = start + num_tokens
+        self.realigner, self.rotation = realigner, realigner.rotation if realigner else None
+        self.position = t - cache.frame.num_moved(t)
+        moved = dropped if self.rotation else t - self.position
+        self.birth = t - moved
+        self.behind = self.position - self.birth
+        self.dropped = dropped
         self.num_sinks = min(sizes.num_sinks, end)
-        self.carried = end - self.num_sinks - sizes.num_dropped(end)
         oldest = self.num_sinks + int(dropped[0])  # entry after the sinks that is in sight
         j = torch.arange(oldest, end, device=device)
-        self.position = t - dropped
-        self.turn = dropped - dropped[0]
-        self.in_frame = j - dropped[0]
-        now = j - dropped[:, None]
         sinks = torch.arange(self.num_sinks, device=device)
-        self.hidden = torch.cat([sinks > t[:, None], (j > t[:, None]) | (now < sizes.num_sinks)], 1)
-        self.now = now.clamp(0, sizes.cache_size)
+        gone = j - dropped[:, None] < sizes.num_sinks
+        self.hidden = torch.cat([sinks > t[:, None], (j > t[:, None]) | gone], 1)
+        # What is hidden may lie anywhere.
+        self.now = (j - moved[:, None]).clamp(0, sizes.last_position)
 
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D]: [B, T, H, D]."""
+        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first: [B, T,
+        H, D].
+        """
         num_sinks, groups = self.num_sinks, query.shape[1] // keys.shape[1]
         query = query.float().unflatten(1, (-1, groups)) * scale  # [B, H_kv, G, T, D]
         keys, values = keys.float()[:, :, None], values.float()[:, :, None]
-        realigner = self.stream.realigner
-        rotation = table = None
-        if isinstance(realigner, FromBirth):
-            rotation, table = realigner.rotation, realigner.table
-        turned, window = query, keys[..., num_sinks:, :]
-        if rotation is not None:
-            turned = rotation.shift(query, -self.turn)
-            window = rotation.shift(window, -self.in_frame)
-        scores = turned @ window.mT  # [B, H_kv, G, T, S]
-        if table is not None:
-            means, scales = table.key[layer], table.key_scale[layer]
-            if rotation is not None:
-                positions = torch.arange(means.shape[1], device=means.device)
-                means = rotation.shift(means, -positions)
-            of_position = query @ means[:, None].mT  # [B, H_kv, G, T, P]
+        on_read = self.realigner if isinstance(self.realigner, OnRead) else None
+        table = on_read.table if on_read else None
+        placed = query  # as it is with positions that do not run on
+        if self.rotation is not None:
+            placed = self.rotation.shift(query, self.behind)
+        scores = query @ keys[..., num_sinks:, :].mT  # [B, H_kv, G, T, S]
+        if on_read is not None:
+            means, scales = on_read.turned_means(layer), on_read.table.key_scale[layer]
+            of_position = placed @ means[:, None].mT  # [B, H_kv, G, T, P]
             scores = scores * scales[:, self.now][:, None] + of_position.gather(
                 -1, self.now.expand_as(scores)
             )
-        scores = torch.cat([query @ keys[..., :num_sinks, :].mT, scores], -1)
+        scores = torch.cat([placed @ keys[..., :num_sinks, :].mT, scores], -1)
         weights = scores.masked_fill(self.hidden, -torch.inf).softmax(-1)
         if table is None:
             out = weights @ values
         else:
             means, scales = table.value[layer], table.value_scale[layer]
-            of_sinks, of_window = weights.split([num_sinks, len(self.in_frame)], -1)
+            of_sinks, of_window = weights.split([num_sinks, self.now.shape[1]], -1)
             places = weights.new_zeros(*weights.shape[:-1], means.shape[1])
             places = places.scatter_add(-1, self.now.expand_as(of_window), of_window)
             of_window = of_window * scales[:, self.now][:, None]
             out = torch.cat([of_sinks, of_window], -1) @ values + places @ means[:, None]
         return out.flatten(1, 2).transpose(1, 2)
 
-    def alibi_mask(self, dtype: torch.dtype) -> Tensor:
+    def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """What BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the entries
         handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
         """
-        model = self.stream.model
-        ones = torch.ones(1, 2, device=self.turn.device)
+        turn, dtype = self.dropped - self.dropped[0], model.dtype
+        ones = torch.ones(1, 2, device=turn.device)
         slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
         mask = slopes.new_zeros(1, len(slopes), *self.hidden.shape)
-        mask[..., : self.num_sinks] = slopes[:, :, 1:] * self.turn[:, None]
+        mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]
         return mask.masked_fill(self.hidden, torch.finfo(dtype).min)
 
 
-class _Layer(DynamicLayer):
-    """What the next segment sees: sinks as they are, other entries as `anchor` leaves them."""
-
-    is_croppable = False
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, stream: Stream, layer: int):
-        super().__init__()
-        self.stream, self.layer = stream, layer
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Take in [B, H, T, D]; return what the segment sees, sinks first."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        segment, realigner = _current.get(), self.stream.realigner
-        stored, num_sinks = self.get_seq_length(), self.stream.sizes.num_sinks
-        skip = max(num_sinks - stored, 0)  # sinks among the new entries
-        keys, values = key_states, value_states
-        if realigner is not None:
-            new_keys, new_values = keys[:, :, skip:], values[:, :, skip:]
-            birth = segment.position[skip:]
-            anchored = realigner.anchor(self.layer, new_keys, new_values, birth)
-            keys = torch.cat([keys[:, :, :skip], anchored[0].to(self.dtype)], 2)
-            values = torch.cat([values[:, :, :skip], anchored[1].to(self.dtype)], 2)
-        if stored:
-            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = (
-            torch.cat([x[:, :, :num_sinks], x[:, :, x.shape[2] - segment.carried :]], 2)
-            for x in (keys, values)
-        )
-        return keys, values
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    scaling = kwargs.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _current.get().attend(module.layer_idx, query, key, value, scale)
-    return out.to(query.dtype), None
-
-
-def _mask(*args: Any, dtype: torch.dtype = torch.float32, config: Any = None, **kwargs: Any) -> Any:
-    segment = _current.get()
-    has_bias = segment.stream.model.config.model_type in _MASKED
-    return segment.alibi_mask(dtype) if has_bias else None
-
-
-@contextmanager
-def _relative_attention(model: PreTrainedModel, segment: Segment) -> Iterator[None]:
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    before, token = model.config._attn_implementation, _current.set(segment)
-    model.config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        _current.reset(token)
+def read_step(
+    step: "Step", layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Attention of one query [B, H, 1, D] over all that a layer holds [B, H_kv, S', D], with tables:
+    [B, 1, H, D]. Sinks lie at their places; rows may be of unequal lengths.
+    """
+    realigner, sinks = step.realigner, step.sizes.num_sinks
+    assert isinstance(realigner, OnRead)
+    table, half = realigner.table, keys.dtype != torch.float32
+    query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
+    placed = query
+    if realigner.rotation is not None:
+        placed = realigner.rotation.shift(query, step.per_row(step.behind))
+    scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
+    first, num = step.first_place, keys.shape[2]
+    num_sinks = min(sinks, num)
+    key_means, value_means = realigner.turned_means(layer), table.value[layer]
+    key_scales, value_scales = table.key_scale[layer], table.value_scale[layer]
+    if step.places is None:  # all rows alike: the window's places are a slice of the tables
+        now = slice(first, first + num - num_sinks)
+        window = scores[..., num_sinks:]
+        window.mul_(key_scales[:, None, now]).add_(placed.float() @ key_means[:, now].mT)
+        weights = scores.softmax(-1)
+        window = weights[..., num_sinks:]
+        out = window @ value_means[:, now]
+        window.mul_(value_scales[:, None, now])
+    else:
+        # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
+        places, inside = step.places[:, None, None], step.inside[:, None, None]
+        of_position = (placed.float() @ key_means.mT).gather(-1, places.expand_as(scores))
+        of_entry = scores * key_scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
+        scores = torch.where(inside, of_entry + of_position, scores)
+        scores = scores.masked_fill(~step.visible[:, None, None], -torch.inf)
+        weights = scores.softmax(-1)
+        of_window = weights * inside
+        shares = weights.new_zeros(*weights.shape[:-1], value_means.shape[1])
+        out = shares.scatter_add(-1, places.expand_as(of_window), of_window) @ value_means
+        value_scales = value_scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
+        weights = torch.where(inside, weights * value_scales, weights)
+    out = out + (weights.to(values.dtype) if half else weights) @ values
+    return out.flatten(1, 2)[:, None]

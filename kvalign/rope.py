@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 class Rotation:
-    """How the keys of one rotary model move along positions: by `rerotate` with its `inv_freq`."""
+    """How the keys of one rotary model move along positions: by `rerotate` with its `inv_freq`.
 
-    def __init__(self, inv_freq: Tensor):
-        self.inv_freq = inv_freq
+    Attributes:
+        is_bounded: whether it is another rotation, or none, beyond the context length.
+    """
+
+    def __init__(self, inv_freq: Tensor, is_bounded: bool = True):
+        self.inv_freq, self.is_bounded = inv_freq, is_bounded
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
         """Keys [..., S, D] moved `shift` positions towards the start."""
@@ -24,7 +28,7 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
 
     Args:
         keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
-        shift: positions, one number for all slots or [S]; negative moves away from the start.
+        shift: positions, one number for all slots or [..., S]; negative moves away from the start.
         inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
             (`kvalign.models.rotation_of`).
 

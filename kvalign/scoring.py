@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from kvalign import relative
 from kvalign.methods.base import Cached, Method, Reencoding
 
-SEGMENT_LEN = 256  # tokens of a forward pass in the relative form
 BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
 
@@ -27,11 +25,8 @@ def score(method: Method, ids: Tensor, on_labels: OnLabels = lambda n: None) -> 
     """As `score_stepwise`, to rounding; by a faster way where there is one."""
     if isinstance(method, Reencoding):
         return score_windows(method, ids, on_labels)
-    if isinstance(method, Cached):
-        realigner = method.cache.realigner
-        if relative.is_exact(method.model, method.sizes.cache_size, realigner):
-            stream = relative.Stream(method.model, method.sizes, realigner)
-            return score_segments(stream, ids, on_labels)
+    if isinstance(method, Cached) and method.is_exact:
+        return score_segments(method, ids, on_labels)
     return score_stepwise(method, ids, on_labels)
 
 
@@ -63,17 +58,18 @@ def score_stepwise(method: Method, ids: Tensor, on_labels: OnLabels = lambda n: 
 
 
 @torch.no_grad()
-def score_segments(stream: relative.Stream, ids: Tensor, on_labels: OnLabels) -> Tensor:
-    """As `score_stepwise`, of a stream in the relative form that has been fed nothing."""
-    first, end = stream.sizes.cache_size, ids.shape[1] - 1  # queries with a label
-    for start in range(0, first, SEGMENT_LEN):
-        stream.feed(ids[:, start : min(start + SEGMENT_LEN, first)], logits_to_keep=1)
-    nll = []
-    for start in range(first, end, SEGMENT_LEN):
-        stop = min(start + SEGMENT_LEN, end)
-        logits = stream.feed(ids[:, start:stop])[0].float()
+def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels) -> Tensor:
+    """As `score_stepwise`, of a method whose relative form is exact."""
+    first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
+    method.reset()
+    method.feed(ids[:, :first])
+    nll, start = [], first
+    while start < end:
+        stop = start + method.segment_len(end - start)
+        logits = method.feed_segment(ids[:, start:stop])[0].float()
         nll.append(cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="none"))
         on_labels(stop - start)
+        start = stop
     return torch.cat(nll)
 
 

@@ -27,6 +27,8 @@ class CacheSizes:
         cache_size: entries stored between two steps, sinks included; a step sees one more.
         num_sinks: first entries, never evicted.
         num_evicted: entries evicted at once, right after the sinks, when the cache is full.
+        realign_every: evicted entries after which those that stay are moved; until then positions
+            run on. Several evictions at once are as many of these steps.
 
     Raises:
         UserError: sizes that do not fit together.
@@ -35,6 +37,7 @@ class CacheSizes:
     cache_size: int
     num_sinks: int = 4
     num_evicted: int = 1
+    realign_every: int = 1
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0:
@@ -49,6 +52,8 @@ class CacheSizes:
                 f"num_evicted must be between 1 and the window ({self.window_size} = cache_size "
                 f"{self.cache_size} less num_sinks {self.num_sinks}), got {self.num_evicted}"
             )
+        if self.realign_every < 1:
+            raise UserError(f"realign_every must be at least 1, got {self.realign_every}")
 
     @property
     def window_size(self) -> int:
@@ -67,10 +72,41 @@ class CacheSizes:
         dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
         return dropped * (dropped > 0)
 
+    def num_stored(self, num_seen: int) -> int:
+        """Entries that are kept of so many tokens."""
+        return num_seen - self.num_dropped(num_seen)
+
+    def num_moved(self, num_entries: N) -> N:
+        """Places by which kept entries have been moved once so many have been fed: all that were
+        dropped, or those up to the last multiple of `realign_every`.
+        """
+        dropped = self.num_dropped(num_entries)
+        return dropped // self.move_size * self.move_size
+
+    def num_behind(self, num_entries: N) -> N:
+        """Places by which positions have run on since."""
+        return self.num_dropped(num_entries) - self.num_moved(num_entries)
+
+    @property
+    def move_size(self) -> int:
+        """Places of a move: `realign_every`, in whole evictions."""
+        return -(-self.realign_every // self.num_evicted) * self.num_evicted
+
+    @property
+    def last_position(self) -> int:
+        """The highest position that a token gets that is fed alone."""
+        return self.cache_size + self.move_size - self.num_evicted
+
     def check_fits(self, spec: ModelSpec) -> None:
         """Raise UserError unless the model has a position for each entry and the new token."""
-        if spec.context_len is not None and self.cache_size >= spec.context_len:
+        if spec.context_len is None or self.last_position < spec.context_len:
+            return
+        if self.cache_size >= spec.context_len:
             raise UserError(
                 f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
                 f"length less the new token), got {self.cache_size}"
             )
+        raise UserError(
+            f"realign_every must be at most {spec.context_len - self.cache_size} for {spec.name} "
+            f"with cache_size {self.cache_size} (positions run on), got {self.realign_every}"
+        )

@@ -84,11 +84,12 @@ class AlignerConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Move:
-    """One eviction, for the slots after the sinks.
+    """A move of the entries after the sinks.
 
     Attributes:
-        shift: entries evicted: the places that each entry moves towards the start.
-        first: number of sinks: the position of the first entry after them.
+        shift: the places that each entry moves towards the start: those evicted since the last.
+        first: the position of the first entry after the sinks: their number, unless positions run
+            on.
         now: [S] int64, the positions after the move: first, first + 1, ...
     """
 

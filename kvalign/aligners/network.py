@@ -124,9 +124,10 @@ class NetworkAligner(Aligner):
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         # check() saw to it that a trained shift divides num_evicted, and so every move.
         step = max(shift for shift in self.config.shifts if move.shift % shift == 0)
+        first = move.first - self.config.num_sinks
         for _ in range(move.shift // step):
-            keys = keys + self.key.correction(keys, layer)
-            values = values + self.value.correction(values, layer)
+            keys = keys + self.key.correction(keys, layer, first)
+            values = values + self.value.correction(values, layer, first)
         return keys, values
 
 

@@ -1,22 +1,31 @@
 """What every streaming method does: take in tokens, give the logits of the next one."""
 
+import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from kvalign import relative
 from kvalign.aligners import Aligner
+from kvalign.attention import install, own_mask
 from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
 from kvalign.sizes import CacheSizes
 
+OnTokens = Callable[[int], object]
+"""Told how many tokens have been taken in since the last call."""
+
 
 class Method(ABC):
-    """One way to stream; an instance is a batch of streams of equal length.
+    """One way to stream; an instance is a batch of streams, its rows.
+
+    Rows that begin together are fed together; streams of other lengths are fed alone and `join`.
 
     Args:
         model: a causal LM of transformers.
@@ -80,15 +89,31 @@ class Method(ABC):
     def reset(self) -> None:
         """Forget the stream."""
 
+    def new(self) -> Self:
+        """A method made alike, which has been fed nothing."""
+        method = copy.copy(self)
+        method.reset()
+        return method
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        raise UserError(f"rows of {self.name} cannot be taken apart")
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Add the rows of others made alike, of any lengths, after those that are here."""
+        raise UserError(f"rows of {self.name} cannot be put together")
+
     @abstractmethod
-    def feed(self, ids: Tensor) -> Tensor:
+    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Cache | None = None, **inputs: Tensor) -> Tensor:
         """One pass of the model over ids [B, T], after what is cached: logits as of `feed`."""
         use = cache is not None
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=use, logits_to_keep=1)
+        out = self.model(
+            input_ids=ids, past_key_values=cache, use_cache=use, logits_to_keep=1, **inputs
+        )
         return out.logits[:, -1].float()
 
     def state(self) -> dict[str, Tensor]:
@@ -105,22 +130,31 @@ class Method(ABC):
 
 
 class Cached(Method):
-    """A method that keeps its entries in a streaming cache and moves them with a realigner."""
+    """A method that keeps its entries in a streaming cache, right for where they are."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
         self.cache = StreamingCache(self.spec, sizes, self.realigner())
+        self.is_exact = relative.is_exact(model, sizes.cache_size, self.cache.realigner)
+        if self.is_exact:
+            install(model.config)
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
-        """What moves kept entries."""
+        """What keeps entries right for their positions."""
 
     @property
     def fill(self) -> int:
-        return self.cache.get_seq_length()
+        return self.cache.num_stored
 
     def reset(self) -> None:
-        self.cache.reset()
+        self.cache = StreamingCache(self.spec, self.sizes, self.cache.realigner)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+
+    def join(self, others: Sequence[Self]) -> None:
+        self.cache.join([method.cache for method in others])
 
     def state(self) -> dict[str, Tensor]:
         return self.cache.state()
@@ -128,21 +162,61 @@ class Cached(Method):
     def restore(self, state: dict[str, Tensor]) -> None:
         self.cache.restore(state, self.model)
 
-    def feed(self, ids: Tensor) -> Tensor:
-        """The first cache_size + 1 tokens go in at once, more of them by half the window."""
+    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+        """Where the relative form is exact an input counts as its tokens one by one, and goes in by
+        segments; else the first cache_size + 1 tokens go in at once, more of them by half the
+        window, all of which see what those before them saw.
+        """
+        if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
+            for i in range(ids.shape[1]):
+                logits = self.feed(ids[:, i : i + 1], on_tokens)
+            return logits
         while True:
-            num_now = self._chunk_len()
-            logits = self.forward(ids[:, :num_now], self.cache)
-            ids = ids[:, num_now:]
+            num_now = self._chunk_len(ids.shape[1])
+            now, ids = ids[:, :num_now], ids[:, num_now:]
+            logits = self._take(now)
+            on_tokens(now.shape[1])
             if ids.shape[1] == 0:
                 return logits
 
-    def _chunk_len(self) -> int:
-        stored = self.cache.get_seq_length()
+    def _take(self, ids: Tensor) -> Tensor:
+        if self._is_plain(ids.shape[1]):
+            inputs = self.cache.row_inputs(ids.device, self.spec.model_type)
+            return self.forward(ids, self.cache, **inputs)
+        return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
+
+    @torch.no_grad()
+    def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+        """Take in ids [B, T], T at most `segment_len()`, each token as if it was fed alone.
+
+        Returns:
+            logits [B, T, V] after each of them, or after the last few.
+        """
+        return relative.feed(self.model, self.cache, ids, logits_to_keep)
+
+    def segment_len(self, num_left: int) -> int:
+        """Tokens that the next segment may have."""
+        return relative.segment_len(self.cache, num_left)
+
+    def _is_plain(self, num_tokens: int) -> bool:
+        """Whether the model's own attention does: nothing is dropped between these tokens."""
+        seen = max(self.cache.seen, default=0)
+        return (
+            num_tokens == 1
+            or not self.is_exact
+            or (seen == 0 and num_tokens <= self.sizes.first_input_len)
+        )
+
+    def _chunk_len(self, num_left: int) -> int:
+        stored = self.cache.num_stored
+        if self.is_exact and not self._is_plain(num_left):
+            return self.segment_len(num_left)
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         half = max(1, self.sizes.window_size // 2)
-        return half if self.num_positions is None else min(half, self.num_positions - stored)
+        if self.num_positions is None:
+            return half
+        return max(1, min(half, self.num_positions - self.cache.get_seq_length()))
 
     @property
     def num_positions(self) -> int | None:
@@ -153,45 +227,59 @@ class Cached(Method):
 class Reencoding(Method):
     """A method that re-encodes what it keeps: the logits of every step have nothing stale."""
 
-    seen: Tensor | None
-    """[B, S] int64, what the last step saw."""
+    rows: list[Tensor]
+    """[S] int64 of each row: what the last step saw."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
         self.reset()
 
     def reset(self) -> None:
-        self.seen = None
+        self.rows = []
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def join(self, others: Sequence[Self]) -> None:
+        self.rows = [row for method in (self, *others) for row in method.rows]
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self.seen is None else {"seen": self.seen}
+        if not self.rows:
+            return {}
+        return {"seen": torch.cat(self.rows), "lens": torch.tensor([len(x) for x in self.rows])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
         if not state:
             return
-        shape = tuple(state["seen"].shape) if "seen" in state else ()
-        seen = expect_tensor(state, "seen", shape, torch.int64)
+        num_rows, num_seen = (state[x].numel() if x in state else 0 for x in ("lens", "seen"))
+        lens = expect_tensor(state, "lens", (num_rows,), torch.int64).tolist()
+        seen = expect_tensor(state, "seen", (num_seen,), torch.int64)
         longest, vocab_size = self.sizes.first_input_len, self.model.config.vocab_size
         if not (
-            seen.ndim == 2
-            and seen.numel()
-            and seen.shape[1] <= longest
+            lens
+            and sum(lens) == num_seen
+            and 1 <= min(lens) <= max(lens) <= longest
             and 0 <= seen.min() <= seen.max() < vocab_size
         ):
             raise UserError(
-                f"a stream's seen must be [B, S] ids below {vocab_size}, S at most {longest}"
+                f"a stream's seen must be rows of ids below {vocab_size}, each of 1 to {longest}"
             )
-        self.seen = seen.to(self.model.device)
+        self.rows = list(seen.to(self.model.device).split(lens))
+
+    def extend(self, ids: Tensor) -> list[Tensor]:
+        """What each row would see with ids [B, T] more, nothing dropped."""
+        if not self.rows:
+            return list(ids)
+        if len(ids) != len(self.rows):
+            raise UserError(f"this stream has {len(self.rows)} rows, got ids of {len(ids)}")
+        return [torch.cat(pair) for pair in zip(self.rows, ids, strict=True)]
 
     def keep(self, ids: Tensor) -> Tensor:
-        """The part of ids [B, T] that a step sees: all, or the sinks and what is left."""
-        dropped, num_sinks = self.sizes.num_dropped(ids.shape[1] - 1), self.sizes.num_sinks
-        if not dropped:
-            return ids
-        return torch.cat([ids[:, :num_sinks], ids[:, num_sinks + dropped :]], 1)
+        """The part of ids [T] that a step sees: all, or the sinks and what is left."""
+        dropped, num_sinks = self.sizes.num_dropped(len(ids) - 1), self.sizes.num_sinks
+        return torch.cat([ids[:num_sinks], ids[num_sinks + dropped :]]) if dropped else ids
 
     @property
     def fill(self) -> int:
-        length = 0 if self.seen is None else self.seen.shape[1]
-        return length - self.sizes.num_dropped(length)
+        return max((self.sizes.num_stored(len(row)) for row in self.rows), default=0)

@@ -5,9 +5,9 @@ for tests.
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.cache import entries_of, read_entries
+from kvalign.cache import expect_tensor
 from kvalign.errors import UserError
-from kvalign.methods.base import Method
+from kvalign.methods.base import Method, OnTokens
 from kvalign.sizes import CacheSizes
 
 
@@ -28,7 +28,11 @@ class Dense(Method):
         self.cache = DynamicCache()
 
     def state(self) -> dict[str, Tensor]:
-        return entries_of(self.cache)
+        return {
+            f"{i}.{name}": getattr(layer, name)
+            for i, layer in enumerate(self.cache.layers)
+            for name in ("keys", "values")
+        }
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
@@ -36,18 +40,28 @@ class Dense(Method):
             length = state["0.keys"].shape[2] if "0.keys" in state else 0
             if self.tokens_left is not None and length > self.tokens_left:
                 raise UserError(f"a stream of {length} entries is more than {self.spec.name} has")
-            self.cache = DynamicCache(read_entries(state, self.model, length))
+            num_rows, spec = len(state["0.keys"]) if length else 0, self.spec
+            shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
+            read = (
+                [
+                    expect_tensor(state, f"{i}.{name}", shape, self.model.dtype)
+                    for name in ("keys", "values")
+                ]
+                for i in range(spec.num_layers)
+            )
+            self.cache = DynamicCache([(x.to(self.model.device), y.to(self.model.device)) for x, y in read])
 
     @property
     def tokens_left(self) -> int | None:
         limit = self.spec.context_len
         return None if limit is None else limit - self.cache.get_seq_length()
 
-    def feed(self, ids: Tensor) -> Tensor:
+    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
         if self.tokens_left is not None and ids.shape[1] > self.tokens_left:
             raise UserError(
                 f"dense has room for {self.tokens_left} more tokens before the context length of "
                 f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
                 "choose a streaming method"
             )
+        on_tokens(ids.shape[1])
         return self.forward(ids, self.cache)

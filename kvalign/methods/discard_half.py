@@ -5,12 +5,17 @@ The default of llama.cpp's and LLM Runtime's endless generation. Between two ref
 never stale, but a step sees only three quarters of the cache on average.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvalign.cache import entries_of, read_entries
-from kvalign.methods.base import Reencoding
+from kvalign.cache import StreamingCache
+from kvalign.errors import UserError
+from kvalign.methods.base import OnTokens, Reencoding
+from kvalign.sizes import CacheSizes
 
 
 class DiscardHalf(Reencoding):
@@ -24,19 +29,64 @@ class DiscardHalf(Reencoding):
 
     def reset(self) -> None:
         super().reset()
-        self.cache = DynamicCache()
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> StreamingCache:
+        """One that never evicts: it is filled anew before it is full."""
+        unbounded = replace(self.spec, context_len=None)
+        return StreamingCache(unbounded, CacheSizes(self.sizes.first_input_len, num_sinks=0))
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cache.select(rows)
+
+    def join(self, others: Sequence[Self]) -> None:
+        super().join(others)
+        self.cache.join([method.cache for method in others])
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | entries_of(self.cache)
+        return super().state() | {f"cache.{name}": x for name, x in self.cache.state().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore(state)
-        if self.seen is not None:
-            self.cache = DynamicCache(read_entries(state, self.model, self.seen.shape[1]))
+        held = {name.removeprefix("cache."): x for name, x in state.items() if "." in name}
+        self.cache.restore(held, self.model)
+        if self.cache.seen != [len(row) for row in self.rows]:
+            raise UserError("a stream's entries must be those of its tokens")
 
-    def feed(self, ids: Tensor) -> Tensor:
-        seen = ids if self.seen is None else torch.cat([self.seen, ids], 1)
-        self.seen = self.keep(seen)
-        if self.seen is not seen:
-            self.cache, ids = DynamicCache(), self.seen
-        return self.forward(ids, self.cache)
+    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+        """Rows that are full are filled anew, each when it is; the others take their step."""
+        seen = self.extend(ids)
+        kept = [self.keep(row) for row in seen]
+        full = [i for i, row in enumerate(kept) if row is not seen[i]]
+        others = [i for i in range(len(kept)) if i not in full]
+        alike = len({len(row) for row in seen}) == 1
+        if not full:
+            logits = self._step(self.cache, ids)
+        elif alike:
+            self.cache = self._new_cache()
+            logits = self._step(self.cache, torch.stack(kept))
+        else:
+            logits = ids.new_empty(len(kept), self.model.config.vocab_size, dtype=torch.float32)
+            caches = []
+            if others:
+                self.cache.select(others)
+                logits[others] = self._step(self.cache, ids[others])
+                caches.append(self.cache)
+            for i in full:
+                caches.append(self._new_cache())
+                logits[i] = self._step(caches[-1], kept[i][None])[0]
+            order = others + full
+            self.cache = caches[0]
+            self.cache.join(caches[1:])
+            self.cache.select([order.index(i) for i in range(len(kept))])
+        self.rows = kept
+        on_tokens(ids.shape[1])
+        return logits
+
+    def _step(self, cache: StreamingCache, ids: Tensor) -> Tensor:
+        if ids.shape[1] > 1 and len(set(cache.seen)) > 1:
+            for i in range(ids.shape[1]):
+                logits = self._step(cache, ids[:, i : i + 1])
+            return logits
+        return self.forward(ids, cache, **cache.row_inputs(ids.device, self.spec.model_type))

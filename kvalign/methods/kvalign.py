@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.methods.base import Cached
-from kvalign.realign import FromBirth, Realigner, Recursive
+from kvalign.realign import Realigner, realigner_of
 from kvalign.sizes import CacheSizes
 
 
@@ -31,5 +31,4 @@ class KVAlign(Cached):
         return self.aligner.config.chunk_len
 
     def realigner(self) -> Realigner | None:
-        kind = Recursive if self.aligner.recursive else FromBirth
-        return kind(self.model, self.aligner)
+        return realigner_of(self.model, self.aligner)

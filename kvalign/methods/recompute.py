@@ -6,8 +6,9 @@ The oracle of both papers. It keeps no sinks (the paper's protocol); `num_sinks`
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvalign.methods.base import Reencoding
+from kvalign.methods.base import OnTokens, Reencoding
 
 
 class Recompute(Reencoding):
@@ -15,6 +16,14 @@ class Recompute(Reencoding):
     about = "re-encodes the window at every step"
     default_num_sinks = 0
 
-    def feed(self, ids: Tensor) -> Tensor:
-        self.seen = self.keep(ids if self.seen is None else torch.cat([self.seen, ids], 1))
-        return self.forward(self.seen)
+    @torch.no_grad()
+    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+        """Shorter rows are padded on the right, where nothing that counts looks."""
+        self.rows = [self.keep(row) for row in self.extend(ids)]
+        lens = torch.tensor([len(row) for row in self.rows], device=ids.device)
+        ends, which = lens.unique(return_inverse=True)
+        padded = pad_sequence(self.rows, batch_first=True)
+        last = 1 if len(ends) == 1 else ends - 1
+        logits = self.model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
+        on_tokens(ids.shape[1])
+        return logits[torch.arange(len(self.rows)), which].float()

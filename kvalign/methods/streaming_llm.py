@@ -6,7 +6,7 @@ that LLM runtimes offer.
 """
 
 from kvalign.methods.base import Cached
-from kvalign.realign import Realigner, closed_form
+from kvalign.realign import Realigner, realigner_of
 
 
 class StreamingLLM(Cached):
@@ -14,4 +14,4 @@ class StreamingLLM(Cached):
     about = "keeps sinks and a window; rotates rotary keys, leaves learned positions stale"
 
     def realigner(self) -> Realigner | None:
-        return closed_form(self.model)
+        return realigner_of(self.model)

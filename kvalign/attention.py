@@ -1,0 +1,82 @@
+"""How entries that are placed when they are read enter a model's attention.
+
+A layer of the cache marks the keys that it hands over with a function that reads them
+(`mark`). The attention function of the model is wrapped once (`install`), in the registry of
+transformers: marked keys are read by their function, all others go on to the function that was
+there. So plain calls of the model, several streams and scoring share it, in threads too.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+REGISTERED = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+"""Architectures whose attention is a function of the registry."""
+
+Read = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Of a query [B, H, T, D], keys, values [B, H_kv, S, D] and the scale: [B, T, H, D]."""
+
+_PREFIX = "kvalign_"
+_MARK = "_kvalign_read"
+
+_mask: ContextVar[Tensor | None] = ContextVar("mask", default=None)
+
+
+def mark(keys: Tensor, read: Read) -> Tensor:
+    """The same keys, to be read by this function."""
+    keys._kvalign_read = read  # type: ignore[attr-defined]
+    return keys
+
+
+def install(config: PretrainedConfig) -> None:
+    """Let the attention of the model with this config take marked keys; once is enough."""
+    name = config._attn_implementation or "eager"
+    if name.startswith(_PREFIX):
+        return
+    if _PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(_PREFIX + name, _wrapped(name))
+        if name in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(_PREFIX + name, _masking(name))
+    config._attn_implementation = _PREFIX + name
+
+
+@contextmanager
+def own_mask(mask: Tensor) -> Iterator[None]:
+    """Within it, this thread's models take this mask [B, H, T, S] where they would make one."""
+    token = _mask.set(mask)
+    try:
+        yield
+    finally:
+        _mask.reset(token)
+
+
+def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        read: Read | None = getattr(key, _MARK, None)
+        if read is None:
+            own = sys.modules[type(module).__module__]
+            eager = getattr(own, "eager_attention_forward", None)
+            before = ALL_ATTENTION_FUNCTIONS.get(name, eager)
+            return before(module, query, key, value, *args, **kwargs)
+        scaling = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return read(query, key, value, scale).to(query.dtype), None
+
+    return attention
+
+
+def _masking(name: str) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        own = _mask.get()
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs) if own is None else own
+
+    return mask
