@@ -80,6 +80,7 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner):
         super().__init__(rotation_of(model))
         self.config, self.table = model.config, table.to(model.device)
+        self._turned: dict[int, tuple[int | None, Tensor]] = {}
         install(self.config)
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
@@ -106,7 +107,9 @@ class OnRead(Realigner):
             means = self.rotation.shift(means, -at)
         return (
             torch.addcmul(means, keys, table.key_scale[layer, :, now, None]),
-            torch.addcmul(table.value[layer, :, now], values, table.value_scale[layer, :, now, None]),
+            torch.addcmul(
+                table.value[layer, :, now], values, table.value_scale[layer, :, now, None]
+            ),
         )
 
     def turned_means(self, layer: int) -> Tensor:
@@ -114,7 +117,12 @@ class OnRead(Realigner):
         means = self.table.key[layer]
         if self.rotation is None:
             return means
-        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+        version, turned = self._turned.get(layer, (None, means))
+        if version != self.table.key._version or means.requires_grad:
+            places = torch.arange(means.shape[1], device=means.device)
+            turned = self.rotation.shift(means, -places)
+            self._turned[layer] = self.table.key._version, turned
+        return turned
 
 
 class FromBirth(Realigner):

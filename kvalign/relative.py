@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 from kvalign.attention import REGISTERED, install, own_mask
 from kvalign.realign import OnRead, Realigner, Rotating
+from kvalign.step import Step
 
 if TYPE_CHECKING:
-    from kvalign.cache import Step, StreamingCache
+    from kvalign.cache import StreamingCache
 
 SEGMENT_LEN = 256  # tokens of a forward pass
 
@@ -44,22 +45,11 @@ def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | Non
     return realigner is None or isinstance(realigner, Rotating | OnRead)
 
 
-def segment_len(cache: "StreamingCache", num_left: int) -> int:
-    """Tokens of the next segment: all in one frame if keys are turned back when it ends."""
-    if cache.realigner is None or cache.realigner.rotation is None:
-        return min(SEGMENT_LEN, num_left)
-    seen = cache.seen[0] if cache.seen else 0
-    dropped = cache.frame.num_moved(seen) + cache.frame.move_size  # when all is turned back
-    room = cache.sizes.cache_size + 1 + dropped - cache.sizes.num_evicted - seen
-    num_pieces = -(-room // SEGMENT_LEN)
-    return max(1, min(-(-room // num_pieces), num_left))
-
-
 def feed(
     model: PreTrainedModel, cache: "StreamingCache", ids: Tensor, logits_to_keep: int = 0
 ) -> Tensor:
-    """Take in ids [B, T] as a segment, T at most `segment_len`: logits [B, T, V] after each token,
-    or after the last few, as if each was fed alone.
+    """Take in ids [B, T] as a segment: logits [B, T, V] after each token, or after the last few, as
+    if each was fed alone. Memory grows with T * (C + T): cut long inputs.
     """
     num_seen = cache.seen[0] if cache.seen else 0
     segment = Segment(cache, num_seen, ids.shape[1], ids.device)
@@ -72,7 +62,7 @@ def feed(
                 input_ids=ids,
                 # Attention knows what is visible: no mask is made.
                 attention_mask=None if masked else ids.new_ones(1, 1, 1, 1),
-                position_ids=segment.position[None],
+                position_ids=segment.birth[None],
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
@@ -85,9 +75,9 @@ class Segment:
     """Where the queries and entries of one forward pass lie; rows are of equal length.
 
     Attributes:
-        position: [T] int64, where each query was computed.
-        birth: [T] int64, its place in the cache.
-        behind: [T] int64, by how much a rotary query has run on: its position less its place.
+        birth: [T] int64, the position that each token is computed at: its place in the cache.
+        at: [T] int64, its position in the frame of the entries before; rotary keys are turned there.
+        behind: [T] int64, the difference: 0 where nothing rotates.
         now: [T, S] int64, where each query finds each entry after the sinks.
         hidden: [T, S'] bool, entries (sinks first) that a query does not see.
     """
@@ -99,10 +89,11 @@ class Segment:
         t = torch.arange(num_seen, end, device=device)
         dropped = sizes.num_dropped(t)  # E(t): of the entries before token t
         self.realigner, self.rotation = realigner, realigner.rotation if realigner else None
-        self.position = t - cache.frame.num_moved(t)
-        moved = dropped if self.rotation else t - self.position
+        moved = dropped if self.rotation else cache.frame.num_moved(t)
         self.birth = t - moved
-        self.behind = self.position - self.birth
+        self.at = t - cache.frame.num_moved(num_seen) if self.rotation else self.birth
+        self.behind = self.at - self.birth
+        self.turns = self.rotation is not None and bool(self.behind.any())
         self.dropped = dropped
         self.num_sinks = min(sizes.num_sinks, end)
         oldest = self.num_sinks + int(dropped[0])  # entry after the sinks that is in sight
@@ -112,6 +103,13 @@ class Segment:
         self.hidden = torch.cat([sinks > t[:, None], (j > t[:, None]) | gone], 1)
         # What is hidden may lie anywhere.
         self.now = (j - moved[:, None]).clamp(0, sizes.last_position)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
+        if not self.turns:
+            return x
+        assert self.rotation is not None
+        return self.rotation.shift(x, -self.behind)
 
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -124,17 +122,14 @@ class Segment:
         keys, values = keys.float()[:, :, None], values.float()[:, :, None]
         on_read = self.realigner if isinstance(self.realigner, OnRead) else None
         table = on_read.table if on_read else None
-        placed = query  # as it is with positions that do not run on
-        if self.rotation is not None:
-            placed = self.rotation.shift(query, self.behind)
-        scores = query @ keys[..., num_sinks:, :].mT  # [B, H_kv, G, T, S]
+        scores = self.turned(query) @ keys[..., num_sinks:, :].mT  # [B, H_kv, G, T, S]
         if on_read is not None:
             means, scales = on_read.turned_means(layer), on_read.table.key_scale[layer]
-            of_position = placed @ means[:, None].mT  # [B, H_kv, G, T, P]
+            of_position = query @ means[:, None].mT  # [B, H_kv, G, T, P]
             scores = scores * scales[:, self.now][:, None] + of_position.gather(
                 -1, self.now.expand_as(scores)
             )
-        scores = torch.cat([placed @ keys[..., :num_sinks, :].mT, scores], -1)
+        scores = torch.cat([query @ keys[..., :num_sinks, :].mT, scores], -1)
         weights = scores.masked_fill(self.hidden, -torch.inf).softmax(-1)
         if table is None:
             out = weights @ values
@@ -160,7 +155,7 @@ class Segment:
 
 
 def read_step(
-    step: "Step", layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
     """Attention of one query [B, H, 1, D] over all that a layer holds [B, H_kv, S', D], with tables:
     [B, 1, H, D]. Sinks lie at their places; rows may be of unequal lengths.
@@ -180,23 +175,33 @@ def read_step(
     if step.places is None:  # all rows alike: the window's places are a slice of the tables
         now = slice(first, first + num - num_sinks)
         window = scores[..., num_sinks:]
-        window.mul_(key_scales[:, None, now]).add_(placed.float() @ key_means[:, now].mT)
+        window.mul_(key_scales[:, None, now]).add_(by_head(placed.float(), key_means[:, now].mT))
         weights = scores.softmax(-1)
         window = weights[..., num_sinks:]
-        out = window @ value_means[:, now]
+        out = by_head(window, value_means[:, now])
         window.mul_(value_scales[:, None, now])
     else:
         # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
         places, inside = step.places[:, None, None], step.inside[:, None, None]
-        of_position = (placed.float() @ key_means.mT).gather(-1, places.expand_as(scores))
+        of_position = by_head(placed.float(), key_means.mT).gather(-1, places.expand_as(scores))
         of_entry = scores * key_scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
         scores = torch.where(inside, of_entry + of_position, scores)
         scores = scores.masked_fill(~step.visible[:, None, None], -torch.inf)
         weights = scores.softmax(-1)
         of_window = weights * inside
         shares = weights.new_zeros(*weights.shape[:-1], value_means.shape[1])
-        out = shares.scatter_add(-1, places.expand_as(of_window), of_window) @ value_means
+        shares = shares.scatter_add(-1, places.expand_as(of_window), of_window)
+        out = by_head(shares, value_means)
         value_scales = value_scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
         weights = torch.where(inside, weights * value_scales, weights)
     out = out + (weights.to(values.dtype) if half else weights) @ values
     return out.flatten(1, 2)[:, None]
+
+
+def by_head(x: Tensor, table: Tensor) -> Tensor:
+    """x [B, H, G, M] @ table [H, M, N], which the rows of a batch share: [B, H, G, N]. One product
+    a head; broadcast, the table would be copied for each row.
+    """
+    num_rows, num_heads, num_groups, _ = x.shape
+    product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]
+    return product.view(num_heads, num_rows, num_groups, -1).transpose(0, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
+from kvalign import relative
 from kvalign.methods.base import Cached, Method, Reencoding
 
 BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
@@ -63,13 +64,12 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels) -> Tensor:
     first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
     method.reset()
     method.feed(ids[:, :first])
-    nll, start = [], first
-    while start < end:
-        stop = start + method.segment_len(end - start)
+    nll = []
+    for start in range(first, end, relative.SEGMENT_LEN):
+        stop = min(start + relative.SEGMENT_LEN, end)
         logits = method.feed_segment(ids[:, start:stop])[0].float()
         nll.append(cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="none"))
         on_labels(stop - start)
-        start = stop
     return torch.cat(nll)
 
 

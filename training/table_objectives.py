@@ -22,8 +22,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from kvalign.aligners import TableAligner
-from kvalign.realign import FromBirth
-from kvalign.relative import Stream
+from kvalign import relative
+from kvalign.cache import StreamingCache
+from kvalign.models import spec_of
+from kvalign.realign import OnRead
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.text_run import Text
@@ -36,7 +38,7 @@ VAL_EVERY = 50  # steps
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
-Loss = Callable[[Stream, Tensor, Tensor, torch.Generator], Tensor]
+Loss = Callable[[PreTrainedModel, CacheSizes, Tensor, Tensor, torch.Generator], Tensor]
 
 
 def tune(
@@ -54,7 +56,7 @@ def tune(
     objective, num_steps = settings.objective, settings.max_steps
     loss: Loss = {"nll": nll, "kl": kl}[objective]
     rng = torch.Generator().manual_seed(settings.seed)
-    largest, realigner = aligner.config.chunk_len - 1, FromBirth(model, aligner)
+    largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     for name in TABLES:
@@ -76,7 +78,7 @@ def tune(
             sizes = CacheSizes(cache_size, 0, num_evicted)
             with parametrize.cached():
                 optimizer.zero_grad()
-                _streamed(loss, Stream(model, sizes, realigner), ids, rng).backward()
+                _streamed(loss, model, sizes, realigner, ids, rng).backward()
             optimizer.step()
             schedule.step()
             bar.update()
@@ -126,9 +128,8 @@ def hat_functions(num_positions: int) -> Tensor:
 def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Loss) -> float:
     """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
     largest, rng = aligner.config.chunk_len - 1, torch.Generator().manual_seed(0)
-    sizes = sorted({min(size, largest) for size in (32, 96, largest)})
     losses = []
-    for cache_size in sizes:
+    for cache_size in sorted({min(size, largest) for size in (32, 96, largest)}):
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
         if row_len <= cache_size:
             continue
@@ -136,38 +137,51 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
             rows = torch.stack([ids[s : s + row_len + 1] for s in starts])
-            stream = Stream(model, CacheSizes(cache_size, 0), FromBirth(model, aligner))
-            losses.append(_streamed(loss, stream, rows, rng).item())
+            sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
+            losses.append(_streamed(loss, model, sizes, realigner, rows, rng).item())
     return sum(losses) / len(losses)
 
 
-def _streamed(loss: Loss, stream: Stream, ids: Tensor, rng: torch.Generator) -> Tensor:
+def _streamed(
+    loss: Loss,
+    model: PreTrainedModel,
+    sizes: CacheSizes,
+    realigner: OnRead,
+    ids: Tensor,
+    rng: torch.Generator,
+) -> Tensor:
     """Loss on rows [B, N + 1] of text, of the tokens after the first `cache_size`."""
-    ids, num_logits = ids.to(stream.model.device), ids.shape[1] - 1 - stream.sizes.cache_size
-    return loss(stream, ids, stream.feed(ids[:, :-1], logits_to_keep=num_logits).float(), rng)
+    ids, num_logits = ids.to(model.device), ids.shape[1] - 1 - sizes.cache_size
+    cache = StreamingCache(spec_of(model.config), sizes, realigner)
+    logits = relative.feed(model, cache, ids[:, :-1], logits_to_keep=num_logits).float()
+    return loss(model, sizes, ids, logits, rng)
 
 
-def nll(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
+def nll(
+    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+) -> Tensor:
     """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
     return cross_entropy(logits.flatten(0, 1), ids[:, -logits.shape[1] :].flatten())
 
 
-def kl(stream: Stream, ids: Tensor, logits: Tensor, rng: torch.Generator) -> Tensor:
+def kl(
+    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+) -> Tensor:
     """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
     num_rows, num_logits = logits.shape[:2]
-    num_queries = max(num_rows, TEACHER_TOKENS // stream.sizes.cache_size)
+    num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     row = torch.arange(num_queries) % num_rows
     column = torch.randint(num_logits, (num_queries,), generator=rng)
-    last = column + stream.sizes.cache_size
-    first = stream.sizes.num_dropped(last)
-    offsets = torch.arange(stream.sizes.cache_size + 1)
+    last = column + sizes.cache_size
+    first = sizes.num_dropped(last)
+    offsets = torch.arange(sizes.cache_size + 1)
     # What lies beyond `last` is not seen.
     windows = (first[:, None] + offsets).clamp(max=ids.shape[1] - 1)
     with torch.no_grad():
-        hidden = stream.model.base_model(
+        hidden = model.base_model(
             input_ids=ids[row[:, None], windows], use_cache=False
         ).last_hidden_state
-        teacher = stream.model.lm_head(hidden[torch.arange(num_queries), last - first]).float()
+        teacher = model.lm_head(hidden[torch.arange(num_queries), last - first]).float()
     student = logits[row, column].log_softmax(-1)
     return kl_div(student, teacher.log_softmax(-1), log_target=True, reduction="batchmean")
 

@@ -14,7 +14,7 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel
-from kvalign.realign import FromBirth
+from kvalign.realign import realigner_of
 from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
@@ -32,7 +32,7 @@ def fit(
         the model can be scored in segments; with `nll` or `kl` what `tune` reports.
     """
     model, chunk_len = loaded.model, settings.chunk_len
-    in_segments = is_exact(model, chunk_len - 1, FromBirth(model, table))
+    in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
     if settings.objective != "mse" and not in_segments:
         raise UserError(
             f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "

@@ -181,22 +181,18 @@ class Cached(Method):
 
     def _take(self, ids: Tensor) -> Tensor:
         if self._is_plain(ids.shape[1]):
-            inputs = self.cache.row_inputs(ids.device, self.spec.model_type)
-            return self.forward(ids, self.cache, **inputs)
+            return self.forward(ids, self.cache, **self.cache.row_inputs(self.model))
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()
     def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Take in ids [B, T], T at most `segment_len()`, each token as if it was fed alone.
+        """Take in ids [B, T], each token as if it was fed alone; only where the relative form is
+        exact.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
         return relative.feed(self.model, self.cache, ids, logits_to_keep)
-
-    def segment_len(self, num_left: int) -> int:
-        """Tokens that the next segment may have."""
-        return relative.segment_len(self.cache, num_left)
 
     def _is_plain(self, num_tokens: int) -> bool:
         """Whether the model's own attention does: nothing is dropped between these tokens."""
@@ -210,7 +206,7 @@ class Cached(Method):
     def _chunk_len(self, num_left: int) -> int:
         stored = self.cache.num_stored
         if self.is_exact and not self._is_plain(num_left):
-            return self.segment_len(num_left)
+            return relative.SEGMENT_LEN
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         half = max(1, self.sizes.window_size // 2)

@@ -49,7 +49,9 @@ class Dense(Method):
                 ]
                 for i in range(spec.num_layers)
             )
-            self.cache = DynamicCache([(x.to(self.model.device), y.to(self.model.device)) for x, y in read])
+            self.cache = DynamicCache(
+                [(x.to(self.model.device), y.to(self.model.device)) for x, y in read]
+            )
 
     @property
     def tokens_left(self) -> int | None:

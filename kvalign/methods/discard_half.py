@@ -89,4 +89,4 @@ class DiscardHalf(Reencoding):
             for i in range(ids.shape[1]):
                 logits = self._step(cache, ids[:, i : i + 1])
             return logits
-        return self.forward(ids, cache, **cache.row_inputs(ids.device, self.spec.model_type))
+        return self.forward(ids, cache, **cache.row_inputs(self.model))

@@ -1,0 +1,50 @@
+"""What one forward pass adds to a cache, and where: the same for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvalign.realign import Realigner
+from kvalign.sizes import CacheSizes
+
+
+@dataclass
+class Step:
+    """One forward pass.
+
+    Attributes:
+        seen: tokens of each row before.
+        stored: entries of each row before.
+        behind: by how much each row's positions have run on.
+        positions: where each row's first new token is computed.
+    """
+
+    sizes: CacheSizes
+    realigner: Realigner | None
+    num_new: int
+    seen: list[int]
+    stored: list[int]
+    behind: list[int]
+    positions: list[int]
+
+    def __post_init__(self) -> None:
+        self.num_visible = max(self.stored, default=0) + self.num_new
+        self.is_even = len(set(self.stored)) <= 1
+        # Positions of a rotary model run on without meaning; elsewhere they are places.
+        rotates = self.realigner is not None and self.realigner.rotation is not None
+        self.births = self.stored if rotates else self.positions
+        self.first_place = self.sizes.num_sinks
+        self.places: Tensor | None = None
+        if not self.is_even or len(set(self.births)) > 1:
+            missing = self.num_visible - self.num_new - torch.tensor(self.stored)
+            rank = torch.arange(self.num_visible) - missing[:, None]
+            run_on = torch.tensor(self.births) - torch.tensor(self.stored)
+            self.visible, self.inside = rank >= 0, rank >= self.sizes.num_sinks
+            self.places = (rank + run_on[:, None]) * self.inside
+        elif self.births:
+            self.first_place += self.births[0] - self.stored[0]
+
+    def per_row(self, numbers: list[int]) -> int | Tensor:
+        """One number if all rows have the same, else [B, 1, 1]."""
+        return numbers[0] if len(set(numbers)) == 1 else torch.tensor(numbers)[:, None, None]
