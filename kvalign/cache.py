@@ -254,7 +254,7 @@ class StreamingCache(Cache):
             layer.lazy_initialization(*entries)
             layer.sinks = read(f"{i}.sinks", self.sizes.num_sinks, model.dtype)
             pairs = [(layer.entries, entries)]
-            if layer.sources is not layer.entries:
+            if layer.sources and layer.sources is not layer.entries:
                 sources = read(f"{i}.sources", width, layer.source_dtype)
                 pairs.append((layer.sources, sources))
             for buffers, tensors in pairs:

@@ -36,8 +36,8 @@ def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch
         assert abs(found.mean().exp() / expected.mean().exp() - 1) < 1e-4
 
 
-# Parts of 100 tokens: around the first eviction (21), around the ends of segments (30) and of frames
-# (20 evictions each, the shortest), single tokens between.
+# Parts of 100 tokens: around the first eviction (21), the ends of segments (30) and of frames (20
+# evictions each, the shortest), single tokens between.
 CUTS = (
     [100],
     [1, 99],
@@ -45,7 +45,7 @@ CUTS = (
     [22, 78],
     [5, 16, 1, 1, 1, 30, 2, 44],
     [40, 1, 1, 1, 1, 33, 1, 22],
-    [7] * 14,
+    [10] * 10,
 )
 
 

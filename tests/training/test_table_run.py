@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints, relative
 from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
 from kvalign.app.cli import main
+from kvalign.cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import spec_of
-from kvalign.cache import StreamingCache
 from kvalign.realign import realigner_of
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
