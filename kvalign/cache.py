@@ -45,6 +45,8 @@ class StreamingCache(Cache):
 
     def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
         sizes.check_fits(spec)
+        if realigner is not None:
+            realigner = realigner.within(sizes, spec.context_len)
         self.sizes, self.realigner = sizes, realigner
         self.frame = realigner.frame(sizes, spec.context_len) if realigner else sizes
         self.segment: Segment | None = None

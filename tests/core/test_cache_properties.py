@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvalign.cache import StreamingCache
 from kvalign.models import ModelSpec
-from kvalign.realign import FromBirth, OnRead, Realigner, Recursive, Rotating
+from kvalign.realign import FromBirth, OnRead, Realigner, Recursive, Returning, Rotating
 from kvalign.relative import Segment
 from kvalign.rope import Rotation
 from kvalign.sizes import CacheSizes
@@ -49,6 +49,9 @@ class FakeRotating(Rotating):
         super().__init__(Turn())
         self.run = run
 
+    def within(self, sizes, context_len):
+        return self
+
     def frame(self, sizes, context_len):
         return replace(sizes, realign_every=self.run)
 
@@ -77,6 +80,9 @@ class FakeOnRead(OnRead):
         Realigner.__init__(self, rotation)
         self.config, self.run = SimpleNamespace(_attn_implementation="kvalign_fake"), run
 
+    def within(self, sizes, context_len):
+        return self
+
     def frame(self, sizes, context_len):
         return replace(sizes, realign_every=self.run) if self.rotation else sizes
 
@@ -93,6 +99,7 @@ def make_realigner(kind, run):
     return {
         "none": lambda: None,
         "rotating": lambda: FakeRotating(run),
+        "returning": lambda: Returning(turn),
         "from-birth": lambda: FakeFromBirth(turn),
         "recursive": lambda: FakeRecursive(turn),
         "on-read": lambda: FakeOnRead(turn, run),
@@ -102,6 +109,7 @@ def make_realigner(kind, run):
 KINDS = (
     "none",
     "rotating rotary",
+    "returning rotary",
     "from-birth",
     "from-birth rotary",
     "recursive",
@@ -109,7 +117,7 @@ KINDS = (
     "on-read",
     "on-read rotary",
 )
-EXACT = ("none", "rotating", "on-read")  # those that take segments
+EXACT = ("none", "rotating", "returning", "on-read")  # those that take segments
 
 
 @dataclass
@@ -172,7 +180,7 @@ class Stream:
         entry.key -= self.behind
         if self.kind == "from-birth rotary":
             entry.value = entry.key
-        elif self.kind not in ("rotating rotary", "on-read rotary"):
+        elif self.kind not in ("rotating rotary", "returning rotary", "on-read rotary"):
             entry.value -= self.behind
 
     def found(self) -> list[Entry]:
@@ -226,6 +234,8 @@ class CacheMachine(RuleBasedStateMachine):
         if kind in ("rotating rotary", "on-read rotary"):
             room = MAX_POSITION - self.sizes.cache_size
             self.every = data.draw(st.integers(1, room), label="frame")
+        elif kind == "returning rotary":
+            self.every = 1
         self.realigner = make_realigner(kind, self.every)
         self.num_streams = 0
         self.num_rows = num_rows
@@ -376,7 +386,7 @@ def assert_last(got, row, expected):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=300,
+    max_examples=200,
     stateful_step_count=25,
     derandomize=True,
     deadline=None,
