@@ -114,7 +114,7 @@ class StreamingLayer(CacheLayerMixin):
         sinks, window = zip(*(x.split([num_sinks, num - num_sinks], 2) for x in held), strict=True)
         now = torch.arange(first, first + num - num_sinks, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
-        placed = realigner.read(self.layer_idx, *window, now, at)
+        placed = realigner.read(self.layer_idx, window[0], window[1], now, at)
         return [torch.cat(pair, 2).to(self.dtype) for pair in zip(sinks, placed, strict=True)]
 
     def move(self, step: Step, shifts: list[int]) -> None:

@@ -11,7 +11,6 @@ Positions run on for a while, a *frame*, before entries are moved back in it (`C
 - `Recursive`: entries are moved from their own last output, as the paper's network needs it.
 """
 
-from abc import ABC
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ from kvalign.sizes import CacheSizes
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
 
-class Realigner(ABC):
+class Realigner:
     """One instance serves all layers and has no state.
 
     Attributes:
@@ -64,7 +63,7 @@ class Realigner(ABC):
 
 
 class Rotating(Realigner):
-    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone are turned."""
+    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone turn."""
 
     rotation: Rotation
 

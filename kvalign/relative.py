@@ -76,7 +76,7 @@ class Segment:
 
     Attributes:
         birth: [T] int64, the position that each token is computed at: its place in the cache.
-        at: [T] int64, its position in the frame of the entries before; rotary keys are turned there.
+        at: [T] int64, its position in the frame of the entries before: rotary keys turn there.
         behind: [T] int64, the difference: 0 where nothing rotates.
         now: [T, S] int64, where each query finds each entry after the sinks.
         hidden: [T, S'] bool, entries (sinks first) that a query does not see.
@@ -157,7 +157,7 @@ class Segment:
 def read_step(
     step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query [B, H, 1, D] over all that a layer holds [B, H_kv, S', D], with tables:
+    """Attention of one query [B, H, 1, D] over all that a layer with tables holds [B, H_kv, S', D]:
     [B, 1, H, D]. Sinks lie at their places; rows may be of unequal lengths.
     """
     realigner, sinks = step.realigner, step.sizes.num_sinks

@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign import relative
 from kvalign.aligners import Aligner
-from kvalign.attention import install, own_mask
+from kvalign.attention import install
 from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
