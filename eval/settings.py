@@ -31,6 +31,12 @@ class ComparisonSettings(ModelSettings):
         "(default: 1; discard-half: half the window)",
     )
 
+    realign_every: tuple[int, ...] = option(
+        (1,),
+        help="evicted entries after which kvalign moves those that stay, comma-separated",
+        at_least=1,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.methods:

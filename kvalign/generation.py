@@ -95,6 +95,7 @@ def stream_generate(
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | None = None,
+    realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
     stream_to: BaseStreamer | None = None,
     **model_kwargs: Any,
@@ -105,7 +106,8 @@ def stream_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, aligner: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner: as in
+            `kvalign.make_method`.
         stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
 
     Returns:
@@ -123,6 +125,7 @@ def stream_generate(
         cache_size=cache_size,
         num_sinks=num_sinks,
         num_evicted=num_evicted,
+        realign_every=realign_every,
         aligner=aligner,
     )
     for criterion in stopping_criteria or ():

@@ -190,11 +190,10 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
 
 
 def check_realign_every(sizes: CacheSizes, realigner: Realigner | None) -> None:
-    """Raise UserError where entries are not moved every so many steps."""
-    by_setting = realigner is not None and realigner.frame(sizes, None) == sizes
-    if sizes.realign_every > 1 and not by_setting:
+    """Raise UserError where it is not the sizes that say when entries are moved."""
+    if sizes.realign_every > 1 and (realigner is None or realigner.frame(sizes, None) != sizes):
         raise UserError(
-            f"realign_every must be 1 where a trained aligner moves nothing, "
+            f"realign_every must be 1 for a table on rotary keys, which moves nothing, "
             f"got {sizes.realign_every}"
         )
 

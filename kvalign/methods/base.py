@@ -18,9 +18,6 @@ from kvalign.models import spec_of
 from kvalign.realign import Realigner
 from kvalign.sizes import CacheSizes
 
-OnTokens = Callable[[int], object]
-"""Told how many tokens have been taken in since the last call."""
-
 
 class Method(ABC):
     """One way to stream; an instance is a batch of streams, its rows.
@@ -31,6 +28,9 @@ class Method(ABC):
         model: a causal LM of transformers.
         sizes: from `sizes_for`.
 
+    Attributes:
+        on_tokens: told of a long input how many more of its tokens have been taken in.
+
     Raises:
         UserError: more entries than the model has positions for.
     """
@@ -40,10 +40,11 @@ class Method(ABC):
     default_num_sinks: ClassVar[int] = 4
     takes_aligner: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
+    """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         self.model, self.spec, self.sizes = model, spec_of(model.config), sizes
+        self.on_tokens: Callable[[int], object] = lambda num: None
         sizes.check_fits(self.spec)
 
     @classmethod
@@ -53,13 +54,14 @@ class Method(ABC):
         num_sinks: int | None = None,
         num_evicted: int | None = None,
         aligner: Aligner | None = None,
+        realign_every: int | None = None,
     ) -> CacheSizes:
         """The sizes of a cache; None takes the method's own default, or its aligner's."""
         if num_sinks is None:
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
             num_evicted = cls.default_num_evicted(cache_size, num_sinks)
-        return CacheSizes(cache_size, num_sinks, num_evicted)
+        return CacheSizes(cache_size, num_sinks, num_evicted, realign_every or 1)
 
     @classmethod
     def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
@@ -104,7 +106,7 @@ class Method(ABC):
         raise UserError(f"rows of {self.name} cannot be put together")
 
     @abstractmethod
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
     @torch.no_grad()
@@ -162,20 +164,20 @@ class Cached(Method):
     def restore(self, state: dict[str, Tensor]) -> None:
         self.cache.restore(state, self.model)
 
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Where the relative form is exact an input counts as its tokens one by one, and goes in by
         segments; else the first cache_size + 1 tokens go in at once, more of them by half the
         window, all of which see what those before them saw.
         """
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
             for i in range(ids.shape[1]):
-                logits = self.feed(ids[:, i : i + 1], on_tokens)
+                logits = self.feed(ids[:, i : i + 1])
             return logits
         while True:
             num_now = self._chunk_len(ids.shape[1])
             now, ids = ids[:, :num_now], ids[:, num_now:]
             logits = self._take(now)
-            on_tokens(now.shape[1])
+            self.on_tokens(now.shape[1])
             if ids.shape[1] == 0:
                 return logits
 
