@@ -33,7 +33,7 @@ from kvalign.step import Step
 if TYPE_CHECKING:
     from kvalign.cache import StreamingCache
 
-SEGMENT_LEN = 256  # tokens of a forward pass
+SEGMENT_LEN = 512  # tokens of a forward pass
 BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
 
 _MASKED = ("bloom",)
