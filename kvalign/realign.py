@@ -79,7 +79,8 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner):
         super().__init__(rotation_of(model))
         self.config, self.table = model.config, table.to(model.device)
-        self._turned: dict[int, tuple[int | None, Tensor]] = {}
+        self.step_means: list[Tensor] = []
+        self._version = -1
         install(self.config)
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
@@ -92,7 +93,7 @@ class OnRead(Realigner):
         table = self.table
         if self.rotation is None:
             return table.anchor(layer, keys, values, birth)
-        mean = self.rotation.shift(table.key[layer, :, birth], -_positions(at))
+        mean = self.rotation.shift(table.key[layer, :, birth], -_positions(at))  # [B?, H, S, D]
         keys = (keys - mean) / table.key_scale[layer, :, birth, None]
         return keys, table.anchor(layer, values, values, birth)[1]
 
@@ -116,12 +117,13 @@ class OnRead(Realigner):
         means = self.table.key[layer]
         if self.rotation is None:
             return means
-        version, turned = self._turned.get(layer, (None, means))
-        if version != self.table.key._version or means.requires_grad:
-            places = torch.arange(means.shape[1], device=means.device)
-            turned = self.rotation.shift(means, -places)
-            self._turned[layer] = self.table.key._version, turned
-        return turned
+        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+
+    def prepare(self, num_layers: int) -> None:
+        """Have `turned_means` of all layers in `step_means`, those of the table as it is now."""
+        if self._version != self.table.key._version:
+            self.step_means = [self.turned_means(layer) for layer in range(num_layers)]
+            self._version = self.table.key._version
 
 
 class FromBirth(Realigner):

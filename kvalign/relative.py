@@ -251,11 +251,11 @@ def read_step(
     query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
     placed = query
     if realigner.rotation is not None:
-        placed = realigner.rotation.shift(query, step.per_row(step.behind))
+        placed = realigner.rotation.shift(query, step.run_on)
     scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
     first, num = step.first_place, keys.shape[2]
     num_sinks = min(sinks, num)
-    key_means, value_means = realigner.turned_means(layer), table.value[layer]
+    key_means, value_means = realigner.step_means[layer], table.value[layer]
     key_scales, value_scales = table.key_scale[layer], table.value_scale[layer]
     if step.places is None:  # all rows alike: the window's places are a slice of the tables
         now = slice(first, first + num - num_sinks)

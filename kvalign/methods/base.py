@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Method(ABC):
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         self.model, self.spec, self.sizes = model, spec_of(model.config), sizes
         self.on_tokens: Callable[[int], object] = lambda num: None
+        self.compiled: Any = None
         sizes.check_fits(self.spec)
 
     @classmethod
@@ -108,6 +109,38 @@ class Method(ABC):
     @abstractmethod
     def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
+
+    def compile(self, **options: Any) -> Self:
+        """Compile the model for the steps of a full cache, whose shapes never change; the first
+        two of them take long. Inputs of several tokens go through the model as it is.
+
+        Args:
+            options: of `torch.compile`.
+        """
+        install(self.model.config)
+        self.compiled = torch.compile(self.model, **options)
+        return self
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: StreamingCache) -> Tensor:
+        """One pass over ids [B, T] after what a streaming cache holds: logits as of `feed`."""
+        if self.compiled is None or ids.shape[1] > 1:
+            return self.forward(ids, cache, **cache.row_inputs(self.model))
+        cache.ends_steps = False
+        try:
+            step = cache.begin_step(len(ids), 1)
+            is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
+            if step.is_plain and is_full:
+                model, inputs = self.compiled, {"position_ids": step.position_ids}
+            else:
+                model, inputs = self.model, cache.row_inputs(self.model)
+            out = model(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+            )
+            cache.end_step()
+        finally:
+            cache.ends_steps = True
+        return out.logits[:, -1].float()
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: Cache | None = None, **inputs: Tensor) -> Tensor:
@@ -183,7 +216,7 @@ class Cached(Method):
 
     def _take(self, ids: Tensor) -> Tensor:
         if self._is_plain(ids.shape[1]):
-            return self.forward(ids, self.cache, **self.cache.row_inputs(self.model))
+            return self.step(ids, self.cache)
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()

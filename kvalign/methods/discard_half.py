@@ -88,4 +88,4 @@ class DiscardHalf(Reencoding):
             for i in range(ids.shape[1]):
                 logits = self._step(cache, ids[:, i : i + 1])
             return logits
-        return self.forward(ids, cache, **cache.row_inputs(self.model))
+        return self.step(ids, cache)

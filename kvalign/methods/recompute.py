@@ -24,5 +24,8 @@ class Recompute(Reencoding):
         ends, which = lens.unique(return_inverse=True)
         padded = pad_sequence(self.rows, batch_first=True)
         last = 1 if len(ends) == 1 else ends - 1
-        logits = self.model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
+        model = self.model
+        if self.compiled and len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len:
+            model = self.compiled
+        logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
         return logits[torch.arange(len(self.rows)), which].float()
