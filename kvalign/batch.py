@@ -32,6 +32,7 @@ def stream_batch(
     num_evicted: int | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
     max_rows: int | None = None,
     **sampling: Any,
 ) -> Iterator[tuple[int, str]]:
@@ -43,7 +44,7 @@ def stream_batch(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner: as in
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
         max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
             None: all.
@@ -67,6 +68,7 @@ def stream_batch(
         num_evicted=num_evicted,
         realign_every=realign_every,
         aligner=aligner,
+        compile=compile,
     )
     settings = Sampling(**sampling)
     ends = end_ids(model.generation_config) if settings.stop_at_end else []

@@ -99,6 +99,7 @@ def stream_generate(
     num_evicted: int | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
     stream_to: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
@@ -108,7 +109,7 @@ def stream_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner: as in
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
         stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
 
@@ -129,6 +130,7 @@ def stream_generate(
         num_evicted=num_evicted,
         realign_every=realign_every,
         aligner=aligner,
+        compile=compile,
     )
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):

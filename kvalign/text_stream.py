@@ -191,6 +191,7 @@ def stream(
     num_evicted: int | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
     **sampling: Any,
 ) -> TextStream:
     """Stream the text that continues a prompt, past the context length.
@@ -199,7 +200,7 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner: as in
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
         sampling: max_new_tokens, top_k, temperature, no_repeat_ngram_size, stop_at_end, seed: see
             `Sampling`. Without max_new_tokens the stream has no end.
@@ -216,6 +217,7 @@ def stream(
         num_evicted=num_evicted,
         realign_every=realign_every,
         aligner=aligner,
+        compile=compile,
     )
     text_stream = TextStream(tokenizer, streaming, Sampling(**sampling))
     if prompt:

@@ -65,6 +65,9 @@ class LatencySettings(ComparisonSettings):
         at_least=1,
     )
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    compile: bool = option(
+        False, help="compile every method's step (torch.compile); the bare step stays as it is"
+    )
     seed: int = option(0, help="seed of weights, tokens and draws")
     plot: Path | None = option(
         None,
@@ -111,6 +114,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     try:
         settings, model, prompts = load_with_prompts(settings, loaded)
         methods = make_grid(settings, model, untrained_aligners(model, settings))
+        if settings.compile:
+            methods = [method.compile() for method in methods]
         rows: list[Row] = []
         with tqdm(total=num_turns(settings, len(methods)), unit="turn", smoothing=0.05) as bar:
             for cache_size in dict.fromkeys(settings.cache_sizes):

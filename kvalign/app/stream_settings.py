@@ -29,6 +29,9 @@ class StreamSettings(ModelSettings):
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
     )
+    compile: bool = option(
+        False, help="compile the step with torch.compile: slow to begin, faster from then on"
+    )
     max_new_tokens: int = option(200, help="tokens to generate at most", at_least=1)
     top_k: int = option(
         20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
@@ -69,5 +72,6 @@ class StreamSettings(ModelSettings):
             num_evicted=self.num_evicted,
             realign_every=self.realign_every,
             aligner=self.aligner,
+            compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )

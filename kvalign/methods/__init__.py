@@ -43,6 +43,7 @@ def make_method(
     num_evicted: int | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
 ) -> Method:
     """Make a method ready to stream; everything that can be wrong is said here, before any work.
 
@@ -53,6 +54,7 @@ def make_method(
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
+        compile: compile the step of a full cache (`Method.compile`).
 
     Raises:
         UserError: unknown method, sizes that do not fit, no aligner, or another model's.
@@ -77,10 +79,12 @@ def make_method(
     if cls.takes_aligner:
         loaded = _load_aligner(aligner, model)
         sizes = cls.sizes_for(cache_size, aligner=loaded, **asked)
-        return cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
-    if aligner is not None:
-        log.warning("%s takes no aligner: the one given has no effect", name)
-    return cls(model, cls.sizes_for(cache_size, **asked))
+        method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
+    else:
+        if aligner is not None:
+            log.warning("%s takes no aligner: the one given has no effect", name)
+        method = cls(model, cls.sizes_for(cache_size, **asked))
+    return method.compile() if compile else method
 
 
 def make_cache(

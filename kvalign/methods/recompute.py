@@ -25,7 +25,8 @@ class Recompute(Reencoding):
         padded = pad_sequence(self.rows, batch_first=True)
         last = 1 if len(ends) == 1 else ends - 1
         model = self.model
-        if self.compiled and len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len:
+        is_full = len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len
+        if self.compiled is not None and is_full:
             model = self.compiled
         logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
         return logits[torch.arange(len(self.rows)), which].float()
