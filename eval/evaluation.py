@@ -26,6 +26,9 @@ Fields = tuple[tuple[str, Any], ...]
 SIZES = ("method", "aligner", "cache_size", "num_sinks", "num_evicted")
 """What tells a row of results from others: the first columns of every evaluation."""
 
+FLOOR = "bare"
+"""`method` of a row that is no method's but a floor under all: marked as one, never the best."""
+
 
 @dataclass(frozen=True)
 class Column:

@@ -47,6 +47,7 @@ def make_grid(
             cache_size=cache_size,
             num_sinks=settings.num_sinks,
             num_evicted=num_evicted,
+            realign_every=realign_every,
             aligner=aligner,
         )
         for cache_size in settings.cache_sizes
@@ -55,6 +56,7 @@ def make_grid(
         for aligner in (
             (aligners or settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,)
         )
+        for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
     ]
     # `discard-half` evicts what it does at any setting, and is wanted once.
     once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}

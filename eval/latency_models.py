@@ -82,7 +82,7 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
             kind,
             model,
             spec,
-            chunk_len=max(sizes) + 1,
+            chunk_len=max(sizes) + max(settings.realign_every),
             num_sinks=cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks,
             shifts=shifts,
             sizes=dict(cls.default_sizes),

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from kvalign.escape import escape_controls
-from kvalign.eval.evaluation import Row
+from kvalign.eval.evaluation import FLOOR, Row
 from kvalign.eval.tables import grouped, label_of
 from kvalign.files import write_whole
 
@@ -30,6 +30,7 @@ _THEME |= dict.fromkeys(
 # After Okabe and Ito's colours, told apart without red-green vision, and at least 3:1 against
 # white and against near black; a marker each, so that colour is not alone.
 _STYLES = {
+    FLOOR: (INK, "_"),
     "dense": (INK, "x"),
     "window": ("#808080", "v"),
     "streaming-llm": ("#D55E00", "s"),
@@ -44,22 +45,27 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Series:
-    """One method's line: values at x, with the upper ends of its whiskers if it has any."""
+    """One method's line: values at x, with the upper ends of its whiskers if it has any. That of a
+    floor is dashed and has none.
+    """
 
     label: str
     style: tuple[str, str]  # colour, marker
     x: list[float]
     y: list[float]
     high: list[float] | None = None
+    is_floor: bool = False
 
 
 def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
     """A line for each method of two columns of its rows."""
     lines = []
     for label, group in grouped(rows, label_of).items():
+        is_floor = group[0]["method"] == FLOOR
         style = _STYLES.get(group[0]["aligner"] or group[0]["method"], (INK, "."))
-        figures = ([row[name] for row in group] for name in (x, y, high) if name)
-        lines.append(Series(label, style, *figures))
+        x_values, y_values = ([row[name] for row in group] for name in (x, y))
+        ends = [row[high] for row in group] if high and not is_floor else None
+        lines.append(Series(label, style, x_values, y_values, ends, is_floor))
     return lines
 
 
@@ -137,8 +143,11 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 def _draw_line(axes: Axes, line: Series) -> None:
     color, marker = line.style
-    in_front = 3 if "(" in line.label else 2  # of what it is compared with
-    style: dict[str, Any] = dict(color=color, marker=marker, zorder=in_front)
+    style: dict[str, Any] = dict(color=color, marker=marker)
+    if line.is_floor:
+        style |= dict(linestyle="--", zorder=1.5)
+    else:
+        style |= dict(zorder=3 if "(" in line.label else 2)  # before what it is compared with
     if line.high is None:
         axes.plot(line.x, line.y, label=line.label, **style)
         return

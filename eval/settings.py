@@ -1,6 +1,7 @@
 """What can be set for every evaluation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvalign.errors import UserError
 from kvalign.methods import METHODS
@@ -30,6 +31,12 @@ class ComparisonSettings(ModelSettings):
         "(default: 1; discard-half: half the window)",
     )
 
+    realign_every: tuple[int, ...] = option(
+        (1,),
+        help="evicted entries after which kvalign moves those that stay, comma-separated",
+        at_least=1,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.methods:
@@ -38,3 +45,9 @@ class ComparisonSettings(ModelSettings):
         for number in self.num_evicted or ():
             if number != "half" and not (number.isascii() and number.isdigit()):
                 raise UserError(f"--num-evicted takes numbers or half, got {number!r}")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise UserError for a --plot that cannot be drawn."""
+    if path and path.suffix not in (".png", ".svg"):
+        raise UserError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")

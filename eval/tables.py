@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from kvalign.console import Entry
-from kvalign.eval.evaluation import SIZES, Column, Row
+from kvalign.eval.evaluation import FLOOR, SIZES, Column, Row
 
 METHOD = Column("method", digits=None)
 
@@ -20,8 +20,8 @@ class Table:
 
 
 def table(title: str, rows: list[Row], columns: Mapping[str, Column]) -> Table:
-    """A table of rows of results, the best of every column marked; a column that none of them has
-    a value of is left out.
+    """A table of rows of results, the best method of every column marked; a column that none of
+    them has a value of is left out.
     """
     shown = [METHOD]
     lines = [[Entry(label_of(row))] for row in rows]
@@ -29,7 +29,8 @@ def table(title: str, rows: list[Row], columns: Mapping[str, Column]) -> Table:
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             shown.append(column)
-            marked = best(values, column.better)
+            judged = [None if row["method"] == FLOOR else row.get(name) for row in rows]
+            marked = best(judged, column.better)
             for i, (line, value) in enumerate(zip(lines, values, strict=True)):
                 line.append(Entry(column.text(value), i in marked))
     return Table(title, shown, lines)
@@ -52,6 +53,8 @@ def best(values: list[Any], better: Literal["lower", "higher", ""]) -> set[int]:
 
 def label_of(row: Row) -> str:
     """What a row is called on a page: method, aligner, sinks, and how many it evicts at once."""
+    if row["method"] == FLOOR:
+        return "bare step (floor)"
     evicted = row["num_evicted"]
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
     return f"{method_name(row)}, {row['num_sinks']} sinks{several}"

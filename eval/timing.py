@@ -1,92 +1,79 @@
 """Methods on the clock, taking turns: a busy moment of the machine hits all of them.
 
-A trial is one turn of each method, in an order drawn for that trial. What is timed is one call of
-`feed`, drawing left out; devices are synchronised before the clock is read. The most memory that
-they hold is measured apart.
+A round is one turn of each method, in an order drawn for that round. Devices are synchronised
+before the clock is read.
 """
 
-import gc
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.eval.evaluation import Row
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.grid import sizes_of, title_of
-from kvalign.methods.base import Method
+from kvalign.eval.grid import title_of
+from kvalign.methods.base import Method, Reencoding
 
 
-def measure(
-    methods: list[Method],
-    prompts: list[Tensor],
-    batch_size: int,
-    settings: LatencySettings,
-    bar: tqdm,
-) -> list[Row]:
-    """A row for each method, at one cache size and one batch size; `bar` counts turns."""
-    first = time_first(methods, [ids.repeat(batch_size, 1) for ids in prompts], settings, bar)
-    steps = time_steps(methods, batch_size, settings, bar)
-    per_token = 1e3 / batch_size * steps  # ms
-    medians = np.median(per_token, 1)
-    base = medians[[method.name for method in methods].index(settings.reference)]
-    return [
-        {
-            **sizes_of(method),
-            "batch_size": batch_size,
-            "num_steps": len(times),
-            "ttft_ms": 1e3 * np.median(to_first),
-            "median_ms": median,
-            "mean_ms": times.mean(),
-            "p90_ms": np.quantile(times, 0.9),
-            "p99_ms": np.quantile(times, 0.99),
-            "ratio": median / base,
-            "peak_mb": _peak_mb(method, batch_size, settings.seed, bar),
-        }
-        for method, to_first, times, median in zip(methods, first, per_token, medians, strict=True)
-    ]
+def num_steps(method: Method, settings: LatencySettings) -> int:
+    """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
+    next, so that what is done once a period has its share.
+
+    What a cache does to its storage now and then is not known here: half a window of steps at least
+    has some of it. Methods that re-encode have no such storage, and `recompute`, whose steps are
+    slow and all alike, is spared them.
+    """
+    least = settings.num_trials * settings.trial_len
+    if not isinstance(method, Reencoding):
+        least = max(least, method.sizes.window_size // 2)
+    period = method.sizes.num_evicted
+    return -(-least // period) * period
 
 
 def time_first(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: tqdm
-) -> np.ndarray:
+) -> list[np.ndarray]:
     """Seconds from an empty cache to the logits after a whole prompt, ids [B, T] each, of which
-    trial i takes prompts[i % len(prompts)]: [num_methods, num_trials].
+    trial i takes prompts[i % len(prompts)]: [num_trials] of each method.
     """
-    for method in methods:  # warm-up
-        method.reset()
-        method.feed(prompts[0])
-    seconds = np.empty((len(methods), settings.num_trials))
-    for trial, i in _turns(methods, settings, bar):
+    for method in methods:
+        warm_up(method, prompts[:1])
+    seconds: list[list[float]] = [[] for _ in methods]
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
         methods[i].reset()
-        seconds[i, trial] = _clocked(methods[i], prompts[trial % len(prompts)])
-    return seconds
+        ids = prompts[trial % len(prompts)]
+        seconds[i].append(clocked(methods[i].model, methods[i].feed, ids))
+    return [np.array(times) for times in seconds]
 
 
 def time_steps(
     methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: tqdm
-) -> np.ndarray:
-    """Seconds of each step of one token a stream: [num_methods, num_trials * trial_len].
+) -> list[np.ndarray]:
+    """Seconds of each step of one token a stream, drawing left out: [num_steps] of each method.
 
     Caches are full: whatever a method evicts, realigns or re-encodes is part of its step.
     """
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     for method in methods:
-        method.reset()
-        for ids in filling(method, batch_size, rng):  # warm-up
-            method.feed(ids)
+        warm_up(method, filling(method, batch_size, rng))
     seconds: list[list[float]] = [[] for _ in methods]
-    for _, i in _turns(methods, settings, bar):
-        for _ in range(settings.trial_len):
-            seconds[i].append(_clocked(methods[i], random_ids(model, batch_size, 1, rng)))
-    return np.array(seconds)
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
+        so_far = num_steps(methods[i], settings) * (trial + 1) // settings.num_trials
+        while len(seconds[i]) < so_far:
+            ids = random_ids(model, batch_size, 1, rng)
+            seconds[i].append(clocked(model, methods[i].feed, ids))
+    return [np.array(times) for times in seconds]
+
+
+def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:
+    """Feed an empty cache off the clock."""
+    method.reset()
+    for ids in inputs:
+        method.feed(ids)
 
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
@@ -103,66 +90,23 @@ def random_ids(
     return ids.to(model.device)
 
 
-def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Bytes of tensors held at once while `work` runs, beyond those held before.
-
-    CUDA's allocator keeps that count. The CPU's keeps none: there the profiler tells of every
-    allocation (+) and release (-), and the peak is that of their running sum.
-
-    Returns:
-        At least 0; None on any other device, where `work` is not called.
-    """
-    gc.collect()  # what is released in the meantime would be taken off the peak
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    if device.type != "cpu":
-        return None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to stderr at each start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        work()
-    assert trace.profiler is not None
-    assert trace.profiler.kineto_results is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
-    return max(accumulate(sizes, initial=0))
-
-
-def _peak_mb(method: Method, batch_size: int, seed: int, bar: tqdm) -> float | None:
-    """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
-    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
-
-    def work() -> None:
-        for ids in inputs:
-            method.feed(ids)
-
-    method.reset()
-    peak = peak_bytes(method.model.device, work)
-    method.reset()
-    bar.update()
-    return None if peak is None else peak / 1e6
-
-
-def _turns(
-    methods: Sequence[Method], settings: LatencySettings, bar: tqdm
+def rounds(
+    methods: Sequence[Method], num_rounds: int, bar: tqdm, *seeds: int
 ) -> Iterator[tuple[int, int]]:
-    """Trial and index of the method whose turn it is."""
-    for trial in range(settings.num_trials):
-        for i in np.random.default_rng((settings.seed, trial)).permutation(len(methods)):
+    """Number of the round and index of the method whose turn it is; `bar` counts turns."""
+    for number in range(num_rounds):
+        for i in np.random.default_rng((*seeds, number)).permutation(len(methods)):
             bar.set_description(title_of(methods[i]))
-            yield trial, i
+            yield number, i
             bar.update()
 
 
-def _clocked(method: Method, ids: Tensor) -> float:
-    _synchronise(method.model)
+def clocked(model: PreTrainedModel, work: Callable[..., object], *args: Any) -> float:
+    """Seconds that `work(*args)` takes."""
+    _synchronise(model)
     start = time.perf_counter()
-    method.feed(ids)
-    _synchronise(method.model)
+    work(*args)
+    _synchronise(model)
     return time.perf_counter() - start
 
 

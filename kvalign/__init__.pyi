@@ -2,6 +2,7 @@ from . import data_gen as data_gen
 from . import eval as eval
 from . import training as training
 from .aligners import Aligner as Aligner
+from .batch import stream_batch as stream_batch
 from .cache import StreamingCache as StreamingCache
 from .errors import UserError as UserError
 from .generation import stream_generate as stream_generate

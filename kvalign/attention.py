@@ -76,7 +76,15 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def _masking(name: str) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        own = _mask.get()
-        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs) if own is None else own
+        if kwargs.get("q_length") == 1:
+            padding, window = kwargs.get("attention_mask"), kwargs.get("local_size")
+            if name == "sdpa" and padding is None and window is None:
+                return None  # as sdpa_mask does, except in a graph that is compiled
+            own = None
+        else:
+            own = _mask.get()
+        if own is not None:
+            return own
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
 
     return mask

@@ -7,7 +7,6 @@ When `end` meets the buffer's end, what is kept moves to its start: a copy of C 
 steps instead of one at each.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -28,8 +27,8 @@ class SlidingBuffer:
         return self.data.narrow(2, self.end - num, num)
 
     def make_room(self, num_kept: int, num_new: int, like: Tensor) -> None:
-        """See to it that `num_new` more fit after the `num_kept` last ones; `like` [B, H, ?, D] says
-        how to make the buffer that is not there yet.
+        """See to it that `num_new` more fit after the `num_kept` last ones. A buffer that is not
+        there yet is made for entries like `like` [B, H, ?, D].
         """
         if self.end == 0:
             length = min(self.size, max(2 * num_new, 64))

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from kvalign.attention import install
 from kvalign.cache_layer import StreamingLayer
 from kvalign.errors import UserError
 from kvalign.models import ModelSpec, spec_of
-from kvalign.realign import Realigner
+from kvalign.realign import OnRead, Realigner
 from kvalign.relative import Segment
 from kvalign.sizes import CacheSizes
 from kvalign.step import Step
@@ -50,7 +51,7 @@ class StreamingCache(Cache):
         self.sizes, self.realigner = sizes, realigner
         self.frame = realigner.frame(sizes, spec.context_len) if realigner else sizes
         self.segment: Segment | None = None
-        self.step: Step | None = None
+        self.ends_steps = True  # with the last layer; False: whoever began a step ends it
         self._forget()
         super().__init__(layers=[StreamingLayer(self, i) for i in range(spec.num_layers)])
 
@@ -60,7 +61,7 @@ class StreamingCache(Cache):
         self._sink_keys: list[
             tuple[list[StreamingLayer], Tensor]
         ] = []  # by device, [L, B, H, S, D]
-        self.step = None
+        self.step: Step | None = None
 
     @property
     def num_stored(self) -> int:
@@ -104,10 +105,13 @@ class StreamingCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token: transformers asks before each step."""
+        if self.step is not None:
+            return self.step.position
         return max(self.positions(), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.num_stored + query_length, self.get_seq_length() - self.num_stored
+        num = self.step.num_before if self.step is not None else self.num_stored
+        return num + query_length, self.get_seq_length(layer_idx) - num
 
     def begin_step(self, num_rows: int, num_new: int) -> Step:
         """Bring all entries to where the next tokens find them."""
@@ -127,11 +131,22 @@ class StreamingCache(Cache):
             positions=self.positions(),
         )
         self._settle(step)
+        first = self.layers[0]
+        is_alike = step.places is None and min(step.seen) >= self.sizes.num_sinks
+        if num_new == 1 and is_alike and first.entries and self.segment is None:
+            step.prepare(first.entries[0].end, first.device)
+            if isinstance(self.realigner, OnRead):
+                install(self.realigner.config)
+                self.realigner.prepare(len(self.layers))
         self.step = step
         return step
 
     def end_step(self) -> None:
         assert self.step is not None
+        if self.step.is_plain:
+            for layer in self.layers:
+                for buffer in layer.buffers:
+                    buffer.end += 1
         self.seen = [n + self.step.num_new for n in self.step.seen]
         self.step = None
 

@@ -71,9 +71,39 @@ class StreamingLayer(CacheLayerMixin):
     ) -> KeysValues:
         """Take in [B, H, T, D]; return all entries for this step's attention."""
         new, cache = (key_states, value_states), self.cache
+        step = cache.step
+        if step is None:
+            if not self.is_initialized:
+                self.lazy_initialization(*new)
+            step = cache.begin_step(len(key_states), key_states.shape[2])
+        found = self._take_one(step, new) if step.is_plain else self._take(step, new)
+        if cache.ends_steps and self.layer_idx == len(cache.layers) - 1:
+            cache.end_step()
+        return found
+
+    def _take_one(self, step: Step, new: KeysValues) -> KeysValues:
+        """A plain step: a token [B, H, 1, D] is written, and a slice read."""
+        realigner, stored = self.cache.realigner, new
+        if isinstance(realigner, OnRead):
+            stored = realigner.anchor(self.layer_idx, new[0], new[1], step.birth, step.at)
+        pairs = [(self.entries, stored)]
+        if realigner is not None and realigner.moves and self.sources is not self.entries:
+            source = realigner.anchor(self.layer_idx, new[0], new[1], step.birth, step.at)
+            pairs.append((self.sources, source))
+        for buffers, entries in pairs:
+            for buffer, x in zip(buffers, entries, strict=True):
+                buffer.data.narrow(2, step.end, 1).copy_(x)
+        num, start = step.num_visible, step.end + 1 - step.num_visible
+        keys, values = (buffer.data.narrow(2, start, num) for buffer in self.entries)
+        if isinstance(realigner, OnRead):
+            mark(keys, partial(read_step, step, self.layer_idx))
+        return keys, values
+
+    def _take(self, step: Step, new: KeysValues) -> KeysValues:
+        """Any other: a first input, a segment, sinks, rows of unequal lengths."""
+        cache = self.cache
         if not self.is_initialized:
             self.lazy_initialization(*new)
-        step = cache.step or cache.begin_step(len(key_states), key_states.shape[2])
         self._add_sinks(step, new)
         if cache.segment is not None:
             new = (cache.segment.turned(new[0]), new[1])
@@ -95,9 +125,8 @@ class StreamingLayer(CacheLayerMixin):
             found = [buffer.last(step.num_visible) for buffer in self.entries]
             if isinstance(cache.realigner, OnRead):
                 install(cache.realigner.config)
+                cache.realigner.prepare(len(cache.layers))
                 mark(found[0], partial(read_step, step, self.layer_idx))
-        if self.layer_idx == len(cache.layers) - 1:
-            cache.end_step()
         return found[0], found[1]
 
     def placed(self, step: Step) -> list[Tensor]:
@@ -114,7 +143,7 @@ class StreamingLayer(CacheLayerMixin):
         sinks, window = zip(*(x.split([num_sinks, num - num_sinks], 2) for x in held), strict=True)
         now = torch.arange(first, first + num - num_sinks, device=self.device)
         at = now + step.behind[0] if realigner.rotation else now
-        placed = realigner.read(self.layer_idx, *window, now, at)
+        placed = realigner.read(self.layer_idx, window[0], window[1], now, at)
         return [torch.cat(pair, 2).to(self.dtype) for pair in zip(sinks, placed, strict=True)]
 
     def move(self, step: Step, shifts: list[int]) -> None:

@@ -38,13 +38,14 @@ def stream_tokens(
     pad_token_id: int | None = None,
     generator: torch.Generator | None = None,
     before: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
     row has ended.
 
     Args:
         method: from `make_method`.
-        prompt: [B, T] int64, T >= 1, rows of equal length without padding.
+        prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
         processors: transformers' logits processors; they see the whole history.
         criteria: transformers' stopping criteria, asked after each token.
         do_sample: draw from the processed distribution; otherwise take the most likely token.
@@ -54,19 +55,20 @@ def stream_tokens(
         before: [B, P] int64, what the method has been fed, when the prompt goes on with its stream;
             processors and criteria see it too. The prompt then begins with the last token that was
             yielded: that one has not been fed. None begins a new stream.
+        mask: [B, T], 0 where a prompt is padded; None: nowhere.
 
     Raises:
-        UserError: an empty prompt.
+        UserError: an empty prompt, or one that is padded elsewhere than on the left.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
-    history = _History(prompt if before is None else torch.cat([before, prompt], 1))
+    history = History(prompt if before is None else torch.cat([before, prompt], 1))
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
     if before is None:
         method.reset()
-    logits = method.feed(prompt)
+    logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
     while True:
         scores = processors(history.ids, logits) if processors else logits
         if do_sample:
@@ -95,7 +97,9 @@ def stream_generate(
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | None = None,
+    realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
     stream_to: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
@@ -105,14 +109,15 @@ def stream_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, aligner: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
         stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
 
     Returns:
         [B, prompt + new tokens] int64.
 
     Raises:
-        UserError: what streaming cannot do: beams, padded prompts, a cache already filled,
+        UserError: what streaming cannot do: beams, padding on the right, a cache already filled,
             dictionaries of scores.
     """
     config = generation_config or model.generation_config
@@ -123,7 +128,9 @@ def stream_generate(
         cache_size=cache_size,
         num_sinks=num_sinks,
         num_evicted=num_evicted,
+        realign_every=realign_every,
         aligner=aligner,
+        compile=compile,
     )
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):
@@ -137,6 +144,7 @@ def stream_generate(
         do_sample=bool(config.do_sample),
         eos_token_ids=end_ids(config),
         pad_token_id=config.pad_token_id,
+        mask=model_kwargs.get("attention_mask"),
     )
     new = []
     if stream_to is not None:
@@ -156,7 +164,21 @@ def end_ids(config: GenerationConfig) -> list[int]:
     return [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
 
 
-class _History:
+def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
+    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
+    mask = mask.to(prompt.device).bool()
+    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
+        raise UserError(
+            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
+            "attention mask"
+        )
+    rows = [method.new() for _ in prompt]
+    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
+    method.join(rows)
+    return torch.cat(logits)
+
+
+class History:
     """All ids so far [B, T], grown by doubling: an endless stream is not copied at each token."""
 
     def __init__(self, ids: Tensor):
@@ -179,10 +201,6 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         raise UserError(f"streaming has no beam search: num_beams must be 1, got {got}")
     if config.return_dict_in_generate:
         raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not mask.bool().all():
-        needed = "prompts of equal length"
-        raise UserError(f"streams of a batch need {needed}: got an attention mask with padding")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UserError("stream_generate begins a new stream: leave past_key_values out")

@@ -11,7 +11,6 @@ Positions run on for a while, a *frame*, before entries are moved back in it (`C
 - `Recursive`: entries are moved from their own last output, as the paper's network needs it.
 """
 
-from abc import ABC
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ from kvalign.sizes import CacheSizes
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 
 
-class Realigner(ABC):
+class Realigner:
     """One instance serves all layers and has no state.
 
     Attributes:
@@ -68,7 +67,7 @@ class Realigner(ABC):
 
 
 class Rotating(Realigner):
-    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone are turned."""
+    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone turn."""
 
     rotation: Rotation
 
@@ -110,7 +109,8 @@ class OnRead(Realigner):
         super().__init__(rotation_of(model))
         self.config, self.table = model.config, table.to(model.device)
         self._moving = FromBirth(model, table)
-        self._turned: dict[int, tuple[int | None, Tensor]] = {}
+        self.step_means: list[Tensor] = []
+        self._version = -1
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
@@ -126,7 +126,7 @@ class OnRead(Realigner):
         table = self.table
         if self.rotation is None:
             return table.anchor(layer, keys, values, birth)
-        mean = self.rotation.shift(table.key[layer, :, birth], -_positions(at))
+        mean = self.rotation.shift(table.key[layer, :, birth], -_positions(at))  # [B?, H, S, D]
         keys = (keys - mean) / table.key_scale[layer, :, birth, None]
         return keys, table.anchor(layer, values, values, birth)[1]
 
@@ -150,12 +150,13 @@ class OnRead(Realigner):
         means = self.table.key[layer]
         if self.rotation is None:
             return means
-        version, turned = self._turned.get(layer, (None, means))
-        if version != self.table.key._version or means.requires_grad:
-            places = torch.arange(means.shape[1], device=means.device)
-            turned = self.rotation.shift(means, -places)
-            self._turned[layer] = self.table.key._version, turned
-        return turned
+        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+
+    def prepare(self, num_layers: int) -> None:
+        """Have `turned_means` of all layers in `step_means`, those of the table as it is now."""
+        if self._version != self.table.key._version:
+            self.step_means = [self.turned_means(layer) for layer in range(num_layers)]
+            self._version = self.table.key._version
 
 
 class FromBirth(Realigner):
@@ -231,11 +232,10 @@ def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -
 
 
 def check_realign_every(sizes: CacheSizes, realigner: Realigner | None) -> None:
-    """Raise UserError where entries are not moved every so many steps."""
-    by_setting = realigner is not None and realigner.frame(sizes, None) == sizes
-    if sizes.realign_every > 1 and not by_setting:
+    """Raise UserError where it is not the sizes that say when entries are moved."""
+    if sizes.realign_every > 1 and (realigner is None or realigner.frame(sizes, None) != sizes):
         raise UserError(
-            f"realign_every must be 1 where a trained aligner moves nothing, "
+            f"realign_every must be 1 for a table on rotary keys, which moves nothing, "
             f"got {sizes.realign_every}"
         )
 

@@ -17,20 +17,24 @@ through its mask).
 """
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvalign.attention import REGISTERED, install, own_mask
 from kvalign.realign import OnRead, Realigner, Rotating
+from kvalign.sizes import CacheSizes
 from kvalign.step import Step
 
 if TYPE_CHECKING:
     from kvalign.cache import StreamingCache
 
-SEGMENT_LEN = 256  # tokens of a forward pass
+SEGMENT_LEN = 512  # tokens of a forward pass
+BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
 
 _MASKED = ("bloom",)
 
@@ -76,33 +80,32 @@ class Segment:
 
     Attributes:
         birth: [T] int64, the position that each token is computed at: its place in the cache.
-        at: [T] int64, its position in the frame of the entries before; rotary keys are turned there.
+        at: [T] int64, its position in the frame of the entries before: rotary keys turn there.
         behind: [T] int64, the difference: 0 where nothing rotates.
-        now: [T, S] int64, where each query finds each entry after the sinks.
-        hidden: [T, S'] bool, entries (sinks first) that a query does not see.
+        dropped: [T] int64, entries gone before each query.
     """
 
     def __init__(
         self, cache: "StreamingCache", num_seen: int, num_tokens: int, device: torch.device
     ):
-        sizes, realigner, end = cache.sizes, cache.realigner, num_seen + num_tokens
-        t = torch.arange(num_seen, end, device=device)
-        dropped = sizes.num_dropped(t)  # E(t): of the entries before token t
-        self.realigner, self.rotation = realigner, realigner.rotation if realigner else None
-        moved = dropped if self.rotation else cache.frame.num_moved(t)
-        self.birth = t - moved
-        self.at = t - cache.frame.num_moved(num_seen) if self.rotation else self.birth
+        self.sizes, self.realigner, self.end = cache.sizes, cache.realigner, num_seen + num_tokens
+        self.rotation = cache.realigner.rotation if cache.realigner else None
+        self.t = torch.arange(num_seen, self.end, device=device)
+        self.dropped = self.sizes.num_dropped(self.t)  # E(t): of the entries before token t
+        self.moved = self.dropped if self.rotation else cache.frame.num_moved(self.t)
+        self.birth = self.t - self.moved
+        self.at = self.t - cache.frame.num_moved(num_seen) if self.rotation else self.birth
         self.behind = self.at - self.birth
         self.turns = self.rotation is not None and bool(self.behind.any())
-        self.dropped = dropped
-        self.num_sinks = min(sizes.num_sinks, end)
-        oldest = self.num_sinks + int(dropped[0])  # entry after the sinks that is in sight
-        j = torch.arange(oldest, end, device=device)
-        sinks = torch.arange(self.num_sinks, device=device)
-        gone = j - dropped[:, None] < sizes.num_sinks
-        self.hidden = torch.cat([sinks > t[:, None], (j > t[:, None]) | gone], 1)
-        # What is hidden may lie anywhere.
-        self.now = (j - moved[:, None]).clamp(0, sizes.last_position)
+        self.num_sinks = min(self.sizes.num_sinks, self.end)
+        self.oldest = self.num_sinks + int(
+            self.dropped[0]
+        )  # entry after the sinks that is in sight
+        starts = range(0, num_tokens, BLOCK_LEN)
+        self.blocks = [Block(self, x, min(x + BLOCK_LEN, num_tokens)) for x in starts]
+        for before, block in pairwise(self.blocks):
+            if torch.equal(before.now, block.now):
+                block.now = before.now
 
     def turned(self, x: Tensor) -> Tensor:
         """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
@@ -117,47 +120,129 @@ class Segment:
         """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first: [B, T,
         H, D].
         """
-        num_sinks, groups = self.num_sinks, query.shape[1] // keys.shape[1]
-        query = query.float().unflatten(1, (-1, groups)) * scale  # [B, H_kv, G, T, D]
-        keys, values = keys.float()[:, :, None], values.float()[:, :, None]
+        num_heads, turned, found = keys.shape[1], self.turned(query), []
         on_read = self.realigner if isinstance(self.realigner, OnRead) else None
-        table = on_read.table if on_read else None
-        scores = self.turned(query) @ keys[..., num_sinks:, :].mT  # [B, H_kv, G, T, S]
-        if on_read is not None:
-            means, scales = on_read.turned_means(layer), on_read.table.key_scale[layer]
-            of_position = query @ means[:, None].mT  # [B, H_kv, G, T, P]
-            scores = scores * scales[:, self.now][:, None] + of_position.gather(
-                -1, self.now.expand_as(scores)
+        of_places = PlacedTables(on_read, layer, self.sizes) if on_read else None
+        for block in self.blocks:
+            ours = turned[:, :, block.queries]
+            if of_places is None and not (self.turns and self.num_sinks):
+                k, v = block.entries(keys), block.entries(values)
+                mask = block.visible.to(query.dtype).log()
+                found.append(
+                    scaled_dot_product_attention(ours, k, v, mask, scale=scale, enable_gqa=True)
+                )
+                continue
+            # The sinks, and the tables, are where the query's place is, not where it has turned.
+            placed, ours = (
+                x.float().unflatten(1, (num_heads, -1)) * scale
+                for x in (query[:, :, block.queries], ours)
             )
-        scores = torch.cat([query @ keys[..., :num_sinks, :].mT, scores], -1)
-        weights = scores.masked_fill(self.hidden, -torch.inf).softmax(-1)
-        if table is None:
-            out = weights @ values
-        else:
-            means, scales = table.value[layer], table.value_scale[layer]
-            of_sinks, of_window = weights.split([num_sinks, self.now.shape[1]], -1)
-            places = weights.new_zeros(*weights.shape[:-1], means.shape[1])
-            places = places.scatter_add(-1, self.now.expand_as(of_window), of_window)
-            of_window = of_window * scales[:, self.now][:, None]
-            out = torch.cat([of_sinks, of_window], -1) @ values + places @ means[:, None]
-        return out.flatten(1, 2).transpose(1, 2)
+            k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
+            out = block.read(placed, ours, k, v, of_places)
+            found.append(out.flatten(1, 2).to(query.dtype))
+        return torch.cat(found, 2).transpose(1, 2)
 
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
         """What BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the entries
         handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
         """
         turn, dtype = self.dropped - self.dropped[0], model.dtype
+        visible = Block(self, 0, len(self.t)).visible
         ones = torch.ones(1, 2, device=turn.device)
         slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
-        mask = slopes.new_zeros(1, len(slopes), *self.hidden.shape)
+        mask = slopes.new_zeros(1, len(slopes), *visible.shape)
         mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]
-        return mask.masked_fill(self.hidden, torch.finfo(dtype).min)
+        return mask.masked_fill(~visible, torch.finfo(dtype).min)
+
+
+class Block:
+    """Some queries of a segment, and the entries that any of them sees.
+
+    Attributes:
+        queries: which of the segment.
+        window: which of its entries after the sinks.
+        visible: [T, S'] bool, entries (sinks first) that each query sees.
+        now: [T, S] int64, where each query finds each entry after the sinks.
+    """
+
+    def __init__(self, segment: Segment, start: int, stop: int):
+        sizes, self.num_sinks = segment.sizes, segment.num_sinks
+        self.queries = slice(start, stop)
+        t, dropped, moved = (
+            x[self.queries, None] for x in (segment.t, segment.dropped, segment.moved)
+        )
+        first, end = int(dropped[0] - segment.dropped[0]), int(t[-1]) + 1 - segment.oldest
+        self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
+        j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
+        sinks = torch.arange(self.num_sinks, device=t.device)
+        in_window = (j <= t) & (j - dropped >= sizes.num_sinks)
+        self.visible = torch.cat([sinks <= t, in_window], 1)
+        # What is not visible may lie anywhere.
+        self.now = (j - moved).clamp(0, sizes.last_position)
+
+    def entries(self, x: Tensor) -> Tensor:
+        """Of the segment's [B, H, S', D] those that the block sees, sinks first."""
+        window = x[:, :, self.window]
+        return torch.cat([x[:, :, : self.num_sinks], window], 2) if self.num_sinks else window
+
+    def read(
+        self,
+        placed: Tensor,
+        turned: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: "PlacedTables | None",
+    ) -> Tensor:
+        """Attention of queries [B, H, G, T, D], as they see the sinks and as they see the window,
+        over entries [B, H, 1, S', D]; with tables each is placed where each query finds it.
+        """
+        scores = self._scores(placed, turned, keys)
+        if tables is None:
+            return self._weights(scores) @ values
+        now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
+        key_scales, value_scales = tables.scales(now)
+        of_sinks, of_window = scores.split(sizes, -1)
+        of_position = placed @ tables.key_means.mT  # [B, H, G, T, P]
+        of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
+        weights = self._weights(torch.cat([of_sinks, of_window], -1))
+        of_sinks, of_window = weights.split(sizes, -1)
+        places = torch.zeros_like(of_position)
+        places = places.scatter_add(-1, now.expand_as(of_window), of_window)
+        weights = torch.cat([of_sinks, of_window * value_scales], -1)
+        return weights @ values + places @ tables.value_means
+
+    def _scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
+        sinks, window = keys[..., : self.num_sinks, :], keys[..., self.num_sinks :, :]
+        return torch.cat([placed @ sinks.mT, turned @ window.mT], -1)
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self.visible, -torch.inf).softmax(-1)
+
+
+class PlacedTables:
+    """A layer's tables for the positions that there are: means [H, 1, P, D]."""
+
+    def __init__(self, realigner: OnRead, layer: int, sizes: CacheSizes):
+        table, num = realigner.table, sizes.last_position + 1
+        self.key_means = realigner.turned_means(layer)[:, None, :num]
+        self.value_means = table.value[layer][:, None, :num]
+        self._scales = table.key_scale[layer], table.value_scale[layer]
+        self._now: Tensor | None = None
+
+    def scales(self, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Of keys and of values at each place of now [T, S]: [H, 1, T, S]; made once for blocks
+        that find their entries alike.
+        """
+        if now is not self._now:
+            self._now = now
+            self._found = self._scales[0][:, now][:, None], self._scales[1][:, now][:, None]
+        return self._found
 
 
 def read_step(
     step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query [B, H, 1, D] over all that a layer holds [B, H_kv, S', D], with tables:
+    """Attention of one query [B, H, 1, D] over all that a layer with tables holds [B, H_kv, S', D]:
     [B, 1, H, D]. Sinks lie at their places; rows may be of unequal lengths.
     """
     realigner, sinks = step.realigner, step.sizes.num_sinks
@@ -166,11 +251,11 @@ def read_step(
     query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
     placed = query
     if realigner.rotation is not None:
-        placed = realigner.rotation.shift(query, step.per_row(step.behind))
+        placed = realigner.rotation.shift(query, step.run_on)
     scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
     first, num = step.first_place, keys.shape[2]
     num_sinks = min(sinks, num)
-    key_means, value_means = realigner.turned_means(layer), table.value[layer]
+    key_means, value_means = realigner.step_means[layer], table.value[layer]
     key_scales, value_scales = table.key_scale[layer], table.value_scale[layer]
     if step.places is None:  # all rows alike: the window's places are a slice of the tables
         now = slice(first, first + num - num_sinks)

@@ -45,4 +45,5 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
         (first * cos - second * sin).to(keys.dtype),
         (second * cos + first * sin).to(keys.dtype),
     ]
-    return torch.cat([*parts, keys[..., 2 * num_pairs :]], dim=-1)
+    rest = keys[..., 2 * num_pairs :].expand(*parts[0].shape[:-1], -1)
+    return torch.cat([*parts, rest], dim=-1)

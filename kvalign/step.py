@@ -29,7 +29,9 @@ class Step:
     positions: list[int]
 
     def __post_init__(self) -> None:
-        self.num_visible = max(self.stored, default=0) + self.num_new
+        self.position = max(self.positions, default=0)
+        self.num_before = max(self.stored, default=0)
+        self.num_visible = self.num_before + self.num_new
         self.is_even = len(set(self.stored)) <= 1
         # Positions of a rotary model run on without meaning; elsewhere they are places.
         rotates = self.realigner is not None and self.realigner.rotation is not None
@@ -44,6 +46,18 @@ class Step:
             self.places = (rank + run_on[:, None]) * self.inside
         elif self.births:
             self.first_place += self.births[0] - self.stored[0]
+        self.is_plain = False
+        self.run_on = torch.tensor(self.behind)[:, None, None]  # [B, 1, 1]
+
+    def prepare(self, end: int, device: torch.device) -> None:
+        """Say all of a plain step, one token of rows alike beyond the sinks, before it begins: what
+        its layers do is then the same from step to step, and can be compiled.
+        """
+        self.is_plain, self.end = True, end
+        self.birth = slice(self.births[0], self.births[0] + 1)
+        self.position_ids = torch.tensor(self.positions, device=device)[:, None]  # [B, 1]
+        self.at = self.position_ids[:, None]  # [B, 1, 1]
+        self.run_on = torch.tensor(self.behind, device=device)[:, None, None]
 
     def per_row(self, numbers: list[int]) -> int | Tensor:
         """One number if all rows have the same, else [B, 1, 1]."""

@@ -22,7 +22,8 @@ from kvalign.errors import NotFoundError, UserError
 from kvalign.files import checked, write_whole
 from kvalign.methods.base import Method
 
-_FORMAT = "kvalign stream 1"
+_FORMAT = "kvalign stream 2"
+_BEFORE = "kvalign stream 1"
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -42,6 +43,7 @@ class SavedStream(BaseModel):
     cache_size: Count
     num_sinks: Count
     num_evicted: Count
+    realign_every: Count
     aligner: str | None
     base_model: str
     embedding_fingerprint: Annotated[
@@ -70,6 +72,11 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
+            if metadata.get("format") == _BEFORE:
+                raise UserError(
+                    f"{path} was saved by kvalign 0.1, whose cache held other things: begin the "
+                    "stream anew from its text"
+                )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
             about = json.loads(metadata.get("stream", ""))

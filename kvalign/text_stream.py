@@ -189,7 +189,9 @@ def stream(
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | None = None,
+    realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
     **sampling: Any,
 ) -> TextStream:
     """Stream the text that continues a prompt, past the context length.
@@ -198,7 +200,8 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, aligner: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
         sampling: max_new_tokens, top_k, temperature, no_repeat_ngram_size, stop_at_end, seed: see
             `Sampling`. Without max_new_tokens the stream has no end.
 
@@ -212,7 +215,9 @@ def stream(
         cache_size=cache_size,
         num_sinks=num_sinks,
         num_evicted=num_evicted,
+        realign_every=realign_every,
         aligner=aligner,
+        compile=compile,
     )
     text_stream = TextStream(tokenizer, streaming, Sampling(**sampling))
     if prompt:
@@ -243,8 +248,10 @@ def load_stream(
     saved, tensors = stream_file.read(Path(path))
     try:
         stream_file.check_fits(saved, tensors, model)
-        sizes = {name: getattr(saved, name) for name in ("cache_size", "num_sinks", "num_evicted")}
-        for name in METHODS.find(saved.method).fixed:
+        names = ("cache_size", "num_sinks", "num_evicted", "realign_every")
+        sizes = {name: getattr(saved, name) for name in names}
+        cls = METHODS.find(saved.method)
+        for name in cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every"):
             del sizes[name]
         method = make_method(saved.method, model, aligner=aligner, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:

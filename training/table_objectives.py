@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign.aligners import TableAligner
 from kvalign import relative
+from kvalign.aligners import TableAligner
 from kvalign.cache import StreamingCache
 from kvalign.models import spec_of
 from kvalign.realign import OnRead

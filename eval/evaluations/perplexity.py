@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Section
-from kvalign.eval.settings import ComparisonSettings
+from kvalign.eval.settings import ComparisonSettings, check_plot
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class PerplexitySettings(ComparisonSettings):
         super().__post_init__()
         if self.reference and self.reference not in self.methods:
             raise UserError(f"--reference {self.reference} is not among --methods")
-        if self.plot and self.plot.suffix not in (".png", ".svg"):
-            raise UserError(f"--plot takes a path ending in .png or .svg, got {str(self.plot)!r}")
+        check_plot(self.plot)
 
 
 @keywords_of(PerplexitySettings)

@@ -168,6 +168,12 @@ class Aligner(
                 f"cache_size must be at most {self.config.chunk_len - 1} with this aligner (it was "
                 f"recorded with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
             )
+        if sizes.last_position >= self.config.chunk_len:
+            raise UserError(
+                f"realign_every must be at most {self.config.chunk_len - sizes.cache_size} with "
+                f"this aligner and cache_size {sizes.cache_size} (it was recorded with chunk_len "
+                f"{self.config.chunk_len}, and positions run on), got {sizes.realign_every}"
+            )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The README.md that `save_pretrained` writes where there is none."""

@@ -21,8 +21,16 @@ class StreamSettings(ModelSettings):
     num_evicted: int | None = option(
         None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
     )
+    realign_every: int | None = option(
+        None,
+        help="evicted entries after which kvalign moves those that stay (default: 1)",
+        at_least=1,
+    )
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+    compile: bool = option(
+        False, help="compile the step with torch.compile: slow to begin, faster from then on"
     )
     max_new_tokens: int = option(200, help="tokens to generate at most", at_least=1)
     top_k: int = option(
@@ -62,6 +70,8 @@ class StreamSettings(ModelSettings):
             cache_size=self.cache_size,
             num_sinks=num_sinks,
             num_evicted=self.num_evicted,
+            realign_every=self.realign_every,
             aligner=self.aligner,
+            compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.registry import Registry
@@ -41,7 +41,9 @@ def make_method(
     cache_size: int,
     num_sinks: int | None = None,
     num_evicted: int | None = None,
+    realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
 ) -> Method:
     """Make a method ready to stream; everything that can be wrong is said here, before any work.
 
@@ -49,8 +51,10 @@ def make_method(
         name: key of `METHODS`.
         model: a causal LM of transformers.
         cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default.
+        realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
+        compile: compile the step of a full cache (`Method.compile`).
 
     Raises:
         UserError: unknown method, sizes that do not fit, no aligner, or another model's.
@@ -62,18 +66,25 @@ def make_method(
             "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
         )
     cls = METHODS.find(name)
-    asked = {"num_sinks": num_sinks, "num_evicted": num_evicted}
-    for size in cls.fixed:
+    asked: dict[str, Any] = {
+        "num_sinks": num_sinks,
+        "num_evicted": num_evicted,
+        "realign_every": realign_every,
+    }
+    fixed = cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every")
+    for size in fixed:
         if asked[size] is not None:
             log.warning("%s %s: %s=%s has no effect", name, cls.about, size, asked[size])
             asked[size] = None
     if cls.takes_aligner:
         loaded = _load_aligner(aligner, model)
-        sizes = cls.sizes_for(cache_size, asked["num_sinks"], asked["num_evicted"], loaded)
-        return cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
-    if aligner is not None:
-        log.warning("%s takes no aligner: the one given has no effect", name)
-    return cls(model, cls.sizes_for(cache_size, asked["num_sinks"], asked["num_evicted"]))
+        sizes = cls.sizes_for(cache_size, aligner=loaded, **asked)
+        method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
+    else:
+        if aligner is not None:
+            log.warning("%s takes no aligner: the one given has no effect", name)
+        method = cls(model, cls.sizes_for(cache_size, **asked))
+    return method.compile() if compile else method
 
 
 def make_cache(
@@ -83,6 +94,7 @@ def make_cache(
     method: str = "kvalign",
     num_sinks: int | None = None,
     num_evicted: int | None = None,
+    realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> StreamingCache:
     """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
@@ -93,7 +105,7 @@ def make_cache(
         cache_size: entries stored between steps. The first input may have one more; feed a longer
             one in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window.
-        num_sinks, num_evicted, aligner: as in `make_method`.
+        num_sinks, num_evicted, realign_every, aligner: as in `make_method`.
 
     Raises:
         UserError: as in `make_method`, or a method without such a cache.
@@ -106,6 +118,7 @@ def make_cache(
         cache_size=cache_size,
         num_sinks=num_sinks,
         num_evicted=num_evicted,
+        realign_every=realign_every,
         aligner=aligner,
     )
     if not isinstance(streaming, Cached):

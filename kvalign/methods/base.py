@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,15 +11,12 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign import relative
 from kvalign.aligners import Aligner
-from kvalign.attention import install, own_mask
+from kvalign.attention import install
 from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
 from kvalign.sizes import CacheSizes
-
-OnTokens = Callable[[int], object]
-"""Told how many tokens have been taken in since the last call."""
 
 
 class Method(ABC):
@@ -31,6 +28,9 @@ class Method(ABC):
         model: a causal LM of transformers.
         sizes: from `sizes_for`.
 
+    Attributes:
+        on_tokens: told of a long input how many more of its tokens have been taken in.
+
     Raises:
         UserError: more entries than the model has positions for.
     """
@@ -40,10 +40,12 @@ class Method(ABC):
     default_num_sinks: ClassVar[int] = 4
     takes_aligner: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
+    """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         self.model, self.spec, self.sizes = model, spec_of(model.config), sizes
+        self.on_tokens: Callable[[int], object] = lambda num: None
+        self.compiled: Any = None
         sizes.check_fits(self.spec)
 
     @classmethod
@@ -53,13 +55,14 @@ class Method(ABC):
         num_sinks: int | None = None,
         num_evicted: int | None = None,
         aligner: Aligner | None = None,
+        realign_every: int | None = None,
     ) -> CacheSizes:
         """The sizes of a cache; None takes the method's own default, or its aligner's."""
         if num_sinks is None:
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
             num_evicted = cls.default_num_evicted(cache_size, num_sinks)
-        return CacheSizes(cache_size, num_sinks, num_evicted)
+        return CacheSizes(cache_size, num_sinks, num_evicted, realign_every or 1)
 
     @classmethod
     def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
@@ -104,8 +107,40 @@ class Method(ABC):
         raise UserError(f"rows of {self.name} cannot be put together")
 
     @abstractmethod
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
+
+    def compile(self, **options: Any) -> Self:
+        """Compile the model for the steps of a full cache, whose shapes never change; the first
+        two of them take long. Inputs of several tokens go through the model as it is.
+
+        Args:
+            options: of `torch.compile`.
+        """
+        install(self.model.config)
+        self.compiled = torch.compile(self.model, **options)
+        return self
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: StreamingCache) -> Tensor:
+        """One pass over ids [B, T] after what a streaming cache holds: logits as of `feed`."""
+        if self.compiled is None or ids.shape[1] > 1:
+            return self.forward(ids, cache, **cache.row_inputs(self.model))
+        cache.ends_steps = False
+        try:
+            step = cache.begin_step(len(ids), 1)
+            is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
+            if step.is_plain and is_full:
+                model, inputs = self.compiled, {"position_ids": step.position_ids}
+            else:
+                model, inputs = self.model, cache.row_inputs(self.model)
+            out = model(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+            )
+            cache.end_step()
+        finally:
+            cache.ends_steps = True
+        return out.logits[:, -1].float()
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: Cache | None = None, **inputs: Tensor) -> Tensor:
@@ -162,26 +197,26 @@ class Cached(Method):
     def restore(self, state: dict[str, Tensor]) -> None:
         self.cache.restore(state, self.model)
 
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Where the relative form is exact an input counts as its tokens one by one, and goes in by
         segments; else the first cache_size + 1 tokens go in at once, more of them by half the
         window, all of which see what those before them saw.
         """
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
             for i in range(ids.shape[1]):
-                logits = self.feed(ids[:, i : i + 1], on_tokens)
+                logits = self.feed(ids[:, i : i + 1])
             return logits
         while True:
             num_now = self._chunk_len(ids.shape[1])
             now, ids = ids[:, :num_now], ids[:, num_now:]
             logits = self._take(now)
-            on_tokens(now.shape[1])
+            self.on_tokens(now.shape[1])
             if ids.shape[1] == 0:
                 return logits
 
     def _take(self, ids: Tensor) -> Tensor:
         if self._is_plain(ids.shape[1]):
-            return self.forward(ids, self.cache, **self.cache.row_inputs(self.model))
+            return self.step(ids, self.cache)
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.cache import expect_tensor
 from kvalign.errors import UserError
-from kvalign.methods.base import Method, OnTokens
+from kvalign.methods.base import Method
 from kvalign.sizes import CacheSizes
 
 
@@ -58,12 +58,11 @@ class Dense(Method):
         limit = self.spec.context_len
         return None if limit is None else limit - self.cache.get_seq_length()
 
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         if self.tokens_left is not None and ids.shape[1] > self.tokens_left:
             raise UserError(
                 f"dense has room for {self.tokens_left} more tokens before the context length of "
                 f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
                 "choose a streaming method"
             )
-        on_tokens(ids.shape[1])
         return self.forward(ids, self.cache)

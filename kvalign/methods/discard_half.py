@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
-from kvalign.methods.base import OnTokens, Reencoding
+from kvalign.methods.base import Reencoding
 from kvalign.sizes import CacheSizes
 
 
@@ -54,7 +54,7 @@ class DiscardHalf(Reencoding):
         if self.cache.seen != [len(row) for row in self.rows]:
             raise UserError("a stream's entries must be those of its tokens")
 
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Rows that are full are filled anew, each when it is; the others take their step."""
         seen = self.extend(ids)
         kept = [self.keep(row) for row in seen]
@@ -81,7 +81,6 @@ class DiscardHalf(Reencoding):
             self.cache.join(caches[1:])
             self.cache.select([order.index(i) for i in range(len(kept))])
         self.rows = kept
-        on_tokens(ids.shape[1])
         return logits
 
     def _step(self, cache: StreamingCache, ids: Tensor) -> Tensor:
@@ -89,4 +88,4 @@ class DiscardHalf(Reencoding):
             for i in range(ids.shape[1]):
                 logits = self._step(cache, ids[:, i : i + 1])
             return logits
-        return self.forward(ids, cache, **cache.row_inputs(self.model))
+        return self.step(ids, cache)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.methods.base import Cached
-from kvalign.realign import Realigner, realigner_of
+from kvalign.realign import Realigner, check_realign_every, realigner_of
 from kvalign.sizes import CacheSizes
 
 
@@ -21,10 +21,12 @@ class KVAlign(Cached):
         self.aligner = aligner
         super().__init__(model, sizes)
         aligner.check(model, sizes)
+        check_realign_every(sizes, self.cache.realigner)
 
     @property
     def aligner_name(self) -> str | None:
-        return self.aligner.label
+        every = self.sizes.realign_every
+        return self.aligner.label if every == 1 else f"{self.aligner.label}-every-{every}"
 
     @property
     def num_positions(self) -> int:

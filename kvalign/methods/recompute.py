@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvalign.methods.base import OnTokens, Reencoding
+from kvalign.methods.base import Reencoding
 
 
 class Recompute(Reencoding):
@@ -17,13 +17,16 @@ class Recompute(Reencoding):
     default_num_sinks = 0
 
     @torch.no_grad()
-    def feed(self, ids: Tensor, on_tokens: OnTokens = lambda n: None) -> Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Shorter rows are padded on the right, where nothing that counts looks."""
         self.rows = [self.keep(row) for row in self.extend(ids)]
         lens = torch.tensor([len(row) for row in self.rows], device=ids.device)
         ends, which = lens.unique(return_inverse=True)
         padded = pad_sequence(self.rows, batch_first=True)
         last = 1 if len(ends) == 1 else ends - 1
-        logits = self.model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
-        on_tokens(ids.shape[1])
+        model = self.model
+        is_full = len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len
+        if self.compiled is not None and is_full:
+            model = self.compiled
+        logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
         return logits[torch.arange(len(self.rows)), which].float()

@@ -1,23 +1,35 @@
-"""Latency rows: every method and kind in one run, what is on the clock, shapes without weights."""
+"""Latency rows: every method and kind in one run, what is on the clock, shapes without weights.
+
+The clock of most tests is moved by the model alone, a second a token, so a row's figures are
+equalities.
+"""
 
 import json
-from itertools import groupby
+from itertools import groupby, islice
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from kvalign.app.cli import main
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval import latency_models
+from kvalign.eval.bare_step import BareStep
+from kvalign.eval.evaluations.latency import EVALUATION
+from kvalign.generation import stream_tokens
+from kvalign.methods import make_method
 from kvalign.methods.base import Cached
 from kvalign.models import LoadedModel, load_model
+from kvalign.sampling import Sampling
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TWO_SIZES = ["--cache-sizes", "12,20"]
+TINY = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
 COLUMNS = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "batch_size", "num_steps"]
-COLUMNS += ["ttft_ms", "median_ms", "mean_ms", "p90_ms", "p99_ms", "ratio", "peak_mb"]
+COLUMNS += ["mean_ms", "median_ms", "p90_ms", "p99_ms", "max_ms", "ratio"]
+COLUMNS += ["bare_mean_ratio", "bare_ratio", "tokens_per_s", "ttft_ms", "peak_mb"]
 
 
 @pytest.fixture
@@ -29,6 +41,21 @@ def run(capsys):
         return json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the model alone moves: a second for each token that it is given."""
+    clock, forward = SimpleNamespace(now=0.0), GPT2LMHeadModel.forward
+
+    def slow_forward(self, input_ids, **keywords):
+        clock.now += input_ids.numel()
+        return forward(self, input_ids=input_ids, **keywords)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", slow_forward)
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr("kvalign.eval.timing.time", time)
+    return clock
 
 
 @pytest.fixture
@@ -47,15 +74,17 @@ def calls(monkeypatch):
 def test_every_kind_is_timed_beside_the_reference(run):
     kinds = ["--aligner-kinds", "table,network,anchored"]
     rows = run(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
-    names = ["streaming-llm", "table", "network", "anchored", "recompute"]
+    names = ["bare", "streaming-llm", "table", "network", "anchored", "recompute"]
     assert [row["aligner"] or row["method"] for row in rows] == names * 2
-    assert [row["cache_size"] for row in rows] == [12] * 5 + [20] * 5
+    assert [row["cache_size"] for row in rows] == [12] * 6 + [20] * 6
     for row in rows:
-        base = rows[0] if row["cache_size"] == 12 else rows[5]
+        bare, base = rows[:2] if row["cache_size"] == 12 else rows[6:8]
         assert list(row) == COLUMNS
-        assert row["ratio"] == pytest.approx(row["median_ms"] / base["median_ms"])
-        assert 0 < row["median_ms"] <= row["p90_ms"] <= row["p99_ms"]
-        assert row["num_steps"] == 6
+        assert row["ratio"] == pytest.approx(row["mean_ms"] / base["mean_ms"])
+        assert row["bare_mean_ratio"] == pytest.approx(row["mean_ms"] / bare["mean_ms"])
+        assert row["bare_ratio"] == pytest.approx(row["median_ms"] / bare["median_ms"])
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["mean_ms"])
+        assert 0 < row["median_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
         assert row["ttft_ms"] > 0
         assert row["peak_mb"] > 0
 
@@ -64,14 +93,14 @@ def test_batches_are_groups_of_their_own(run, calls):
     flags = ["--batch-sizes", "1,3", "--num-evicted", "2", "--methods", "streaming-llm,kvalign"]
     rows = run(*TWO_SIZES, *flags, "--aligner-kinds", "table")["rows"]
     assert [(row["cache_size"], row["batch_size"]) for row in rows] == [
-        (cache_size, batch_size) for cache_size in (12, 20) for batch_size in (1, 3) for _ in "sk"
+        (cache_size, batch_size) for cache_size in (12, 20) for batch_size in (1, 3) for _ in "bsk"
     ]
-    assert {row["num_evicted"] for row in rows} == {2}
-    for base, row in zip(rows[::2], rows[1::2], strict=True):
-        assert base["ratio"] == 1
-        assert row["ratio"] == pytest.approx(row["median_ms"] / base["median_ms"])
+    for bare, base, row in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        assert bare["bare_ratio"] == bare["bare_mean_ratio"] == base["ratio"] == 1
+        assert base["num_evicted"] == row["num_evicted"] == 2
+        assert row["ratio"] == pytest.approx(row["mean_ms"] / base["mean_ms"])
         assert row["peak_mb"] > base["peak_mb"], "what is placed is beside what is kept"
-    for one, three in zip(rows[:2], rows[2:4], strict=True):
+    for one, three in zip(rows[:3], rows[3:6], strict=True):
         assert three["peak_mb"] > 2 * one["peak_mb"]
     assert [size for size, _ in groupby(len(ids) for _, ids, _ in calls)] == [1, 3, 1, 3]
 
@@ -81,19 +110,24 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
     token of a stream k squared, a reset much.
     """
     clock = SimpleNamespace(now=0.0)
-    feed, reset = Cached.feed, Cached.reset
 
-    def slow_feed(self, ids):
-        self.num_single = self.num_single + 1 if ids.shape[1] == 1 else 0
-        clock.now += self.num_single**2 if self.num_single else ids.numel()
-        return feed(self, ids)
+    def slow_down(cls):
+        feed, reset = cls.feed, cls.reset
 
-    def slow_reset(self):
-        clock.now += 1e6
-        reset(self)
+        def slow_feed(self, ids):
+            self.num_single = self.num_single + 1 if ids.shape[1] == 1 else 0
+            clock.now += self.num_single**2 if self.num_single else ids.numel()
+            return feed(self, ids)
 
-    monkeypatch.setattr(Cached, "feed", slow_feed)
-    monkeypatch.setattr(Cached, "reset", slow_reset)
+        def slow_reset(self):
+            clock.now += 1e6
+            reset(self)
+
+        monkeypatch.setattr(cls, "feed", slow_feed)
+        monkeypatch.setattr(cls, "reset", slow_reset)
+
+    slow_down(Cached)
+    slow_down(BareStep)
     time = SimpleNamespace(perf_counter=lambda: clock.now)
     monkeypatch.setattr("kvalign.eval.timing.time", time)
     flags = ["--cache-sizes", "12", "--batch-sizes", "2", "--num-trials", "3", "--trial-len", "4"]
@@ -107,10 +141,113 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
         "mean_ms": steps.mean(),
         "p90_ms": np.quantile(steps, 0.9),
         "p99_ms": np.quantile(steps, 0.99),
+        "max_ms": steps[-1],
+        "tokens_per_s": 1e3 / steps.mean(),
         "ratio": 1,
+        "bare_mean_ratio": 1,
+        "bare_ratio": 1,
     }
     for row in rows:
         assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def test_whole_periods_are_timed(run, clock):
+    """A refill of discard-half is in the figures as often as in a stream: once a period P it reads
+    the C + 2 - P tokens that stay. A period that no number of turns divides is rounded up to.
+    """
+    flags = ["--batch-sizes", "2", "--num-trials", "3", "--trial-len", "5", "--cache-sizes", "45"]
+    rows = run(*flags, "--methods", "streaming-llm,discard-half,recompute")["rows"]
+    period = (45 - 4) // 2
+    refill = 45 + 2 - period
+    half = np.array([refill] + [1] * (period - 1))
+    steps = {"bare": np.ones(22), "streaming-llm": np.ones(20), "discard-half": half}
+    steps["recompute"] = np.full(15, 46)
+    for row in rows:
+        seconds = steps[row["method"]]
+        expected = {
+            "num_steps": len(seconds),
+            "mean_ms": 1e3 * seconds.mean(),
+            "median_ms": 1e3 * np.median(seconds),
+            "max_ms": 1e3 * seconds.max(),
+            "ratio": seconds.mean(),
+            "bare_mean_ratio": seconds.mean(),
+            "bare_ratio": np.median(seconds),
+            "tokens_per_s": 1 / seconds.mean(),
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("cache_size", "trial_len"), [(9, 7), (20, 1), (45, 3), (45, 30)])
+def test_refills_have_their_share_at_any_length(run, clock, cache_size, trial_len):
+    flags = ["--cache-sizes", f"{cache_size}", "--num-trials", "3", "--trial-len", f"{trial_len}"]
+    flags += ["--num-evicted", "1,3", "--reference", "discard-half"]
+    rows = run(*flags, "--methods", "discard-half,streaming-llm,recompute")["rows"]
+    period = (cache_size - 4) // 2
+    half = next(row for row in rows if row["method"] == "discard-half")
+    assert half["mean_ms"] == pytest.approx(1e3 * (cache_size + 1) / period)
+    for row in rows:
+        least, period = 3 * trial_len, row["num_evicted"]
+        if row["method"] in ("bare", "streaming-llm"):
+            least = max(least, (cache_size - row["num_sinks"]) // 2)
+        assert row["num_steps"] % period == 0
+        assert least <= row["num_steps"] < least + period
+
+
+def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):
+    """Each trial: the prompt up to the first token, then so many more while the cache fills up."""
+    monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
+    flags = ["--model", "shape:tiny", "--prompt-len", "5", "--cache-sizes", "12"]
+    flags += ["--generate", "30", "--batch-sizes", "2", "--trial-len", "7"]
+    rows = run(*flags, "--methods", "streaming-llm,discard-half,recompute")["rows"]
+    seen = 5 + np.arange(1, 31)  # by the end of a step
+    steps = {"bare": np.ones(30), "streaming-llm": np.ones(30), "recompute": np.minimum(seen, 13)}
+    steps["discard-half"] = np.where((seen >= 14) & (seen % 4 == 2), 10, 1)
+    for row in rows:
+        seconds = np.tile(steps[row["method"]], 2)
+        expected = {
+            "num_steps": 60,
+            "ttft_ms": 1e3 * 2 * 5,
+            "mean_ms": 1e3 * seconds.mean(),
+            "median_ms": 1e3 * np.median(seconds),
+            "p99_ms": 1e3 * np.quantile(seconds, 0.99),
+            "max_ms": 1e3 * seconds.max(),
+            "bare_mean_ratio": seconds.mean(),
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def test_what_is_generated_is_drawn_by_the_loop(run, calls):
+    """The tokens of each trial are those of `stream_tokens` with the trial's seed, among the 20
+    most likely, in turns between which the other methods have theirs.
+    """
+    flags = ["--generate", "9", "--cache-sizes", "12", "--trial-len", "4", "--seed", "5"]
+    run(*flags, "--methods", "window,streaming-llm")
+    loaded = load_model("gpt2-mini")
+    for name in ("window", "streaming-llm"):
+        fed = [ids for method, ids, _ in calls if method == name][4:]  # the first to warm up
+        method = make_method(name, loaded.model, cache_size=12)
+        for trial in range(2):
+            ids = torch.tensor([loaded.tokenizer(conversations("own")[trial][0])["input_ids"]])
+            tokens = stream_tokens(
+                method,
+                ids,
+                processors=Sampling(top_k=20).processors(),
+                do_sample=True,
+                generator=torch.Generator().manual_seed(5 + trial),
+            )
+            expected = [ids, *(token[:, None] for token in islice(tokens, 9))]
+            assert [x.tolist() for x in fed[:10]] == [x.tolist() for x in expected]
+            fed = fed[10:]
+    names = iter([name for name, *_ in calls[8:]])
+    for num_tokens in (1, 4, 4, 1) * 2:
+        turns = [(name, len(list(x))) for name, x in groupby(islice(names, 2 * num_tokens))]
+        assert sorted(turns) == [("streaming-llm", num_tokens), ("window", num_tokens)]
+
+
+def test_a_method_that_ends_is_refused_before_it_generates(capsys):
+    flags = ["--generate", "600", "--methods", "streaming-llm,dense", "--cache-sizes", "12"]
+    assert main([*SHORT, *flags]) == 2
+    assert "dense ends after 512 tokens: leave it out of --methods" in capsys.readouterr().err
 
 
 def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
@@ -130,9 +267,49 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
         assert list(stored) == [0] * 6 + [12] * 15 + [0] + [12] * 3
 
 
+def test_several_batch_sizes_are_drawn_against_tokens_a_second(run, tmp_path):
+    """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
+    token over cache sizes.
+    """
+    flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
+    document = run(*flags, "--batch-sizes", "1,2")
+    assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
+    figure, _ = EVALUATION.batches_figure(document)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["gpt2-mini, C = 12", "gpt2-mini, C = 20"]
+    for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+        assert [line.get_linestyle() for line in axes.lines] == ["--", "-"]
+        for line, own in zip(axes.lines, (rows[::2], rows[1::2]), strict=True):
+            assert list(line.get_xdata()) == [1, 2]
+            assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
+    assert EVALUATION.batches_figure(run(*flags)) is None
+    assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
+
+
+def test_the_floor_is_marked_as_one_and_never_the_best(run):
+    document = run("--cache-sizes", "12", "--methods", "streaming-llm,recompute")
+    (table,) = EVALUATION.tables(document)
+    assert table.rows[0][0].text == "bare step (floor)"
+    assert not any(entry.is_best for entry in table.rows[0])
+    assert any(entry.is_best for entry in table.rows[1])
+    assert [row["method"] for row in EVALUATION.summary_rows(document)] == [
+        "streaming-llm",
+        "recompute",
+    ]
+
+
+def test_documents_from_before_the_floor_are_read(run, tmp_path):
+    document = run("--cache-sizes", "12", "--batch-sizes", "1,2", "--methods", "streaming-llm")
+    new = ("max_ms", "bare_mean_ratio", "bare_ratio", "tokens_per_s")
+    document["rows"] = [{k: v for k, v in row.items() if k not in new} for row in document["rows"]]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert main(["report", str(tmp_path)]) == 0
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"old.png", "old.svg"}
+
+
 def test_models_without_a_tokenizer_take_random_prompts(run, calls, monkeypatch):
-    tiny = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
-    monkeypatch.setitem(latency_models.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
     flags = ["--cache-sizes", "12", "--methods", "streaming-llm", "--prompts", "missing.jsonl"]
     run("--model", "shape:tiny", "--prompt-len", "9", *flags)
     assert [tuple(ids.shape) for _, ids, _ in calls[:4]] == [(1, 9)] * 3 + [(1, 13)]
@@ -152,7 +329,7 @@ def test_prompts_without_a_token_are_random_and_said(run, calls, monkeypatch, ca
 
 def test_trained_aligners_take_the_place_of_untrained(run):
     names = [f"kvalign-gpt2-mini-{kind}" for kind in ("table-kl", "network")]
-    rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
+    _, *rows = run("--aligner", ",".join(names), "--methods", "streaming-llm,kvalign")["rows"]
     assert [row["aligner"] for row in rows] == [None, "table-kl", "network"]
     assert [row["num_sinks"] for row in rows] == [4, 0, 4]
 
@@ -191,7 +368,7 @@ def test_peaks_hold_the_cache_and_are_the_same_again(run):
 
 
 def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
-    monkeypatch.setattr("kvalign.eval.timing.peak_bytes", lambda device, work: None)
+    monkeypatch.setattr("kvalign.eval.latency_rows.peak_bytes", lambda device, work: None)
     assert main([*SHORT, "--cache-sizes", "12"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["peak_mb"] for row in rows} == {None}

@@ -28,8 +28,19 @@ def documents():
         | dict(segments=[dict(start=0, end=1, perplexity=9.0, ratio=1.0 + i)] * 2)
         for i, row in enumerate(rows)
     ]
-    times = dict(num_steps=4, median_ms=5.0, mean_ms=6.0, p90_ms=7.0, p99_ms=8.0, ttft_ms=9.0)
-    timed = [row | times | dict(batch_size=1, ratio=1.0, peak_mb=2.5) for row in rows]
+    times = dict(num_steps=4, mean_ms=6.0, median_ms=5.0, p90_ms=7.0, p99_ms=8.0, max_ms=9.0)
+    times |= dict(ratio=1.0, bare_mean_ratio=1.2, bare_ratio=1.1, ttft_ms=9.0, peak_mb=2.5)
+    floor = {"method": "bare", "aligner": None, "num_sinks": 0, "num_evicted": 1}
+    floor |= times | dict(mean_ms=1.0, bare_mean_ratio=1.0)
+    timed = [
+        row | dict(batch_size=batch_size, tokens_per_s=batch_size * 1e3 / row["mean_ms"])
+        for cache_size in (16, 32)
+        for batch_size in (1, 4)
+        for row in [
+            {**floor, "cache_size": cache_size},
+            *(row | times for row in rows if row["cache_size"] == cache_size),
+        ]
+    ]
     texts = [PASSAGE, f"{HOSTILE} {HEBREW} {PASSAGE}", ""]
     passages = [
         row

@@ -32,6 +32,8 @@ SMALLER = {
     ("eval latency", "cache_sizes"): (32,),
     ("eval latency", "num_trials"): 1,
     ("eval latency", "trial_len"): 2,
+    ("eval latency", "batch_sizes"): (1, 2),
+    ("eval latency", "generate"): 3,
     ("eval readability", "cache_sizes"): (32,),
     ("eval readability", "num_prompts"): 1,
     ("eval readability", "max_new_tokens"): 12,

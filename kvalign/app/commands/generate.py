@@ -28,16 +28,21 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     import json
     import sys
 
+    from tqdm.auto import tqdm
+
     prompt = read_prompt(settings.prompt, settings.prompt_file)
     text_stream = settings.stream(settings.load(), prompt, settings.num_sinks)
     if not as_json:
         print(prompt, end="", flush=True)
+    bar = tqdm(total=len(text_stream.ids), desc="prompt", unit="token", delay=1, leave=False)
+    text_stream.method.on_tokens = bar.update
     try:
         for piece in text_stream:
+            bar.close()
             if not as_json:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        pass
+        bar.close()
     timing = text_stream.timing()
     if as_json:
         document = {"settings": settings.as_dict(), "prompt": prompt, "text": text_stream.text}

@@ -1,0 +1,175 @@
+"""Many streams at once: rows of one batch that begin, go on and end independently of one another.
+
+for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens=200):
+    print(row, piece)
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.aligners import Aligner
+from kvalign.errors import UserError
+from kvalign.generation import History, end_ids
+from kvalign.methods import make_method
+from kvalign.methods.base import Method
+from kvalign.sampling import Sampling
+
+
+def stream_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[str],
+    *,
+    method: str = "kvalign",
+    cache_size: int = 128,
+    num_sinks: int | None = None,
+    num_evicted: int | None = None,
+    realign_every: int | None = None,
+    aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
+    max_rows: int | None = None,
+    **sampling: Any,
+) -> Iterator[tuple[int, str]]:
+    """Continue many prompts at once, and yield pieces of text as they come.
+
+    Row i gives the text that `kvalign.stream` of its prompt alone gives with seed + i.
+
+    Args:
+        model: a causal LM of transformers, in eval mode.
+        tokenizer: its tokenizer.
+        prompts: texts of any lengths; each is read when there is room for it.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
+            None: all.
+        sampling: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
+
+    Yields:
+        Number of the row and the next piece of its text.
+
+    Raises:
+        UserError: as in `kvalign.stream`, or an empty prompt.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"a stream of text needs a fast tokenizer, got {type(tokenizer).__name__}")
+    if isinstance(prompts, str):
+        raise UserError("prompts must be several texts; for one there is kvalign.stream")
+    streaming = make_method(
+        method,
+        model,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        realign_every=realign_every,
+        aligner=aligner,
+        compile=compile,
+    )
+    settings = Sampling(**sampling)
+    ends = end_ids(model.generation_config) if settings.stop_at_end else []
+    decoders: dict[int, DecodeStream] = {}
+
+    def ids_of() -> Iterator[list[int]]:
+        for row, prompt in enumerate(prompts):
+            ids = tokenizer(prompt, verbose=False)["input_ids"]
+            decoders[row] = DecodeStream(ids=ids, skip_special_tokens=True)
+            yield ids
+
+    for row, token in stream_rows(
+        streaming, ids_of(), sampling=settings, eos_token_ids=ends, max_rows=max_rows
+    ):
+        piece = decoders[row].step(tokenizer.backend_tokenizer, token)
+        if piece:
+            yield row, piece
+
+
+@torch.no_grad()
+def stream_rows(
+    method: Method,
+    prompts: Iterable[Sequence[int]],
+    *,
+    sampling: Sampling,
+    eos_token_ids: Collection[int] = (),
+    max_rows: int | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
+
+    Args:
+        method: from `make_method`; it is left as it is.
+        prompts: ids of each row, at least one.
+        sampling: how tokens are chosen; row i draws with seed + i.
+        eos_token_ids: tokens that end a row.
+        max_rows: rows that are stepped at once; None: all.
+
+    Yields:
+        Number of the row and its next token.
+
+    Raises:
+        UserError: an empty prompt, or a method whose rows cannot be put together.
+    """
+    if max_rows is not None and max_rows < 1:
+        raise UserError(f"max_rows must be at least 1, got {max_rows}")
+    waiting, batch = enumerate(prompts), method.new()
+    rows: list[_Row] = []
+    while True:
+        begun: list[tuple[_Row, Method]] = []
+        while max_rows is None or len(rows) + len(begun) < max_rows:
+            number, ids = next(waiting, (None, None))
+            if number is None or ids is None:
+                break
+            if len(ids) == 0:
+                raise UserError(f"prompt {number} is empty: give at least one token")
+            alone = method.new()
+            prompt = torch.tensor([list(ids)], device=method.model.device)
+            row = _Row(number, prompt, sampling, eos_token_ids)
+            yield number, row.choose(alone.feed(prompt))
+            if not row.has_ended:
+                begun.append((row, alone))
+        if begun:
+            batch.join([alone for _, alone in begun])
+            rows += [row for row, _ in begun]
+        if not rows:
+            return
+        tokens = torch.tensor([[row.token] for row in rows], device=method.model.device)
+        logits = batch.feed(tokens)
+        for i, row in enumerate(rows):
+            yield row.number, row.choose(logits[i : i + 1])
+        going = [i for i, row in enumerate(rows) if not row.has_ended]
+        if len(going) < len(rows):
+            rows = [rows[i] for i in going]
+            if rows:
+                batch.select(going)
+            else:
+                batch = method.new()
+
+
+class _Row:
+    """One stream of a batch: what it has said, and how it chooses."""
+
+    def __init__(
+        self, number: int, prompt: Tensor, sampling: Sampling, eos_token_ids: Collection[int]
+    ):
+        self.number, self.sampling, self.ends = number, sampling, eos_token_ids
+        self.history, self.num_new, self.token = History(prompt), 0, -1
+        self.processors = sampling.processors()
+        self.generator = torch.Generator(prompt.device).manual_seed(sampling.seed + number)
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token, of logits [1, V]."""
+        scores = self.processors(self.history.ids, logits) if self.processors else logits
+        if self.sampling.top_k > 1:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+        else:
+            token = scores.argmax(-1)
+        self.history.append(token)
+        self.token, self.num_new = int(token), self.num_new + 1
+        return self.token
+
+    @property
+    def has_ended(self) -> bool:
+        return self.token in self.ends or self.num_new == self.sampling.max_new_tokens
