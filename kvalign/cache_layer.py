@@ -72,7 +72,7 @@ class StreamingLayer(CacheLayerMixin):
         """Take in [B, H, T, D]; return all entries for this step's attention."""
         new, cache = (key_states, value_states), self.cache
         step = cache.step
-        if step is None:
+        if step is None or (self.layer_idx == 0 and cache.ends_steps):
             if not self.is_initialized:
                 self.lazy_initialization(*new)
             step = cache.begin_step(len(key_states), key_states.shape[2])

@@ -267,11 +267,13 @@ def read_step(
         window.mul_(value_scales[:, None, now])
     else:
         # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
-        places, inside = step.places[:, None, None], step.inside[:, None, None]
+        places, inside, visible = (
+            x[:, None, None].to(keys.device) for x in (step.places, step.inside, step.visible)
+        )
         of_position = by_head(placed.float(), key_means.mT).gather(-1, places.expand_as(scores))
         of_entry = scores * key_scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
         scores = torch.where(inside, of_entry + of_position, scores)
-        scores = scores.masked_fill(~step.visible[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(-1)
         of_window = weights * inside
         shares = weights.new_zeros(*weights.shape[:-1], value_means.shape[1])

@@ -33,9 +33,10 @@ class Step:
         self.num_before = max(self.stored, default=0)
         self.num_visible = self.num_before + self.num_new
         self.is_even = len(set(self.stored)) <= 1
-        # Positions of a rotary model run on without meaning; elsewhere they are places.
-        rotates = self.realigner is not None and self.realigner.rotation is not None
-        self.births = self.stored if rotates else self.positions
+        # Where rotary keys stay as they are, positions run on without meaning; elsewhere they are
+        # places.
+        turns = self.realigner is not None and self.realigner.rotation and not self.realigner.moves
+        self.births = self.stored if turns else self.positions
         self.first_place = self.sizes.num_sinks
         self.places: Tensor | None = None
         if not self.is_even or len(set(self.births)) > 1:

@@ -139,7 +139,7 @@ class Method(ABC):
             )
             cache.end_step()
         finally:
-            cache.ends_steps = True
+            cache.step, cache.ends_steps = None, True
         return out.logits[:, -1].float()
 
     @torch.no_grad()

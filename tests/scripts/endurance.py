@@ -10,8 +10,9 @@ the end as at the beginning.
     fed as     | PPPPPPPPPs | PPPPPPPssss | PPPPPPPPPs | PPPPPPPssss |
     measured   |            |         ^^^ |            |         ^^^ |
 
-P is a period at once, longer than the cache; s is a period in single steps. The last quarter of two tenths is measured, after a period of single steps, which is longer
-than the cache: nothing is left in it of how the tokens before were fed.
+P is a period at once, longer than the cache; s is a period in single steps. The last quarter of two
+tenths is measured, after a period of single steps, which is longer than the cache: nothing is left
+in it of how the tokens before were fed.
 """
 
 import gc
@@ -20,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +142,7 @@ class Stream:
         self.method, self.period = method, period
         self.ids = [period[:, i : i + 1] for i in range(period.shape[1])]
         self.num_nan = self.max_position = self.max_stored = 0
-        self.times_s: list[float] = []
+        self.times_s: deque[float] = deque(maxlen=1000)
         base = method.model.base_model
         embedding = getattr(base, "wpe", None) or getattr(base, "rotary_emb", None)
         if embedding is not None:  # ALiBi has no positions
