@@ -89,6 +89,9 @@ class FakeOnRead(OnRead):
     def anchor(self, layer, keys, values, birth, at):
         return keys if self.rotation else keys - column(birth), values - column(birth)
 
+    def prepare(self, num_layers):
+        """There is no table."""
+
     def read(self, layer, keys, values, now, at):
         return keys if self.rotation else keys + now[:, None], values + now[:, None]
 
@@ -117,6 +120,7 @@ KINDS = (
     "on-read",
     "on-read rotary",
 )
+BY_PLACE = ("rotating rotary", "returning rotary", "on-read rotary")  # values are not rotated
 EXACT = ("none", "rotating", "returning", "on-read")  # those that take segments
 
 
@@ -154,8 +158,7 @@ class Stream:
         new = []
         for _ in range(num):
             position = self.seen - self.moved
-            by_place = self.rotates and self.kind != "recursive rotary"
-            value = len(self.entries) if by_place else position
+            value = len(self.entries) if self.kind in BY_PLACE else position
             self.entries.append(Entry(self.seen, position, value))
             new.append(copy.copy(self.entries[-1]))
             self.seen += 1
@@ -178,9 +181,7 @@ class Stream:
         if self.kind == "none":
             return
         entry.key -= self.behind
-        if self.kind == "from-birth rotary":
-            entry.value = entry.key
-        elif self.kind not in ("rotating rotary", "returning rotary", "on-read rotary"):
+        if self.kind not in BY_PLACE:
             entry.value -= self.behind
 
     def found(self) -> list[Entry]:

@@ -31,8 +31,8 @@ def random_weights(aligner):
 
 
 class Reference:
-    """One layer's entries [H, D] as a list; each is the token's key and value at its birth, the
-    position of that birth, and what attention sees now.
+    """One layer's entries [H, D] as a list: the token's key and value at its birth, the position of
+    that birth, and what attention sees now.
     """
 
     def __init__(self, layer, model, aligner, sizes):
@@ -43,8 +43,7 @@ class Reference:
         self.dropped = self.moved = 0
 
     def append(self, key, value, position):
-        place = len(self.births)
-        self.births.append((key, value, place if len(self.inv_freq) else position, position))
+        self.births.append((key, value, position))
         self.now.append((key, value))
 
     def evict(self):
@@ -65,10 +64,10 @@ class Reference:
             key = rerotate(key, shift, self.inv_freq)
             key, value = self.aligner.realign(self.layer, key, value, move)
         else:
-            key, value, born, position = self.births[place]
+            key, value, position = self.births[place]
             key, value = key[None, :, None], value[None, :, None]
             key = rerotate(key, position, self.inv_freq)
-            at = torch.tensor([born])
+            at = torch.tensor([position])
             key, value = self.aligner.realign(
                 self.layer, *self.aligner.anchor(self.layer, key, value, at), move
             )

@@ -14,17 +14,6 @@ from kvalign.attention import REGISTERED
 from kvalign.methods import make_method
 from kvalign.scoring import score
 
-SHARED = {
-    "gpt2": dict(name="kvalign"),
-    "llama": dict(name="streaming-llm"),
-    "bloom": dict(name="streaming-llm"),
-}
-
-
-def method_for(kind, model):
-    name = SHARED[kind]["name"]
-    return make(name, model, **({"aligner": tables(model, 0.5)} if name == "kvalign" else {}))
-
 
 @torch.no_grad()
 def greedy(method, prompt, num_tokens):
@@ -35,14 +24,20 @@ def greedy(method, prompt, num_tokens):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 def test_scoring_and_streams_in_threads(kind, ids):
     """Segments of one method run between the steps of others."""
     model = tiny_model(kind)
+    name = "kvalign" if kind == "gpt2" else "streaming-llm"
+    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
+
+    def new():
+        return make(name, model, **extra)
+
     work = [
-        lambda: torch.cat([score(method_for(kind, model), ids[:1]) for _ in range(12)]),
-        lambda: greedy(method_for(kind, model), ids[:1, :30], 150),
-        lambda: greedy(method_for(kind, model), ids[1:, :3], 150),
+        lambda: torch.cat([score(new(), ids[:1]) for _ in range(12)]),
+        lambda: greedy(new(), ids[:1, :30], 150),
+        lambda: greedy(new(), ids[1:, :3], 150),
         lambda: torch.cat([model(input_ids=ids[:, :50]).logits[:, -1] for _ in range(60)]),
     ]
     alone = [one() for one in work]
