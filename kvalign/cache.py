@@ -131,7 +131,8 @@ class StreamingCache(Cache):
         self._settle(step)
         first = self.layers[0]
         is_alike = step.places is None and min(step.seen) >= self.sizes.num_sinks
-        if num_new == 1 and is_alike and first.entries and self.segment is None:
+        is_filled = bool(first.entries) and first.entries[0].end > 0
+        if num_new == 1 and is_alike and is_filled and self.segment is None:
             step.prepare(first.entries[0].end, first.device)
             if isinstance(self.realigner, OnRead):
                 install(self.realigner.config)
