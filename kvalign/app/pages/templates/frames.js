@@ -78,7 +78,7 @@ function momentsOf(settings, numTokens) {
   const frames = laneFrames(settings, numTokens);
   const buffers = bufferFrames(settings, laneFrames(settings, numTokens + 1));
   let numGone = 0;
-  let left = false; // whether the moment before was one of leaving, which copied
+  let left = false; // whether the moment before was one of leaving: then the copy was its
   const moments = frames.flatMap((frame, i) => {
     const { held, copied, size } = buffers[i];
     const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, buffer: { held, size, copied: copied && !left } };

@@ -164,7 +164,7 @@ function showText(token, entries, numGone) {
   $("stream").replaceChildren(...parts, make("span", "", "…"));
 }
 
-// The buffer of a method that has one: what it holds, and in a frame the slice that is read.
+// The buffer of a method that has one: what it holds, and in a box the slice that is read.
 function showBuffer(moment) {
   $("memory").hidden = !BUFFERED.includes(settings.method);
   const { held, size } = moment.buffer;

@@ -41,9 +41,9 @@ function told({ kind, frame, entries }, settings) {
 // What the buffer does in a moment, in words.
 function written({ kind, frame, entries, buffer }, { method, num_sinks, family }) {
   if (buffer.copied) return "The room at the end is used up: what is kept is copied to the front, once in a quarter of the cache's size.";
-  if (kind !== "leave") return `Entry ${frame.token} is written at the end, once. Attention reads one slice, in the frame.`;
+  if (kind !== "leave") return `Entry ${frame.token} is written at the end, once. Attention reads one slice, in the box.`;
   const who = named(entries.slice(num_sinks).map((entry) => entry.index));
-  const stay = `${who[0].toUpperCase()}${who.slice(1)} ${entries.length - num_sinks === 1 ? "lies" : "lie"} where written`;
+  const stay = `${who[0].toUpperCase()}${who.slice(1)} ${entries.length - num_sinks === 1 ? "stays" : "stay"} where written`;
   const aligned = method === "kvalign" ? " (a network writes them anew there)" : "";
   if (!num_sinks) return `${stay}${aligned}: the slice begins later.`;
   const turned = family === "rotary" ? ", turned to follow" : "";
