@@ -40,7 +40,7 @@ function told({ kind, frame, entries }, settings) {
 
 // What the buffer does in a moment, in words.
 function written({ kind, frame, entries, buffer }, { method, num_sinks, family }) {
-  if (buffer.copied) return "The room at the end is used up: what is kept is copied to the front, once in a quarter of the cache's size.";
+  if (buffer.copied) return "The room at the end, a quarter of the cache's size, is used up: what is kept is copied to the front.";
   if (kind !== "leave") return `Entry ${frame.token} is written at the end, once. Attention reads one slice, in the box.`;
   const who = named(entries.slice(num_sinks).map((entry) => entry.index));
   const stay = `${who[0].toUpperCase()}${who.slice(1)} ${entries.length - num_sinks === 1 ? "stays" : "stay"} where written`;
@@ -56,7 +56,7 @@ const TAGS = {
   new: ["+", "new", "the token that comes in"],
   going: ["✕", "goes", "is evicted next"],
   stale: ["≠", "stale", "its place has changed, but its key and value still hold the position it was born at"],
-  rotated: ["↻", "follows", "its key stays as written: only differences of positions count, and the sinks are turned to follow"],
+  rotated: ["↻", "exact", "its key stays as written: only differences of positions count, and the sinks are turned to follow"],
   "by-slot": ["#", "by place", "holds no position: ALiBi goes by the place it is in"],
   realigned: ["✓", "realigned", "a trained aligner makes its key and value fit the position it has now"],
   reencoded: ["=", "anew", "encoded again at the position it has now: exact, for the work of a whole step"],
