@@ -19,5 +19,5 @@ with torch.no_grad():
         generated.append(int(ids))
 
 print(loaded.tokenizer.decode(generated))
-slots = cache.slots
-print(f"\nin the cache: tokens {slots.index[0]} to {slots.index[-1]} of {slots.num_seen}")
+index = cache.index()
+print(f"\nin the cache: tokens {index[0]} to {index[-1]} of {cache.seen[0]}")

@@ -46,6 +46,8 @@ class StreamingCache(Cache):
 
     def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
         sizes.check_fits(spec)
+        if realigner is not None:
+            realigner = realigner.within(sizes, spec.context_len)
         self.sizes, self.realigner = sizes, realigner
         self.frame = realigner.frame(sizes, spec.context_len) if realigner else sizes
         self.segment: Segment | None = None
@@ -270,7 +272,7 @@ class StreamingCache(Cache):
             layer.lazy_initialization(*entries)
             layer.sinks = read(f"{i}.sinks", self.sizes.num_sinks, model.dtype)
             pairs = [(layer.entries, entries)]
-            if layer.sources is not layer.entries:
+            if layer.sources and layer.sources is not layer.entries:
                 sources = read(f"{i}.sources", width, layer.source_dtype)
                 pairs.append((layer.sources, sources))
             for buffers, tensors in pairs:

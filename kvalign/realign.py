@@ -43,6 +43,10 @@ class Realigner:
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation
 
+    def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
+        """What does the same for a cache of these sizes where this one's frames are too short."""
+        return self
+
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         """The sizes with the number of steps after which entries are moved back."""
         return sizes
@@ -67,8 +71,33 @@ class Rotating(Realigner):
 
     rotation: Rotation
 
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return Returning(self.rotation) if is_short(self, sizes, context_len) else self
+
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len)
+
+
+class Returning(Rotating):
+    """Keys are turned back to position 0 and from there to their place, at each step: one rounding
+    where the context leaves no frame worth the name.
+    """
+
+    moves = True
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return self
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return replace(sizes, realign_every=1)
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
+        return self.rotation.shift(keys, _positions(at)), values
+
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        return self.rotation.shift(keys, -move.now), values
 
 
 class OnRead(Realigner):
@@ -79,9 +108,13 @@ class OnRead(Realigner):
     def __init__(self, model: PreTrainedModel, table: TableAligner):
         super().__init__(rotation_of(model))
         self.config, self.table = model.config, table.to(model.device)
+        self._moving = FromBirth(model, table)
         self.step_means: list[Tensor] = []
         self._version = -1
         install(self.config)
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return self._moving if self.rotation and is_short(self, sizes, context_len) else self
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len) if self.rotation else sizes
@@ -189,6 +222,13 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
         if not rotation.is_bounded:
             run = max(run, sizes.cache_size // 4)
     return replace(sizes, realign_every=max(run, 1))
+
+
+def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:
+    """Whether frames are so short that keys are turned, and in half precision rounded, more than a
+    few times while they stay.
+    """
+    return realigner.frame(sizes, context_len).realign_every < sizes.cache_size // 4
 
 
 def check_realign_every(sizes: CacheSizes, realigner: Realigner | None) -> None:

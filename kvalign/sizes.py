@@ -106,7 +106,9 @@ class CacheSizes:
                 f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
                 f"length less the new token), got {self.cache_size}"
             )
+        room = spec.context_len - 1 - self.cache_size
+        most = (room // self.num_evicted + 1) * self.num_evicted
         raise UserError(
-            f"realign_every must be at most {spec.context_len - self.cache_size} for {spec.name} "
+            f"realign_every must be at most {most} for {spec.name} "
             f"with cache_size {self.cache_size} (positions run on), got {self.realign_every}"
         )

@@ -65,7 +65,7 @@ def test_the_system_prompt_stays(tmp_path):
     stream = load_stream(path, loaded.model, loaded.tokenizer)
     method = stream.method
     assert method.sizes.num_sinks == len(opening) and len(stream.ids) > method.sizes.cache_size + 10
-    assert method.cache.slots.index[: len(opening)].tolist() == list(range(len(opening)))
+    assert method.cache.index()[: len(opening)].tolist() == list(range(len(opening)))
     assert stream.ids[: len(opening)] == opening
 
 

@@ -63,7 +63,7 @@ def test_figures_are_those_of_the_method(run):
         dropped = stream.num_fed - view.fill
         assert view.num_evictions * view.num_evicted == dropped > 0
     cached = {view.title: view.num_evictions for view in views[-1]}
-    assert cached["window"] == streams[0].method.cache.slots.num_evictions
+    assert cached["window"] == streams[0].method.cache.num_evictions
     assert views[-1][3].num_evicted == 10  # half the window of discard-half
 
 

@@ -1,48 +1,49 @@
-"""Slots, sizes and half precision of the streaming cache. The peers' bugs behind a test are named
-with it.
-"""
+"""Entries and sizes of the streaming cache. The peers' bugs behind a test are named with it."""
 
 import pytest
 import torch
-from helpers.tiny_models import ROTARY_KINDS, tiny_model
+from helpers.methods import tables
+from helpers.tiny_models import ROTARY_KINDS
 
-from kvalign.cache import Slots, StreamingCache
-from kvalign.models import rotation_of, spec_of
-from kvalign.realign import FromBirth
-from kvalign.rope import rerotate
+from kvalign.cache import StreamingCache
+from kvalign.models import ModelSpec, spec_of
+from kvalign.realign import realigner_of
 from kvalign.sizes import CacheSizes
 
+ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
 
-def test_slots_keep_sinks_and_the_newest():
-    slots = Slots(CacheSizes(cache_size=7, num_sinks=3, num_evicted=1))
-    for _ in range(10):
-        slots.append(1)
-    assert slots.index.tolist() == [0, 1, 2, 6, 7, 8, 9]
-    assert slots.birth.tolist() == [0, 1, 2, 6, 7, 7, 7]
+
+def fed(sizes, chunks):
+    """A cache without a model, and what it stored after each of the chunks."""
+    cache, lengths = StreamingCache(ANY, sizes), []
+    for length in chunks:
+        cache.update(*2 * [torch.zeros(1, 1, length, 1)], 0)
+        lengths.append(cache.num_stored)
+    return cache, lengths
+
+
+def test_sinks_and_the_newest_are_kept():
+    cache, _ = fed(CacheSizes(cache_size=7, num_sinks=3, num_evicted=1), [1] * 10)
+    assert cache.index().tolist() == [0, 1, 2, 6, 7, 8, 9]
+    assert cache.seen == [10] and cache.positions() == [7]
 
 
 def test_evictions_are_counted_one_in_k():
     """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
     token).
     """
-    slots = Slots(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3))
-    lengths = []
-    for _ in range(40):
-        slots.append(1)
-        lengths.append(len(slots))
-    assert slots.num_evictions == 10
+    cache, lengths = fed(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3), [1] * 40)
+    assert cache.num_evictions == 10
     assert max(lengths) == 10 and min(lengths[10:]) == 8
 
 
 @pytest.mark.parametrize("chunks", [[25], [10, 15], [1] * 25, [11, 1, 1, 6, 6]])
 @pytest.mark.parametrize("num_evicted", [1, 2, 5, 8])
-def test_slots_do_not_depend_on_chunks(chunks, num_evicted):
+def test_entries_do_not_depend_on_chunks(chunks, num_evicted):
     """Two moves are one long move (llama.cpp issue 3825: only the last was kept)."""
-    slots = Slots(CacheSizes(cache_size=11, num_sinks=3, num_evicted=num_evicted))
-    for chunk in chunks:
-        slots.append(chunk)
+    cache, _ = fed(CacheSizes(cache_size=11, num_sinks=3, num_evicted=num_evicted), chunks)
     dropped = -(-(25 - 11) // num_evicted) * num_evicted
-    assert slots.index.tolist() == [0, 1, 2, *range(3 + dropped, 25)]
+    assert cache.index().tolist() == [0, 1, 2, *range(3 + dropped, 25)]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,18 @@ def test_slots_do_not_depend_on_chunks(chunks, num_evicted):
         (dict(cache_size=16, num_sinks=-1), "num_sinks must be at least 0"),
         (dict(cache_size=16, num_evicted=13), "num_evicted must be between 1 and the window"),
         (dict(cache_size=16, num_evicted=0), "num_evicted must be between 1 and the window"),
+        (dict(cache_size=16, realign_every=0), "realign_every must be at least 1, got 0"),
+        (
+            dict(cache_size=60, realign_every=5),
+            "realign_every must be at most 4 for tiny with cache_size 60 .* got 5",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused(models, sizes, message):
     """Sinks that fill the cache looped for ever in llama.cpp (issue 3969)."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         StreamingCache(spec_of(models["gpt2"].config, "tiny"), CacheSizes(**sizes))
+    assert "\n" not in str(caught.value)
 
 
 def test_mask_length_is_key_length(models, ids):
@@ -82,16 +89,17 @@ def test_batch_rows_are_independent(model, ids):
     assert torch.allclose(wide, narrow, atol=1e-4)
 
 
-def test_rows_can_be_selected(models, ids):
-    model = models["llama"]
-    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner=FromBirth(model))
-    for i in range(20):
-        model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_can_be_selected(models, ids, kind):
+    model = models[kind]
+    realigner = realigner_of(model, tables(model, scale=0.5) if kind == "gpt2" else None)
+    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner)
+    _stream(model, cache, ids, 20)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
-    again = StreamingCache(spec_of(model.config), CacheSizes(12), realigner=FromBirth(model))
-    for i in range(21):
-        straight = model(input_ids=ids[:, i : i + 1], past_key_values=again).logits
+    straight = _stream(
+        model, StreamingCache(spec_of(model.config), CacheSizes(12), realigner), ids, 21
+    )
     assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
 
 
@@ -100,43 +108,45 @@ def test_cropping_is_refused(models):
         StreamingCache(spec_of(models["gpt2"].config), CacheSizes(12)).crop(-1)
 
 
+def test_rows_that_do_not_fit_are_refused(models, ids):
+    spec = spec_of(models["gpt2"].config)
+    cache, other = (StreamingCache(spec, CacheSizes(12)) for _ in range(2))
+    _stream(models["gpt2"], cache, ids, 3)
+    with pytest.raises(ValueError, match="this cache has 2 rows, got ids of 1"):
+        models["gpt2"](input_ids=ids[:1, :1], past_key_values=cache)
+    _stream(models["gpt2"], other, ids[:1], 5)
+    cache.join([other])
+    assert cache.seen == [3, 3, 5]
+    with pytest.raises(ValueError, match="rows of unequal length take one token each, got 2"):
+        models["gpt2"](input_ids=ids[[0, 1, 0], :2], past_key_values=cache)
+
+
 def test_reset_begins_a_new_stream(models, ids):
     spec = spec_of(models["llama"].config)
-    cache = StreamingCache(spec, CacheSizes(12), FromBirth(models["llama"]))
+    cache = StreamingCache(spec, CacheSizes(12), realigner_of(models["llama"]))
     first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("kind", ROTARY_KINDS)
 @pytest.mark.parametrize("num_evicted", [1, 3])
-def test_rotated_keys_are_the_keys_of_their_new_position(models, ids, kind, num_evicted):
+@pytest.mark.parametrize("long_run", [256, 1])
+def test_rotated_keys_are_the_keys_of_their_new_position(
+    models, ids, kind, num_evicted, long_run, monkeypatch
+):
     """Layer 0 of a rotary model depends on token and position alone: the cache must hold what
-    re-encoding gives.
+    re-encoding gives, at positions that have run on.
     """
+    monkeypatch.setattr("kvalign.realign.LONG_RUN", long_run)
     model = models[kind]
     sizes = CacheSizes(14, num_evicted=num_evicted)
-    cache = StreamingCache(spec_of(model.config), sizes, FromBirth(model))
+    cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
     _stream(model, cache, ids, 50)
-    kept = ids[:, :50][:, cache.slots.index]
-    clean = model(input_ids=kept, use_cache=True).past_key_values.layers[0]
+    positions = torch.arange(cache.num_stored) + cache.frame.num_behind(50)
+    told = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
+    clean = model(**told, use_cache=True).past_key_values.layers[0]
     assert torch.allclose(cache.layers[0].keys, clean.keys, atol=2e-5)
     assert torch.allclose(cache.layers[0].values, clean.values, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_does_not_drift(dtype, ids):
-    """A key that moved 40 times was rounded once (measured: repeated rotation in bfloat16 is off by
-    12 %).
-    """
-    model = tiny_model("llama").to(dtype)
-    cache = StreamingCache(spec_of(model.config), CacheSizes(48), realigner=FromBirth(model))
-    _stream(model, cache, ids, 180)
-    layer, first = cache.layers[1], cache.slots.sizes.num_sinks
-    now = torch.arange(first, 48)
-    assert (cache.slots.birth[first:] - now).max() == 44
-    exact = rerotate(layer.sources[0].entries.float(), -now, rotation_of(model).inv_freq)
-    error = (layer.keys[:, :, first:].float() - exact).norm() / exact.norm()
-    assert error < torch.finfo(dtype).eps / 2
 
 
 def _stream(model, cache, ids, num_tokens):

@@ -121,7 +121,7 @@ def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):
     )
     copy.insert(
         models,
-        '    "rotary": lambda model: Rotation(model.base_model.rotary_emb.inv_freq.float()),\n',
+        "        is_bounded=_rope_kind(model.config) in _LENGTH_ROPE,\n    ),\n",
         '    "interleaved": lambda model: InterleavedRotation(',
         "        10_000 ** -(torch.arange(0, model.config.rotary_dim, 2) / 8)",
         "    ),",
@@ -141,7 +141,10 @@ ids = torch.randint(2, 96, (1, 90))
 method = kvalign.make_method("streaming-llm", model, cache_size=20)
 for i in range(ids.shape[1]):
     method.feed(ids[:, i : i + 1])
+cache = method.cache
+positions = torch.arange(20) + cache.frame.num_behind(90)  # rotary positions run on
 with torch.no_grad():
-    clean = model(input_ids=ids[:, method.cache.slots.index], use_cache=True).past_key_values
-assert torch.allclose(method.cache.layers[0].keys, clean.layers[0].keys, atol=2e-5)
+    kept = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
+    clean = model(**kept, use_cache=True).past_key_values
+assert torch.allclose(cache.layers[0].keys, clean.layers[0].keys, atol=2e-5)
 """

@@ -233,12 +233,12 @@ def seen_at(method, stream, query):
         if num_fed == query.answer_start:
             assert ids.shape[1] == 1
             if method.name in ("window", "streaming-llm"):
-                held.update(method.cache.slots.index.tolist(), [num_fed - 1])
+                held.update(method.cache.index().tolist(), [num_fed - 1])
             elif method.name == "dense":
                 held.update(range(num_fed))
         logits = feed(ids)
         if num_fed == query.answer_start and method.name == "recompute":
-            held.update(range(num_fed - method.seen.shape[1], num_fed))
+            held.update(range(num_fed - len(method.rows[0]), num_fed))
         fed.append(ids.shape[1])
         return logits
 

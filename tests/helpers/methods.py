@@ -3,12 +3,19 @@
 import torch
 
 from helpers.tiny_models import CONTEXT_LEN
-from kvalign.aligners import Aligner, NetworkAligner, TableAligner, new_config
+from kvalign.aligners import (
+    Aligner,
+    AnchoredAligner,
+    NetworkAligner,
+    TableAligner,
+    new_config,
+)
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.models import spec_of
 
 CACHE_SIZE = 20
+_SIZES = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
 FIXED = [name for name, cls in METHODS.items() if "num_evicted" in cls.fixed]
 STREAMING = [name for name in METHODS if name != "dense"]
 
@@ -16,8 +23,7 @@ STREAMING = [name for name in METHODS if name != "dense"]
 def network(model, train=False, **changes) -> Aligner:
     """An aligner for a tiny model: zero-initialised, or with random weights of some effect."""
     torch.manual_seed(2)
-    sizes = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)
-    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=4, shifts=(1,), sizes=sizes) | changes
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=4, shifts=(1,), sizes=_SIZES) | changes
     aligner = NetworkAligner(new_config("network", model, spec_of(model.config, "tiny"), **fields))
     if train:
         for net in (aligner.key, aligner.value):
@@ -48,4 +54,13 @@ def tables(model, scale=0.0, num_sinks=0, chunk_len=CONTEXT_LEN) -> TableAligner
         table.data = scale * torch.randn_like(table)
     for scales in (aligner.key_scale, aligner.value_scale):
         scales.data = (scale * torch.randn_like(scales)).exp()
+    return aligner.requires_grad_(False)
+
+
+def anchored(model, scale=0.0, chunk_len=CONTEXT_LEN) -> AnchoredAligner:
+    """The network on top of these tables, zero-initialised."""
+    fields = dict(chunk_len=chunk_len, num_sinks=0, shifts=(1,), sizes=_SIZES)
+    spec = spec_of(model.config, "tiny")
+    aligner = AnchoredAligner(new_config("anchored", model, spec, **fields))
+    aligner.table.load_state_dict(tables(model, scale, chunk_len=chunk_len).state_dict())
     return aligner.requires_grad_(False)

@@ -7,16 +7,20 @@ from types import SimpleNamespace
 import torch
 
 from helpers.tiny_models import tiny_model
-from kvalign.cache import Slots
+from kvalign.cache import StreamingCache
 from kvalign.methods import make_method
 from kvalign.methods.base import Cached
+from kvalign.models import ModelSpec
 from kvalign.sizes import CacheSizes
 
 NUM_TOKENS = 40
+ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
 
 
 class Encoder:
     """A stand-in for the model: notes what it is run on, and at which positions."""
+
+    device, config = torch.device("cpu"), SimpleNamespace(model_type="gpt2")
 
     def __init__(self):
         self.entries, self.cache, self.encoded = [], None, 0
@@ -36,15 +40,20 @@ def placed(entries):
     return [[index, born, now] for now, (index, born) in enumerate(entries)]
 
 
-def frames_of_cached(slots):
-    """What the cache of a method has in its slots, by `Slots` alone."""
-    frames = []
+def frames_of_cached(sizes):
+    """What the cache of a method has in its slots, by `StreamingCache` alone."""
+    cache, frames = StreamingCache(ANY, sizes), []
+
+    def entries():
+        tokens = cache.index()
+        births = sizes.num_stored(tokens)  # what there was before it
+        return list(zip(tokens.tolist(), births.tolist(), strict=True))
+
     for token in range(NUM_TOKENS):
-        before = list(zip(slots.index.tolist(), slots.birth.tolist(), strict=True))
-        seen = [*before, (token, len(slots))]
-        slots.append(1)
-        assert slots.evicted == len(seen) - len(slots)
-        stored = list(zip(slots.index.tolist(), slots.birth.tolist(), strict=True))
+        seen = [*entries(), (token, cache.num_stored)]
+        cache.update(*2 * [torch.zeros(1, 1, 1, 1)], 0)
+        stored = entries()
+        assert len(stored) == cache.num_stored
         frames.append([placed(seen), placed(stored), 1])
     return frames
 
@@ -76,7 +85,7 @@ def gpt2(context_len):
 def real_frames(name, cache_size, num_sinks, num_evicted):
     """[seen, stored, encoded] of each token by the real classes; an entry is [index, born, now]."""
     if name == "kvalign":
-        return frames_of_cached(Slots(CacheSizes(cache_size, num_sinks, num_evicted)))
+        return frames_of_cached(CacheSizes(cache_size, num_sinks, num_evicted))
     method = make_method(
         name,
         gpt2(cache_size + 1),
@@ -85,5 +94,5 @@ def real_frames(name, cache_size, num_sinks, num_evicted):
         num_evicted=num_evicted,
     )
     if isinstance(method, Cached):
-        return frames_of_cached(method.cache.slots)
+        return frames_of_cached(method.sizes)
     return frames_of_fed(method)

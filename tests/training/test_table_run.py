@@ -8,13 +8,13 @@ from helpers.smaller import INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
-from kvalign import checkpoints
+from kvalign import checkpoints, relative
 from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
 from kvalign.app.cli import main
+from kvalign.cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models import spec_of
-from kvalign.realign import FromBirth
-from kvalign.relative import Stream
+from kvalign.realign import realigner_of
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
@@ -85,16 +85,17 @@ def test_hat_functions_interpolate():
 
 def test_kl_is_zero_where_streaming_is_exact():
     """With one layer, a rotary stream equals re-encoding what it keeps."""
-    model = tiny_model("llama", num_hidden_layers=1)
     ids = random_text().train[0][:400].view(4, 100)
+
+    def divergence(model, sizes):
+        cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
+        logits = relative.feed(model, cache, ids[:, :-1], logits_to_keep=99 - 20)
+        return kl(model, sizes, ids, logits, torch.Generator().manual_seed(0))
+
+    model = tiny_model("llama", num_hidden_layers=1)
     for num_evicted in (1, 5):
-        stream = Stream(model, CacheSizes(20, 0, num_evicted), FromBirth(model))
-        logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
-        assert kl(stream, ids, logits, torch.Generator().manual_seed(0)).abs() < 1e-4
-    learned = tiny_model("gpt2")
-    stream = Stream(learned, CacheSizes(20, 0), None)
-    logits = stream.feed(ids[:, :-1], logits_to_keep=99 - 20)
-    assert kl(stream, ids, logits, torch.Generator().manual_seed(0)) > 1e-2
+        assert divergence(model, CacheSizes(20, 0, num_evicted)).abs() < 1e-4
+    assert divergence(tiny_model("gpt2"), CacheSizes(20, 0)) > 1e-2
 
 
 @pytest.mark.parametrize("objective", ["nll", "kl"])
