@@ -40,9 +40,7 @@ class RowsSettings(Settings):
 
 def run(settings: RowsSettings) -> int:
     """Print a line for each model and method and one of JSON; 1 if a row differs, else 0."""
-    cases = [
-        case(model, name, settings) for model in settings.models for name in settings.methods
-    ]
+    cases = [case(model, name, settings) for model in settings.models for name in settings.methods]
     print(json.dumps({"settings": settings.as_dict(), "cases": cases}))
     return int(any(found["num_unlike"] for found in cases))
 
