@@ -231,6 +231,7 @@ def load_stream(
     tokenizer: PreTrainedTokenizerBase,
     *,
     aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
 ) -> TextStream:
     """The stream that `TextStream.save` wrote, ready to be fed and iterated.
 
@@ -240,6 +241,7 @@ def load_stream(
         path: the file.
         model, tokenizer: those that the stream was made with.
         aligner: that the stream was made with, if it was another than the shipped default.
+        compile: as in `kvalign.make_method`.
 
     Raises:
         NotFoundError: no such file.
@@ -253,7 +255,7 @@ def load_stream(
         cls = METHODS.find(saved.method)
         for name in cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every"):
             del sizes[name]
-        method = make_method(saved.method, model, aligner=aligner, **sizes)
+        method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling))

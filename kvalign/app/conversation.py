@@ -125,7 +125,13 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.text_stream import load_stream
 
     assert settings.state is not None
-    stream = load_stream(settings.state, loaded.model, loaded.tokenizer, aligner=settings.aligner)
+    stream = load_stream(
+        settings.state,
+        loaded.model,
+        loaded.tokenizer,
+        aligner=settings.aligner,
+        compile=settings.compile,
+    )
     saved = asdict(stream.sampling) | asdict(stream.method.sizes)
     saved |= {"method": stream.method.name, "system": None}
     for name, value in settings.changed().items():

@@ -6,14 +6,17 @@ import json
 from itertools import product
 
 import pytest
+import torch
 from helpers.browser import faults, watched
-from helpers.real_frames import NUM_TOKENS, real_frames
+from helpers.real_frames import ANY, NUM_TOKENS, real_frames
 from helpers.tiny_models import KINDS
 
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
+from kvalign.cache import StreamingCache
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Cached
 from kvalign.models import FAMILIES as FAMILY_OF
+from kvalign.sizes import CacheSizes
 
 pytestmark = pytest.mark.browser
 
@@ -24,6 +27,7 @@ SIZES = [
     for num_evicted in (1, 2, 3, 5)
     if num_sinks < cache_size and num_evicted <= cache_size - num_sinks
 ]
+SIZE_NAMES = ("cache_size", "num_sinks", "num_evicted")
 # Figure 4 of StreamingLLM (Xiao et al. 2024): the cached tokens and token 9, with positions.
 FIGURE_4 = [[0, 0], [1, 1], [2, 2], [3, 3], [6, 4], [7, 5], [8, 6], [9, 7]]
 
@@ -67,7 +71,7 @@ def said(tab):
 
 def test_script_does_what_the_methods_do(opened):
     cases = list(product(METHODS, SIZES))
-    keys = ("method", "cache_size", "num_sinks", "num_evicted")
+    keys = ("method", *SIZE_NAMES)
     settings = [dict(zip(keys, (name, *sizes), strict=True)) for name, sizes in cases]
     found = opened().evaluate(
         """([settings, numTokens]) => {
@@ -80,6 +84,36 @@ def test_script_does_what_the_methods_do(opened):
     )
     for (name, sizes), frames in zip(cases, json.loads(found), strict=True):
         assert frames == real_frames(name, *sizes), (name, sizes)
+
+
+def test_script_writes_where_the_cache_writes(opened):
+    found = opened().evaluate(
+        """([settings, numTokens]) => JSON.stringify(settings.map((some) =>
+          bufferFrames(some, laneFrames(some, numTokens))
+            .map(({ held, size }) => [held, size])))""",
+        [
+            [dict(zip(SIZE_NAMES, sizes, strict=True), method="streaming-llm") for sizes in SIZES],
+            NUM_TOKENS,
+        ],
+    )
+    for sizes, frames in zip(SIZES, json.loads(found), strict=True):
+        cache = StreamingCache(ANY, CacheSizes(*sizes))
+        for token, frame in enumerate(frames):
+            cache.update(*2 * [torch.full((1, 1, 1, 1), float(token))], 0)
+            for buffer in cache.layers[0].entries:
+                held = buffer.data[0, 0, : buffer.end, 0]
+                assert [held.tolist(), buffer.size] == frame, (sizes, token)
+
+
+def test_buffer_shows_what_stays(opened):
+    tab = opened(method="streaming-llm", family="rotary")
+    assert tab.locator("#buffer .read").inner_text().split() == list("01245678")
+    tab.keyboard.press("ArrowRight")
+    assert tab.locator("#buffer .read").inner_text().split() == list("0125678")
+    assert tab.locator("#written").inner_text().endswith("again, turned to follow.")
+    for name, has_buffer in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
+        tab.locator("#method").select_option(name)
+        assert tab.locator("#buffer:visible").count() == has_buffer, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,10 +220,9 @@ def test_dense_stops_and_begins_anew(opened):
 
 def test_sizes_stay_consistent(opened):
     tab = opened(cache_size=7, num_sinks=3, num_evicted=4)
-    sizes = ("cache_size", "num_sinks", "num_evicted")
 
     def values():
-        return [int(tab.locator(f"#{name}").input_value()) for name in sizes]
+        return [int(tab.locator(f"#{name}").input_value()) for name in SIZE_NAMES]
 
     tab.locator("#num_sinks").fill("6")
     assert values() == [7, 6, 1]

@@ -1,8 +1,9 @@
-"""The cache, seen: a page on which entries come, move, go stale or are corrected, and are evicted.
+"""The cache, seen: a page on which entries come, go stale or are corrected, and are evicted. A lane
+shows the places of entries, a strip below it the buffer in which they lie.
 
 One document: no request leaves it, and nothing on it runs but its own script. The script does the
-arithmetic of `kvalign.sizes.CacheSizes`, `kvalign.cache.Slots` and `Reencoding.keep` again;
-tests/app/test_lanes.py compares them.
+arithmetic of `kvalign.sizes.CacheSizes`, `kvalign.buffer` and `Reencoding.keep` again;
+tests/app/test_lanes_in_browser.py compares them.
 """
 
 import base64

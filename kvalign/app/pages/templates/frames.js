@@ -20,7 +20,7 @@ function fitted({ method, family, cache_size, num_sinks, num_evicted }) {
 /* One frame a token: `seen`, the entries it attends to, itself the last of them; `going`, those that are dropped before the
    next token; `stored`, those that stay, at their new positions; `encoded`, tokens that the model ran on. An entry has the
    place of its token in the stream (`index`), the positions it was `born` at and has `now`, and a `state`.
-   A pure function: kvalign/cache.py (Slots) and kvalign/methods/base.py (Reencoding.keep) in a few lines. */
+   A pure function: kvalign/sizes.py and kvalign/methods/base.py (Reencoding.keep) in a few lines. */
 function laneFrames(settings, numTokens) {
   const { method, family, cache_size, num_sinks, num_evicted } = fitted(settings);
   const reencodes = method === "recompute" || method === "discard-half";
@@ -53,15 +53,40 @@ function laneFrames(settings, numTokens) {
 }
 window.laneFrames = laneFrames;
 
+/* Where entries lie: kvalign/buffer.py, and how kvalign/cache.py writes the sinks. One frame a token: what the buffer `held`, up to its
+   end, with the token and `before` it, and whether what is kept was `copied` to the front for it. What is read are the last of them. */
+function bufferFrames(settings, frames) {
+  const { cache_size, num_sinks } = fitted(settings);
+  const size = cache_size + 1 + Math.max(1, Math.floor((cache_size + 1) / 4));
+  let held = [];
+  let numGone = 0;
+  return frames.map(({ token, seen, going }) => {
+    const numStored = seen.length - 1;
+    const copied = held.length === size;
+    const before = copied ? held.slice(size - numStored) : [...held];
+    const sinks = numGone ? seen.slice(0, num_sinks).map((entry) => entry.index) : [];
+    before.splice(before.length - numStored, sinks.length, ...sinks);
+    held = [...before, token];
+    numGone += going.length;
+    return { before, held, copied, size };
+  });
+}
+window.bufferFrames = bufferFrames;
+
 // Two moments a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too.
 function momentsOf(settings, numTokens) {
   const frames = laneFrames(settings, numTokens);
+  const buffers = bufferFrames(settings, laneFrames(settings, numTokens + 1));
   let numGone = 0;
-  const moments = frames.flatMap((frame) => {
-    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone };
-    if (!frame.going.length) return [arrives];
+  let left = false; // whether the moment before was one of leaving: then the copy was its
+  const moments = frames.flatMap((frame, i) => {
+    const { held, copied, size } = buffers[i];
+    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, buffer: { held, size, copied: copied && !left } };
+    left = frame.going.length > 0;
+    if (!left) return [arrives];
     numGone += frame.going.length;
-    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone }];
+    const next = buffers[i + 1];
+    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone, buffer: { held: next.before, size, copied: next.copied } }];
   });
   if (frames.length < numTokens) moments.push({ ...moments[moments.length - 1], kind: "stops" });
   return moments;

@@ -3,6 +3,7 @@
 
 const NUM_TOKENS = 100; // played before the demo ends
 const MOMENT_MS = 1500;
+const BUFFERED = ["window", "streaming-llm", "kvalign"];
 const CELL_PX = { least: 36, most: 104, wordy: 66 };
 const PRESETS = {
   "figure-4": [{ method: "streaming-llm", family: "rotary", cache_size: 7, num_sinks: 4, num_evicted: 1 }, 9],
@@ -138,6 +139,7 @@ function show(moment, animate = true) {
     cell.style.setProperty("--slot", entry.now);
   }
   showText(frame.token, entries, numGone);
+  showBuffer(moments[at]);
   $("says").textContent = told(moments[at], settings);
   $("num-seen").textContent = frame.seen.length;
   $("num-stale").textContent = frame.seen.filter((entry) => entry.state === "stale").length;
@@ -160,6 +162,23 @@ function showText(token, entries, numGone) {
   if (numGone) parts.splice(num_sinks, 0, gone);
   $("stream").classList.toggle("tiny", (entries.length + 4) * 22 > $("scroll").clientWidth);
   $("stream").replaceChildren(...parts, make("span", "", "…"));
+}
+
+// The buffer of a method that has one: what it holds, and in a box the slice that is read.
+function showBuffer(moment) {
+  $("memory").hidden = !BUFFERED.includes(settings.method);
+  const { held, size } = moment.buffer;
+  const first = held.length - moment.entries.length;
+  const kindOf = (i) => {
+    if (moment.kind === "arrives" && i === held.length - 1) return "last";
+    return i >= first && i < first + settings.num_sinks ? "first" : "kept";
+  };
+  const cells = Array.from({ length: size }, (_, i) => make("b", i < first ? "old" : i < held.length ? kindOf(i) : "free", held[i] ?? ""));
+  const read = make("span", "read");
+  read.append(...cells.splice(first, held.length - first, read));
+  $("buffer").classList.toggle("tiny", size * 26 > $("scroll").clientWidth);
+  $("buffer").replaceChildren(...cells);
+  $("written").textContent = written(moment, settings);
 }
 
 function write(cell, entry, moment) {

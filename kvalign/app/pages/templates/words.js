@@ -11,14 +11,14 @@ function named(indices) {
 
 const AFTER = {
   stale: "Nothing corrects their keys and values: they still tell of the positions they were born at. They are stale.",
-  rotated: "Their keys are rotated from the position they had to the one they have now: exact.",
-  "by-slot": "Nothing stored has to change: ALiBi counts the distance between slots anew at every step.",
-  realigned: "The aligner changes their keys and values to fit the positions they have now.",
+  rotated: "Their keys stay as they were written: scores depend on differences of positions alone, and those have not changed.",
+  "by-slot": "Nothing stored has to change: ALiBi counts the distance between places anew at every step.",
+  realigned: "The aligner makes their keys and values fit the positions they have now: a table when attention reads them, a network in the buffer.",
 };
 
 // What happens in a moment, in words.
 function told({ kind, frame, entries }, settings) {
-  const { method, cache_size, num_sinks, family } = settings;
+  const { method, cache_size, num_sinks } = settings;
   const { token, seen, going, stored, encoded } = frame;
   if (kind === "stops") return `Token ${token + 1} does not fit: the context length, ${seen.length} here, is reached. The stream stops.`;
   if (kind === "arrives") {
@@ -33,10 +33,21 @@ function told({ kind, frame, entries }, settings) {
   const who = entries.slice(num_sinks).map((entry) => entry.index);
   const text = `${named(going)} ${going.length === 1 ? "is" : "are"} evicted; ${named(who)} ${who.length === 1 ? "moves" : "move"} ` +
     `${going.length === 1 ? "one place" : `${going.length} places`} left. `;
-  const rotated = method === "kvalign" && family === "rotary" ? "Their keys are rotated. " : "";
   const again = "No key or value is moved: the tokens that stay are encoded anew, together with the next one.";
   const state = stored[stored.length - 1].state;
-  return text[0].toUpperCase() + text.slice(1) + rotated + (state === "reencoded" ? again : AFTER[state]);
+  return text[0].toUpperCase() + text.slice(1) + (state === "reencoded" ? again : AFTER[state]);
+}
+
+// What the buffer does in a moment, in words.
+function written({ kind, frame, entries, buffer }, { method, num_sinks, family }) {
+  if (buffer.copied) return "The room at the end, a quarter of the cache's size, is used up: what is kept is copied to the front.";
+  if (kind !== "leave") return `Entry ${frame.token} is written at the end, once. Attention reads one slice, in the box.`;
+  const who = named(entries.slice(num_sinks).map((entry) => entry.index));
+  const stay = `${who[0].toUpperCase()}${who.slice(1)} ${entries.length - num_sinks === 1 ? "stays" : "stay"} where written`;
+  const aligned = method === "kvalign" ? " (a network writes them anew there)" : "";
+  if (!num_sinks) return `${stay}${aligned}: the slice begins later.`;
+  const turned = family === "rotary" ? ", turned to follow" : "";
+  return `${stay}${aligned}; ${num_sinks === 1 ? "the sink is" : "the sinks are"} written in front of them again${turned}.`;
 }
 
 // What a tag on a cell says: a sign, a word, and the legend's sentence.
@@ -44,10 +55,10 @@ const TAGS = {
   sink: ["⚓\uFE0E", "sink", "one of the first entries, never evicted: large models lean on them"],
   new: ["+", "new", "the token that comes in"],
   going: ["✕", "goes", "is evicted next"],
-  stale: ["≠", "stale", "moved, but its key and value still hold the position it was born at"],
-  rotated: ["↻", "rotated", "its key is rotated to the position it has now, exactly"],
-  "by-slot": ["#", "by slot", "holds no position: ALiBi goes by the slot it is in"],
-  realigned: ["✓", "realigned", "its key and value are changed by a trained aligner to fit the position it has now"],
+  stale: ["≠", "stale", "its place has changed, but its key and value still hold the position it was born at"],
+  rotated: ["↻", "exact", "its key stays as written: only differences of positions count, and the sinks are turned to follow"],
+  "by-slot": ["#", "by place", "holds no position: ALiBi goes by the place it is in"],
+  realigned: ["✓", "realigned", "a trained aligner makes its key and value fit the position it has now"],
   reencoded: ["=", "anew", "encoded again at the position it has now: exact, for the work of a whole step"],
   "in-place": ["", "", "stands where it was born"],
 };
