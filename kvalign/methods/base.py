@@ -62,7 +62,8 @@ class Method(ABC):
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
             num_evicted = cls.default_num_evicted(cache_size, num_sinks)
-        return CacheSizes(cache_size, num_sinks, num_evicted, realign_every or 1)
+        every = 1 if realign_every is None else realign_every
+        return CacheSizes(cache_size, num_sinks, num_evicted, every)
 
     @classmethod
     def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:

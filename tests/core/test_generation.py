@@ -144,6 +144,26 @@ def test_generate_of_transformers_streams(model, ids):
     assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
 
 
+def test_generate_takes_prompts_of_unequal_lengths(model, ids):
+    """Padded on the left: each row is as if it were alone, and padding is no token."""
+    mask = torch.ones_like(ids[:, :30])
+    mask[0, :18] = 0
+    out = model.generate(
+        ids[:, :30],
+        attention_mask=mask,
+        custom_generate=kvalign.stream_generate,
+        max_new_tokens=60,
+        do_sample=False,
+        eos_token_id=None,
+        method="streaming-llm",
+        cache_size=20,
+    )
+    method = make("streaming-llm", model)
+    for row, prompt in enumerate((ids[:1, 18:30], ids[1:, :30])):
+        alone = take(kvalign.stream_tokens(method, prompt), 60)
+        assert torch.equal(out[row, 30:], alone[0])
+
+
 def test_generate_uses_processors_criteria_and_an_aligner(models, ids):
     class AtSeventy(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -170,7 +190,8 @@ def test_generate_uses_processors_criteria_and_an_aligner(models, ids):
     [
         (dict(num_beams=2), "num_beams must be 1, got 2"),
         (dict(return_dict_in_generate=True), "return_dict_in_generate must be False"),
-        (dict(attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9])), "prompts of equal length"),
+        (dict(attention_mask=torch.tensor([[1] * 8 + [0], [1] * 9])), "are padded on the left"),
+        (dict(attention_mask=torch.tensor([[0] * 9, [1] * 9])), "are padded on the left"),
         (dict(method="sinks"), "unknown method 'sinks'"),
         (dict(cache_size=64), "cache_size must be at most 63"),
     ],

@@ -152,20 +152,26 @@ WRONG_FILES = {
     "ids of reals": (lambda t, a: t.update(ids=t["ids"].float()), "ids must be"),
     "no ids": (lambda t, a: t.pop("ids"), "ids"),
     "more fed than there is": (lambda t, a: a.update(num_fed=10**6), "num_fed must be below"),
-    "half the layers": (lambda t, a: t.pop("method.3.keys"), "3.keys must be"),
+    "half the layers": (lambda t, a: t.pop("method.3.entries.0"), "3.entries.0 must be"),
     "other heads": (
-        lambda t, a: t.update({"method.0.keys": t["method.0.keys"][:, :1].clone()}),
-        "0.keys must be",
+        lambda t, a: t.update({"method.0.entries.0": t["method.0.entries.0"][:, :1].clone()}),
+        "0.entries.0 must be",
     ),
     "half precision": (
-        lambda t, a: t.update({"method.1.values": t["method.1.values"].half()}),
-        "1.values must be",
+        lambda t, a: t.update({"method.1.entries.1": t["method.1.entries.1"].half()}),
+        "1.entries.1 must be",
     ),
-    "slots out of order": (
-        lambda t, a: t.update({"method.index": t["method.index"].flip(0)}),
-        "slots must be",
+    "nothing seen": (
+        lambda t, a: t.update({"method.seen": t["method.seen"] * 0}),
+        "rows must have seen a token",
     ),
-    "nothing kept": (lambda t, a: t.pop("method.0.kept.0"), "0.kept.0 must be"),
+    "fewer seen": (
+        lambda t, a: t.update({"method.seen": t["method.seen"] * 0 + 5}),
+        "0.entries.0 must be",
+    ),
+    "no sinks": (lambda t, a: t.pop("method.0.sinks.0"), "0.sinks.0 must be"),
+    "moved at no time": (lambda t, a: a.update(realign_every=0), "realign_every must be at least"),
+    "moved as it may be": (lambda t, a: a.pop("realign_every"), "realign_every: Field required"),
     "no cache": (
         lambda t, a: [t.pop(n) for n in list(t) if n.startswith("method.")],
         "do not fit together",
@@ -186,14 +192,26 @@ def test_a_wrong_file_is_one_line(what, gpt2, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_streams_of_version_0_1_go_on(gpt2, tmp_path):
-    """They call the embedding's fingerprint `probe`."""
+def test_streams_of_version_0_1_are_refused(gpt2, tmp_path):
+    """Their caches held other things."""
     path = tmp_path / "talk.safetensors"
-    stream = begin(gpt2)
+    begin(gpt2).save(path)
+    tensors, about = load_file(path), json.dumps({"method": "kvalign"})
+    save_file(tensors, path, {"format": "kvalign stream 1", "stream": about})
+    with pytest.raises(ValueError, match="was saved by kvalign 0.1.*begin the stream anew"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+
+
+@pytest.mark.parametrize("aligner", ["kvalign-gpt2-mini-table", "kvalign-gpt2-mini-network"])
+def test_when_entries_are_moved_is_saved(aligner, gpt2, tmp_path):
+    """In the middle between two moves."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2, aligner=aligner, realign_every=7)
     list(itertools.islice(stream, 30))
+    assert stream.method.cache.frame.num_behind(stream.num_fed) not in (0, 6)
     stream.save(path)
-    _changed(path, lambda _, about: about.update(probe=about.pop("embedding_fingerprint")))
-    assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == list(stream)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, aligner=aligner)
+    assert again.method.sizes == stream.method.sizes and list(again) == list(stream)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64])

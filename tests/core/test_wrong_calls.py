@@ -54,7 +54,7 @@ CALLS = [
     (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
     (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
     (lambda m: generate(m, return_dict_in_generate=True), "return_dict_in_generate must be False"),
-    (lambda m: generate(m, attention_mask=torch.tensor([[0, 1, 1]])), "mask with padding"),
+    (lambda m: generate(m, attention_mask=torch.tensor([[1, 1, 0]])), "padded on the left"),
     (lambda m: generate(m, past_key_values=filled(m)), "begins a new stream"),
     (lambda m: generate(m, method="dense-ish"), "unknown method 'dense-ish'"),
     (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
