@@ -5,7 +5,7 @@ A family says what moving a cached entry means:
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
 - `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them
   exactly.
-- `alibi`: positions are only in the attention bias, by slot (Press et al. 2022); nothing needs to
+- `alibi`: positions are only in the attention bias, by place (Press et al. 2022); nothing needs to
   move.
 """
 

@@ -43,9 +43,11 @@ class Method(ABC):
     """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
-        self.model, self.spec, self.sizes = model, spec_of(model.config), sizes
+        # A model that comes compiled has its steps compiled; inputs of several tokens vary.
+        self.compiled: Any = model if hasattr(model, "_orig_mod") else None
+        self.model: PreTrainedModel = getattr(model, "_orig_mod", model)
+        self.spec, self.sizes = spec_of(model.config), sizes
         self.on_tokens: Callable[[int], object] = lambda num: None
-        self.compiled: Any = None
         sizes.check_fits(self.spec)
 
     @classmethod

@@ -12,9 +12,7 @@ from kvalign.sizes import CacheSizes
 
 class KVAlign(Cached):
     name = "kvalign"
-    about = (
-        "keeps sinks and a window; a trained aligner corrects keys and values after each eviction"
-    )
+    about = "keeps sinks and a window; a trained aligner places keys and values where they are now"
     takes_aligner = True
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):

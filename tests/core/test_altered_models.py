@@ -1,10 +1,12 @@
-"""Compiled and quantised models stream like any other: nothing of the cache is in the model."""
+"""Compiled and quantised models stream like any other."""
 
 import itertools
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, STREAMING, make
+from helpers.methods import CACHE_SIZE, STREAMING, make, tables
+from helpers.tiny_models import KINDS
+from torch._dynamo.utils import counters
 
 import kvalign
 
@@ -14,12 +16,50 @@ def greedy(method, ids, count):
 
 
 def test_compiled_model_writes_the_same_tokens(models, ids):
-    """Without generated code, which would take a C++ compiler; traced twice, then as it is."""
+    """Without generated code, which would take a C++ compiler."""
     torch.compiler.reset()
     expected = greedy(make("kvalign", models["gpt2"]), ids[:, :9], 30)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        method = make("kvalign", torch.compile(models["gpt2"], backend="eager"))
-        assert torch.equal(greedy(method, ids[:, :9], 30), expected)
+    method = make("kvalign", torch.compile(models["gpt2"], backend="eager"))
+    assert torch.equal(greedy(method, ids[:, :9], 30), expected)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    torch.compiler.reset()
+
+
+CELLS = [("gpt2", "kvalign"), ("gpt2", "tables"), ("llama", "streaming-llm"), ("bloom", "window")]
+OTHERS = [
+    pytest.param(kind, name, marks=pytest.mark.slow)
+    for kind in KINDS
+    for name in ("streaming-llm", "tables", "kvalign", "discard-half")
+    if (kind, name) not in CELLS
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CELLS + OTHERS)
+def test_a_full_cache_is_compiled_once(kind, name, models, ids):
+    """Two graphs, the second for any place in the buffer; then a thousand steps with neither a new
+    graph nor a break, across copies to the buffer's front and turns of all keys.
+    """
+    torch.compiler.reset()
+    counters.clear()
+    model = models[kind]
+    extra = {"aligner": tables(model, scale=0.5)} if name == "tables" else {}
+    name = "kvalign" if name == "tables" else name
+    plain, compiled = (make(name, model, **extra) for _ in range(2))
+    compiled.compile(backend="eager")
+    stream = ids.repeat(1, 6)[:, : CACHE_SIZE + 1021]
+    for method in (plain, compiled):
+        method.feed(stream[:, : CACHE_SIZE + 1])
+    for i in range(CACHE_SIZE + 1, stream.shape[1]):
+        token = stream[:, i : i + 1]
+        found = compiled.feed(token)
+        if i == CACHE_SIZE + 20:
+            first = dict(counters["stats"])
+        if i % 50 == 0 or i < CACHE_SIZE + 20:
+            assert torch.allclose(found, plain.feed(token), atol=1e-5)
+        else:
+            plain.feed(token)
+    assert first["unique_graphs"] == counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
     torch.compiler.reset()
 
 
