@@ -12,6 +12,7 @@ from kvalign.aligners import Move
 from kvalign.aligners.base import Birth, KeysValues
 from kvalign.attention import install, mark
 from kvalign.buffer import SlidingBuffer
+from kvalign.errors import UserError
 from kvalign.realign import OnRead, Realigner
 from kvalign.relative import read_step
 from kvalign.step import Step
@@ -299,9 +300,10 @@ class StreamingLayer(CacheLayerMixin):
         cache = self.cache
         if not self.is_initialized or not cache.seen:
             return None
-        cache.begin_step(len(cache.seen), 0)
-        step, cache.step = cache.step, None
-        assert step is not None
+        step = cache.begin_step(len(cache.seen), 0)
+        cache.step = None
+        if step.places is not None:
+            raise UserError("rows of a cache lie in different places: select one to look at it")
         return self.placed(step)[i]
 
     def get_seq_length(self) -> int:
