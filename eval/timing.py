@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from kvalign.cache_layer import slack_of
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.grid import title_of
 from kvalign.methods.base import Method, Reencoding
@@ -23,13 +24,14 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
     """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
     next, so that what is done once a period has its share.
 
-    What a cache does to its storage now and then is not known here: half a window of steps at least
-    has some of it. Methods that re-encode have no such storage, and `recompute`, whose steps are
-    slow and all alike, is spared them.
+    A streaming cache copies its buffers to the front once in a quarter of its entries: steps are
+    that many times a whole number, too. Methods that re-encode have nothing of the kind to wait
+    for, and `recompute`, whose steps are slow and all alike, is spared it.
     """
     least = settings.num_trials * settings.trial_len
     if not isinstance(method, Reencoding):
-        least = max(least, method.sizes.window_size // 2)
+        between_copies = slack_of(method.sizes)
+        least = -(-least // between_copies) * between_copies
     period = method.sizes.num_evicted
     return -(-least // period) * period
 

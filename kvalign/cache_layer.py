@@ -15,12 +15,20 @@ from kvalign.buffer import SlidingBuffer
 from kvalign.errors import UserError
 from kvalign.realign import OnRead, Realigner
 from kvalign.relative import read_step
+from kvalign.sizes import CacheSizes
 from kvalign.step import Step
 
 if TYPE_CHECKING:
     from kvalign.cache import StreamingCache
 
 SLACK = 4  # a buffer has room for another 1 / SLACK of its entries
+
+
+def slack_of(sizes: CacheSizes) -> int:
+    """Entries that a buffer has room for beyond those that are seen at once: so many steps lie
+    between two copies to its front.
+    """
+    return max(1, sizes.first_input_len // SLACK)
 
 
 class StreamingLayer(CacheLayerMixin):
@@ -48,8 +56,7 @@ class StreamingLayer(CacheLayerMixin):
         """Make buffers for entries like these."""
         cache, realigner = self.cache, self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        most = cache.sizes.cache_size + 1
-        slack = max(1, most // SLACK)
+        most, slack = cache.sizes.first_input_len, slack_of(cache.sizes)
         self.entries = [SlidingBuffer(most, slack) for _ in range(2)]
         self.source_dtype = self.dtype
         if realigner is not None and realigner.moves:

@@ -61,7 +61,7 @@ class LatencySettings(ComparisonSettings):
     trial_len: int = option(
         20,
         help="tokens timed in a turn; somewhat more to make whole periods from one eviction to "
-        "the next, and half a window in all",
+        "the next, and from one copy of a buffer to the next",
         at_least=1,
     )
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
