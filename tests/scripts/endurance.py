@@ -122,8 +122,8 @@ def endure(kind: str, name: str, dtype: str, num_tokens: int) -> dict:
         "dtype": dtype,
         "num_tokens": num_tokens,
         "rss_bytes": [rss[0], rss[4], rss[9]],
-        # From 10 % on: before, allocators and the caches of kernels fill.
-        "bytes_per_1000_tokens": 1000 * float(np.polyfit(at, rss, 1)[0]),
+        # From 30 % on: before, allocators and the caches of kernels fill, of single steps last.
+        "bytes_per_1000_tokens": 1000 * float(np.polyfit(at[2:], rss[2:], 1)[0]),
         "num_nan": stream.num_nan + sum(not torch.isfinite(x).all() for x in stored),
         "max_position": stream.max_position,
         "max_stored": stream.max_stored,
