@@ -321,3 +321,5 @@ class StreamingLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
