@@ -19,6 +19,7 @@ from kvalign.generation import History, end_ids
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
+from kvalign.text_stream import check_fast
 
 
 def stream_batch(
@@ -56,8 +57,7 @@ def stream_batch(
     Raises:
         UserError: as in `kvalign.stream`, or an empty prompt.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"a stream of text needs a fast tokenizer, got {type(tokenizer).__name__}")
+    check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
     streaming = make_method(

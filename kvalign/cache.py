@@ -58,9 +58,8 @@ class StreamingCache(Cache):
     def _forget(self) -> None:
         self.seen: list[int] = []
         self._moved: list[int] = []  # places by which the entries of each row have been moved
-        self._sink_keys: list[
-            tuple[list[StreamingLayer], Tensor]
-        ] = []  # by device, [L, B, H, S, D]
+        # Sinks as they were computed [L, B, H, S, D], by device, for all layers to turn at once.
+        self._sink_keys: list[tuple[list[StreamingLayer], Tensor]] = []
         self.step: Step | None = None
 
     @property
@@ -121,24 +120,25 @@ class StreamingCache(Cache):
             raise UserError(f"this cache has {len(self.seen)} rows, got ids of {num_rows}")
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
+        first = self.layers[0]
+        is_filled = bool(first.entries) and first.entries[0].end > 0
         step = Step(
             sizes=self.sizes,
             realigner=self.realigner,
             num_new=num_new,
+            device=first.device if is_filled else torch.device("cpu"),
             seen=self.seen,
             stored=[self.sizes.num_stored(n) for n in self.seen],
             behind=[self.frame.num_behind(n) for n in self.seen],
             positions=self.positions(),
         )
         self._settle(step)
-        first = self.layers[0]
+        if isinstance(self.realigner, OnRead):
+            install(self.realigner.config)
+            self.realigner.prepare(len(self.layers))
         is_alike = step.places is None and min(step.seen) >= self.sizes.num_sinks
-        is_filled = bool(first.entries) and first.entries[0].end > 0
         if num_new == 1 and is_alike and is_filled and self.segment is None:
-            step.prepare(first.entries[0].end, first.device)
-            if isinstance(self.realigner, OnRead):
-                install(self.realigner.config)
-                self.realigner.prepare(len(self.layers))
+            step.prepare(first.entries[0].end)
         self.step = step
         return step
 
@@ -184,9 +184,8 @@ class StreamingCache(Cache):
             for device in {layer.device for layer in self.layers}:
                 layers = [layer for layer in self.layers if layer.device == device]
                 self._sink_keys.append((layers, torch.stack([x.sinks[0] for x in layers])))
-        back = step.per_row([-n for n in step.behind])
         for layers, keys in self._sink_keys:
-            for layer, turned in zip(layers, rotation.shift(keys, back), strict=True):
+            for layer, turned in zip(layers, rotation.shift(keys, -step.behind_rows), strict=True):
                 layer.write_sinks(step, turned)
 
     def forget_turned_sinks(self) -> None:
@@ -244,7 +243,7 @@ class StreamingCache(Cache):
         for i, layer in enumerate(self.layers):
             held = {"entries": [x.last(self.num_stored) for x in layer.entries]}
             held["sinks"] = layer.sinks
-            if layer.sources is not layer.entries:
+            if layer.has_own_sources:
                 held["sources"] = [x.last(self.num_stored) for x in layer.sources]
             for name, pair in held.items():
                 tensors |= {f"{i}.{name}.{j}": x for j, x in enumerate(pair)}
@@ -272,7 +271,7 @@ class StreamingCache(Cache):
             layer.lazy_initialization(*entries)
             layer.sinks = read(f"{i}.sinks", self.sizes.num_sinks, model.dtype)
             pairs = [(layer.entries, entries)]
-            if layer.sources and layer.sources is not layer.entries:
+            if layer.has_own_sources:
                 sources = read(f"{i}.sources", width, layer.source_dtype)
                 pairs.append((layer.sources, sources))
             for buffers, tensors in pairs:

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners import Move
 from kvalign.aligners.base import Birth, KeysValues
-from kvalign.attention import install, mark
+from kvalign.attention import mark
 from kvalign.buffer import SlidingBuffer
 from kvalign.errors import UserError
 from kvalign.realign import OnRead, Realigner
@@ -71,8 +71,12 @@ class StreamingLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
+    def has_own_sources(self) -> bool:
+        return bool(self.sources) and self.sources is not self.entries
+
+    @property
     def buffers(self) -> list[SlidingBuffer]:
-        return self.entries if self.sources is self.entries else [*self.entries, *self.sources]
+        return [*self.entries, *self.sources] if self.has_own_sources else self.entries
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -95,7 +99,7 @@ class StreamingLayer(CacheLayerMixin):
         if isinstance(realigner, OnRead):
             stored = realigner.anchor(self.layer_idx, new[0], new[1], step.birth, step.at)
         pairs = [(self.entries, stored)]
-        if realigner is not None and realigner.moves and self.sources is not self.entries:
+        if realigner is not None and self.has_own_sources:
             source = realigner.anchor(self.layer_idx, new[0], new[1], step.birth, step.at)
             pairs.append((self.sources, source))
         for buffers, entries in pairs:
@@ -132,8 +136,6 @@ class StreamingLayer(CacheLayerMixin):
         if cache.segment is None and step.num_new == 1:
             found = [buffer.last(step.num_visible) for buffer in self.entries]
             if isinstance(cache.realigner, OnRead):
-                install(cache.realigner.config)
-                cache.realigner.prepare(len(cache.layers))
                 mark(found[0], partial(read_step, step, self.layer_idx))
         return found[0], found[1]
 
@@ -178,7 +180,7 @@ class StreamingLayer(CacheLayerMixin):
             placed = realigner.place(self.layer_idx, sources[0], sources[1], move)
             for buffer, x in zip(self.entries, placed, strict=True):
                 buffer.last(num)[rows].copy_(x)
-            if realigner.recursive and self.sources is not self.entries:
+            if realigner.recursive and self.has_own_sources:
                 for buffer, x in zip(self.sources, placed, strict=True):
                     buffer.last(num)[rows].copy_(x)
 
@@ -241,7 +243,7 @@ class StreamingLayer(CacheLayerMixin):
             birth, at = (
                 slice(x[0] + skip, x[0] + step.num_new) for x in (step.births, step.positions)
             )
-        else:  # one token a row: rows take the place of slots
+        else:  # one token a row: rows take the place of entries
             birth, at = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
             turned = realigner.anchor(
                 self.layer_idx, new[0].transpose(0, 2), new[1].transpose(0, 2), birth, at
@@ -258,7 +260,7 @@ class StreamingLayer(CacheLayerMixin):
             num_new = min(num_new, after)
             kept = after - num_new
         pairs = [(self.entries, stored)]
-        if self.sources and self.sources is not self.entries:
+        if self.has_own_sources:
             assert self.cache.realigner is not None
             sources = (
                 [x.float() for x in new]

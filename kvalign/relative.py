@@ -98,9 +98,8 @@ class Segment:
         self.behind = self.at - self.birth
         self.turns = self.rotation is not None and bool(self.behind.any())
         self.num_sinks = min(self.sizes.num_sinks, self.end)
-        self.oldest = self.num_sinks + int(
-            self.dropped[0]
-        )  # entry after the sinks that is in sight
+        # The first entry after the sinks that is in sight.
+        self.oldest = self.num_sinks + int(self.dropped[0])
         starts = range(0, num_tokens, BLOCK_LEN)
         self.blocks = [Block(self, x, min(x + BLOCK_LEN, num_tokens)) for x in starts]
         for before, block in pairwise(self.blocks):
@@ -127,7 +126,7 @@ class Segment:
             ours = turned[:, :, block.queries]
             if of_places is None and not (self.turns and self.num_sinks):
                 k, v = block.entries(keys), block.entries(values)
-                mask = block.visible.to(query.dtype).log()
+                mask = block.mask(query.dtype)
                 found.append(
                     scaled_dot_product_attention(ours, k, v, mask, scale=scale, enable_gqa=True)
                 )
@@ -179,6 +178,13 @@ class Block:
         self.visible = torch.cat([sinks <= t, in_window], 1)
         # What is not visible may lie anywhere.
         self.now = (j - moved).clamp(0, sizes.last_position)
+        self._mask: Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[T, S'], added to scores: 0 where visible, -inf elsewhere; the same for all layers."""
+        if self._mask is None or self._mask.dtype != dtype:
+            self._mask = self.visible.to(dtype).log()
+        return self._mask
 
     def entries(self, x: Tensor) -> Tensor:
         """Of the segment's [B, H, S', D] those that the block sees, sinks first."""
@@ -251,7 +257,7 @@ def read_step(
     query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
     placed = query
     if realigner.rotation is not None:
-        placed = realigner.rotation.shift(query, step.run_on)
+        placed = realigner.rotation.shift(query, step.behind_rows.to(keys.device))
     scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
     first, num = step.first_place, keys.shape[2]
     num_sinks = min(sinks, num)

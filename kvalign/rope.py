@@ -28,7 +28,8 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
 
     Args:
         keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
-        shift: positions, one number for all slots or [..., S]; negative moves away from the start.
+        shift: positions, one number for all entries or [..., S]; negative moves away from the
+            start.
         inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
             (`kvalign.models.rotation_of`).
 

@@ -1,6 +1,6 @@
 """The sizes of a streaming cache, and the one place of their arithmetic.
 
-slots   0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
+places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
 """
 

@@ -14,15 +14,24 @@ class Step:
     """One forward pass.
 
     Attributes:
+        device: of the first layer, where what is made for all of them lies.
         seen: tokens of each row before.
         stored: entries of each row before.
         behind: by how much each row's positions have run on.
         positions: where each row's first new token is computed.
+        births: the place that each row's first new token takes.
+        behind_rows: [B, 1, 1] int64, `behind` for what has the rows of a batch.
+        places: [B, S] int64, where each row finds its entries after the sinks, 0 elsewhere; None
+            if rows are alike, which then begin at `first_place`.
+        visible, inside: [B, S] bool, the entries that a row has, and those after its sinks; only
+            beside `places`.
+        is_plain: whether it is one token of rows alike beyond the sinks (`prepare`).
     """
 
     sizes: CacheSizes
     realigner: Realigner | None
     num_new: int
+    device: torch.device
     seen: list[int]
     stored: list[int]
     behind: list[int]
@@ -40,26 +49,22 @@ class Step:
         self.first_place = self.sizes.num_sinks
         self.places: Tensor | None = None
         if not self.is_even or len(set(self.births)) > 1:
-            missing = self.num_visible - self.num_new - torch.tensor(self.stored)
-            rank = torch.arange(self.num_visible) - missing[:, None]
-            run_on = torch.tensor(self.births) - torch.tensor(self.stored)
+            stored, births = (
+                torch.tensor(x, device=self.device)[:, None] for x in (self.stored, self.births)
+            )
+            rank = torch.arange(self.num_visible, device=self.device) - self.num_before + stored
             self.visible, self.inside = rank >= 0, rank >= self.sizes.num_sinks
-            self.places = (rank + run_on[:, None]) * self.inside
+            self.places = (rank + births - stored) * self.inside
         elif self.births:
             self.first_place += self.births[0] - self.stored[0]
         self.is_plain = False
-        self.run_on = torch.tensor(self.behind)[:, None, None]  # [B, 1, 1]
+        self.behind_rows = torch.tensor(self.behind, device=self.device)[:, None, None]
 
-    def prepare(self, end: int, device: torch.device) -> None:
-        """Say all of a plain step, one token of rows alike beyond the sinks, before it begins: what
-        its layers do is then the same from step to step, and can be compiled.
+    def prepare(self, end: int) -> None:
+        """Say all of a plain step, written at `end` of the buffers, before it begins: what its
+        layers do is then the same from step to step, and can be compiled.
         """
         self.is_plain, self.end = True, end
         self.birth = slice(self.births[0], self.births[0] + 1)
-        self.position_ids = torch.tensor(self.positions, device=device)[:, None]  # [B, 1]
+        self.position_ids = torch.tensor(self.positions, device=self.device)[:, None]  # [B, 1]
         self.at = self.position_ids[:, None]  # [B, 1, 1]
-        self.run_on = torch.tensor(self.behind, device=device)[:, None, None]
-
-    def per_row(self, numbers: list[int]) -> int | Tensor:
-        """One number if all rows have the same, else [B, 1, 1]."""
-        return numbers[0] if len(set(numbers)) == 1 else torch.tensor(numbers)[:, None, None]

@@ -46,9 +46,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
-        if not getattr(tokenizer, "is_fast", False):
-            kind = type(tokenizer).__name__
-            raise UserError(f"a stream of text needs a fast tokenizer, got a {kind}")
+        check_fast(tokenizer)
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
         self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
         self.generator = torch.Generator(method.model.device).manual_seed(sampling.seed)
@@ -178,6 +176,13 @@ class TextStream:
         if piece:
             self._pieces.append(piece)
         return piece
+
+
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a tokenizer that cannot decode token by token."""
+    if not getattr(tokenizer, "is_fast", False):
+        kind = type(tokenizer).__name__
+        raise UserError(f"a stream of text needs a fast tokenizer, got a {kind}")
 
 
 def stream(

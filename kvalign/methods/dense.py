@@ -2,6 +2,8 @@
 for tests.
 """
 
+from typing import Any, Self
+
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -52,6 +54,9 @@ class Dense(Method):
             self.cache = DynamicCache(
                 [(x.to(self.model.device), y.to(self.model.device)) for x, y in read]
             )
+
+    def compile(self, **options: Any) -> Self:
+        raise UserError("dense has no full cache: its steps grow, and are not compiled")
 
     @property
     def tokens_left(self) -> int | None:

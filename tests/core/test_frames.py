@@ -5,20 +5,9 @@ computes the same, at positions that it has.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make, step, tables
-from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
 from kvalign.models import spec_of
-
-LENGTHS = {
-    "dynamic": dict(rope_type="dynamic", factor=2.0),
-    "longrope": dict(
-        rope_type="longrope",
-        factor=2.0,
-        short_factor=[1.0, 1.5, 2.0, 3.0],
-        long_factor=[2.0, 3.0, 4.0, 5.0],
-        original_max_position_embeddings=32,
-    ),
-}
 
 
 @pytest.fixture
@@ -73,14 +62,14 @@ def test_positions_stay_within_the_context_where_it_leaves_room(
     assert max(told) < CONTEXT_LEN
 
 
-@pytest.mark.parametrize("rope", LENGTHS)
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 @pytest.mark.parametrize("num_evicted", [1, 4])
 @pytest.mark.parametrize("room", [1, 2, 12])
 def test_ropes_that_change_with_the_length_do_not(rope, num_evicted, room, ids, positions):
     """However full: no position reaches the length beyond which they are other rotations. Of one
     layer keys know nothing of evicted tokens: the stream must equal re-encoding what it kept.
     """
-    model = tiny_model("llama", rope_parameters=LENGTHS[rope], num_hidden_layers=1)
+    model = tiny_model("llama", rope_parameters=SCALINGS[rope], num_hidden_layers=1)
     length = spec_of(model.config).context_len
     assert length == (CONTEXT_LEN if rope == "dynamic" else 32)
     before = model.base_model.rotary_emb.inv_freq.clone()

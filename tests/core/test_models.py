@@ -2,31 +2,11 @@
 
 import pytest
 import torch
-from helpers.tiny_models import CONTEXT_LEN, KINDS, ROTARY_KINDS, tiny_model
+from helpers.tiny_models import CONTEXT_LEN, KINDS, ROTARY_KINDS, SCALINGS, tiny_model
 from transformers import AutoConfig
 
 from kvalign.models import FAMILIES, load_model, rotation_of, spec_of
 from kvalign.rope import rerotate
-
-SCALINGS = {
-    "linear": dict(rope_type="linear", factor=4.0),
-    "llama3": dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
-    ),
-    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-    "dynamic": dict(rope_type="dynamic", factor=2.0),
-    "longrope": dict(
-        rope_type="longrope",
-        factor=2.0,
-        short_factor=[1.0, 1.5, 2.0, 3.0],
-        long_factor=[2.0, 3.0, 4.0, 5.0],
-        original_max_position_embeddings=32,
-    ),
-}
 
 
 def test_every_known_architecture_is_tested():

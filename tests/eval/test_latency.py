@@ -99,7 +99,6 @@ def test_batches_are_groups_of_their_own(run, calls):
         assert bare["bare_ratio"] == bare["bare_mean_ratio"] == base["ratio"] == 1
         assert base["num_evicted"] == row["num_evicted"] == 2
         assert row["ratio"] == pytest.approx(row["mean_ms"] / base["mean_ms"])
-        assert row["peak_mb"] < 1.5 * base["peak_mb"], "nothing is kept twice"
     for one, three in zip(rows[:3], rows[3:6], strict=True):
         assert three["peak_mb"] > 2 * one["peak_mb"]
     assert [size for size, _ in groupby(len(ids) for _, ids, _ in calls)] == [1, 3, 1, 3]

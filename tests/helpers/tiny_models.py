@@ -5,6 +5,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB, CONTEXT_LEN = 96, 64
 
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    ),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "dynamic": dict(rope_type="dynamic", factor=2.0),
+    "longrope": dict(
+        rope_type="longrope",
+        factor=2.0,
+        short_factor=[1.0, 1.5, 2.0, 3.0],
+        long_factor=[2.0, 3.0, 4.0, 5.0],
+        original_max_position_embeddings=32,
+    ),
+}
+"""RoPE scalings, as `rope_parameters` of a rotary model."""
+
 _SHAPES = {
     "gpt2": dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=3, n_head=2),
     "opt": dict(
