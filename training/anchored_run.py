@@ -4,6 +4,7 @@ A step encodes chunks twice, whole and without their first tokens, and takes ran
 token at the position where it was first encoded and at an earlier one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.models import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
+from kvalign.training.streamed_steps import tune_networks
 from kvalign.training.table_objectives import draw
 from kvalign.training.text_run import Text
 
@@ -29,8 +31,12 @@ WEIGHT_DECAY = 0.01
 def fit(
     aligner: AnchoredAligner, settings: AnchoredSettings, loaded: LoadedModel, text: Text
 ) -> dict[str, Any]:
-    """Fill the tables as `table_run.fit` does, then train the networks: AdamW, linear decay."""
-    record = table_run.fit(aligner.table, settings, loaded, text)
+    """Fill the tables as `table_run.fit` does without tuning, then train the networks: on pairs
+    with AdamW and linear decay, or through the model.
+    """
+    record = table_run.fit(aligner.table, replace(settings, objective="mse"), loaded, text)
+    if settings.objective != "mse":
+        return record | tune_networks(aligner, loaded.model, text, settings)
     rng, num_steps = torch.Generator().manual_seed(settings.seed), settings.max_steps
     nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in settings.kvs)
     nets.requires_grad_(True)

@@ -31,6 +31,7 @@ from kvalign.training.network_rows import Batch, RecordedRows
 
 BEST, LAST = "best.ckpt", "last.ckpt"
 LOG_EVERY = 50  # steps between reports of the training loss
+MAX_GRADIENT = 1.0  # its norm; one through many moves may explode
 
 
 class Realignment(pl.LightningModule):
@@ -98,8 +99,11 @@ def best_weights(net: RealignNet, work_dir: Path) -> None:
 
 
 def loss(net: RealignNet, batch: Batch) -> Tensor:
-    """Mean squared error per number of the realigned rows: [] float32."""
-    return mse_loss(net(batch.stale, batch.position, batch.layer, batch.head), batch.aligned)
+    """Mean squared error per number of the rows after all their moves: [] float32."""
+    x = batch.stale
+    for moves_left in reversed(range(batch.num_moves)):
+        x = net(x, batch.position + moves_left * batch.shift, batch.layer, batch.head)
+    return mse_loss(x, batch.aligned)
 
 
 @torch.no_grad()
@@ -131,6 +135,7 @@ def _trainer(
         num_sanity_val_steps=0,
         val_check_interval=max(1, num_steps // num_reports),
         log_every_n_steps=min(LOG_EVERY, num_batches),
+        gradient_clip_val=MAX_GRADIENT,
         use_distributed_sampler=False,  # the batches know their rank
         enable_progress_bar=False,  # Lightning's own writes to stdout
         enable_model_summary=False,

@@ -3,6 +3,9 @@
 A row is one entry of one layer and head: its vector before realignment (stale, the input) and after
 (aligned, the label). Where it sits follows from its number in the shard. The order of training
 depends on the seed and the epoch alone, so a run resumes at the very batch where it stopped.
+
+Where several shifts were recorded, the network makes moves of the smallest: a row of a shift k
+times as large is to be right after k of them, the network applied to its own output.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +28,8 @@ OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of Disti
 class Batch(NamedTuple):
     """Rows stale and aligned [N, D] float32, and where they sit: [N] int64 each.
 
-    Position 0 is the first slot after the sinks.
+    Position 0 is the first slot after the sinks, and `position` that after the last of `num_moves`
+    moves by `shift` places each.
     """
 
     stale: Tensor
@@ -33,6 +37,8 @@ class Batch(NamedTuple):
     position: Tensor
     layer: Tensor
     head: Tensor
+    shift: int = 1
+    num_moves: int = 1
 
 
 class _Batches:
@@ -45,6 +51,7 @@ class _Batches:
         self, shards: list[Shard], kv: str, batch_size: int, *, rank: int = 0, world_size: int = 1
     ):
         self.shards, self.kv, self.rank, self.world_size = shards, kv, rank, world_size
+        self.shift = min(shard.num_evicted for shard in shards)
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
 
     def _planned(self, window: int, shards: Iterable[int]) -> list[_Step]:
@@ -58,7 +65,9 @@ class _Batches:
                     parts = rows_of(i).tensor_split(self.parts[i])
                     opened[i] = (*self.shards[i].tensors(self.kv), parts)
                 stale, aligned, parts = opened[i]
-                yield gather(stale, aligned, parts[part])
+                batch = gather(stale, aligned, parts[part])
+                num_moves = self.shards[i].num_evicted // self.shift
+                yield batch._replace(shift=self.shift, num_moves=num_moves)
 
 
 class InOrder(_Batches):
@@ -76,10 +85,10 @@ class InOrder(_Batches):
 class Shuffled(_Batches):
     """Every row once an epoch in random order.
 
-    Shards come in random order, `OPEN_SHARDS` at a time, and the batches of these take turns at
-    random. Each `iter` goes on after the last batch drawn; the end of an epoch is the end of the
-    iterator. All ranks get the same number of batches, so up to `world_size - 1` batches of an
-    epoch are left out.
+    Shards come in random order, in the first epoch from the smallest shift to the largest (a
+    curriculum), `OPEN_SHARDS` at a time, and the batches of these take turns at random. Each `iter`
+    goes on after the last batch drawn; the end of an epoch is the end of the iterator. All ranks
+    get the same number of batches, so up to `world_size - 1` batches of an epoch are left out.
     """
 
     def __init__(self, shards: list[Shard], kv: str, batch_size: int, seed: int = 0, **share: int):
@@ -105,6 +114,8 @@ class Shuffled(_Batches):
         """The batches of an epoch, for all ranks."""
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.shards)).tolist()
+        if epoch == 0:
+            order.sort(key=lambda i: self.shards[i].num_evicted)
         plan = []
         for start in range(0, len(order), OPEN_SHARDS):
             steps = self._planned(start, order[start : start + OPEN_SHARDS])
@@ -137,12 +148,17 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 
 class RecordedRows(pl.LightningDataModule):
-    """Training and validation batches of `key` or `value` vectors, all recorded shifts together;
-    UserError if the store lacks one of the two.
+    """Training and validation batches of `key` or `value` vectors, of all recorded shifts;
+    UserError if the store lacks one of the two, or a shift is no multiple of the smallest.
     """
 
     def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
         super().__init__()
+        if any(shift % store.shifts[0] for shift in store.shifts):
+            raise UserError(
+                f"{store.folder} has shifts of {', '.join(map(str, store.shifts))}, which must be "
+                f"multiples of the smallest: record others with kvalign gen-data --num-evicted"
+            )
         self.shards = {split: store.shards(split) for split in ("train", "val")}
         for split, shards in self.shards.items():
             if not shards:

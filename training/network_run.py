@@ -78,7 +78,7 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
         **{name: getattr(model, name) for name in _OF_MODEL},
         embedding_fingerprint=store.config.embedding_fingerprint,
         **store.config.settings.model_dump(include={"chunk_len", "num_sinks"}),
-        shifts=store.shifts,
+        shifts=store.shifts[:1],  # larger ones are several of the smallest
         sizes={name: getattr(settings, name) for name in NETWORK_SIZES},
     )
 

@@ -54,7 +54,7 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss: Loss = {"nll": nll, "kl": kl}[objective]
+    loss = LOSSES[objective]
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
@@ -184,6 +184,9 @@ def kl(
         teacher = model.lm_head(hidden[torch.arange(num_queries), last - first]).float()
     student = logits[row, column].log_softmax(-1)
     return kl_div(student, teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+LOSSES: dict[str, Loss] = {"nll": nll, "kl": kl}
 
 
 def draw(rng: torch.Generator, low: int, high: int) -> int:

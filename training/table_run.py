@@ -18,6 +18,7 @@ from kvalign.realign import realigner_of
 from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
+from kvalign.training.projected import project_positions
 from kvalign.training.table_objectives import nll, tune, validate
 from kvalign.training.text_run import BATCH_SIZE, Text
 
@@ -33,17 +34,23 @@ def fit(
     """
     model, chunk_len = loaded.model, settings.chunk_len
     in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
-    if settings.objective != "mse" and not in_segments:
+    trained = settings.objective not in ("mse", "projected")
+    if trained and not in_segments:
         raise UserError(
             f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "
             "attention does not go through transformers' registry; use mse"
         )
-    record = {"val_nll_stale": validate(table, model, text, nll)} if in_segments else {}
-    if settings.init == "means":
+    record: dict[str, Any] = (
+        {"val_nll_stale": validate(table, model, text, nll)} if in_segments else {}
+    )
+    if settings.objective == "projected":
+        project_positions(table, model, loaded.spec, settings.kvs)
+        record["objective"] = settings.objective
+    elif settings.init == "means":
         standardise(table, model, text.chunks("train", chunk_len), settings.kvs)
     elif settings.init != "none":
         _start_from(table, settings.init, model)
-    if settings.objective != "mse":
+    if trained:
         record |= tune(table, model, text, settings)
     if in_segments:
         record["val_nll"] = validate(table, model, text, nll)

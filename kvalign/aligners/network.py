@@ -115,17 +115,18 @@ class NetworkAligner(Aligner):
                 f"from there), got {sizes.num_sinks}"
             )
         shifts = self.config.shifts
-        if all(sizes.num_evicted % shift for shift in shifts):
+        if all(sizes.move_size % shift for shift in shifts):
+            trained = " or ".join(map(str, shifts))
             raise UserError(
-                f"num_evicted must be a multiple of {' or '.join(map(str, shifts))} with this "
-                f"aligner (the shifts it was trained on), got {sizes.num_evicted}"
+                f"num_evicted or realign_every must be a multiple of {trained} with this aligner "
+                f"(the shifts it was trained on), got {sizes.move_size}"
             )
 
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         # check() saw to it that a trained shift divides num_evicted, and so every move.
         step = max(shift for shift in self.config.shifts if move.shift % shift == 0)
-        first = move.first - self.config.num_sinks
-        for _ in range(move.shift // step):
+        last = move.first - self.config.num_sinks
+        for first in reversed(range(last, last + move.shift, step)):
             keys = keys + self.key.correction(keys, layer, first)
             values = values + self.value.correction(values, layer, first)
         return keys, values

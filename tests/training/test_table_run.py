@@ -17,7 +17,7 @@ from kvalign.models import spec_of
 from kvalign.realign import realigner_of
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import hat_functions, kl, nll, tune, validate
+from kvalign.training.table_objectives import LOSSES, hat_functions, kl, tune, validate
 from kvalign.training.table_run import standardise
 from kvalign.training.text_run import Text, measure, read
 
@@ -98,12 +98,12 @@ def test_kl_is_zero_where_streaming_is_exact():
     assert divergence(tiny_model("gpt2"), CacheSizes(20, 0)) > 1e-2
 
 
-@pytest.mark.parametrize("objective", ["nll", "kl"])
+@pytest.mark.parametrize("objective", LOSSES)
 def test_tuning_lowers_the_validation_loss_and_leaves_the_model(models, objective):
     model, text = models["gpt2"], random_text()
     aligner = untrained(model, chunk_len=32)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    loss = {"nll": nll, "kl": kl}[objective]
+    loss = LOSSES[objective]
     before = validate(aligner, model, text, loss)
     settings = TableSettings(out="unused", objective=objective, max_steps=30, lr=5e-3)
     found = tune(aligner, model, text, settings)
@@ -153,9 +153,11 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
 
 
-def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
+@pytest.mark.parametrize("objective", ["kl", "projected"])
+def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work):
     out = str(tmp_path / "aligner")
-    argv = ["train", "--aligner-kind", "table", "--objective", "kl", "--max-steps", "2", *SMALL]
+    argv = ["train", "--aligner-kind", "table", "--objective", objective, *SMALL]
+    argv += ["--max-steps", "2"] if objective == "kl" else []
     assert main([*argv, "--out", out]) == 0
     capfd.readouterr()
     argv = [
@@ -169,7 +171,7 @@ def test_objectives_are_named_in_results(tmp_path, capfd, little_work):
         "9",
     ]
     assert main([*argv, "--aligner", out, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner"] == "table-kl"
+    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner"] == f"table-{objective}"
 
 
 def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):

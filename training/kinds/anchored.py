@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class AnchoredSettings(NetworkSizes, TableSettings):
     """Train position tables, then a network that adds to them, on text.
 
-    The network takes --max-steps steps with any --objective, which is that of the tables.
+    With --objective mse the network is trained on pairs of encodings, with kl and nll on streams,
+    through the frozen model. The tables are estimated, or those of --init.
 
     Example:
         kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
@@ -26,11 +27,12 @@ class AnchoredSettings(NetworkSizes, TableSettings):
 def train_anchored(
     settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Train position tables as `train_table` does, then networks beside them, and save the aligner
-    in `out`.
+    """Make position tables as `train_table` does, then train networks beside them, and save the
+    aligner in `out`.
 
     Returns:
-        for `key` and `value` what `train_table` says; the tables alone decide `used`.
+        for `key` and `value` what `train_table` says; the tables alone decide `used`. With `kl` or
+        `nll`, also what `kvalign.training.streamed_steps.tune_networks` reports.
 
     Raises:
         ExistsError: `out` holds an aligner, and `overwrite` is not set.

@@ -26,24 +26,24 @@ class TableSettings(TextSettings):
     objective: str = option(
         "mse",
         help="mse: against re-encoding; nll: the LM's own loss on the text; kl: divergence from "
-        "the LM that re-encodes at each step",
-        choices=("mse", "nll", "kl"),
+        "the LM that re-encodes at each step; projected: no training, the layers' projections of "
+        "the position embeddings",
+        choices=("mse", "nll", "kl", "projected"),
     )
     init: str = option(
         "means",
         help="start from means and scales over the text, from none, or from the table in an "
         "aligner's folder, shipped name or hub id",
     )
-    lr: float = option(2e-3, help="learning rate; mse takes no steps", above=0)
-    max_steps: int = option(300, help="steps; mse takes none", at_least=1)
+    lr: float = option(2e-3, help="learning rate; mse and projected take no steps", above=0)
+    max_steps: int = option(300, help="steps; mse and projected take none", at_least=1)
 
 
 @keywords_of(TableSettings)
 def train_table(
     settings: TableSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Estimate position tables, tune them if `objective` is not `mse`, and save the aligner in
-    `out`.
+    """Make position tables as `objective` says, and save the aligner in `out`.
 
     Returns:
         for `key` and `value` what `kvalign.training.text_run.train_on_text` says; with `nll` or
@@ -59,8 +59,11 @@ def train_table(
     from kvalign.training.text_run import train_on_text
 
     idle = sorted({"lr", "max_steps", "seed"} & settings.changed().keys())
-    if settings.objective == "mse" and idle:
-        log.warning("%s: no effect on --objective mse, which takes no steps", ", ".join(idle))
+    if settings.objective in ("mse", "projected") and idle:
+        names = ", ".join(idle)
+        log.warning(
+            "%s: no effect on --objective %s, which takes no steps", names, settings.objective
+        )
     return train_on_text(TableAligner, fit, settings, loaded)
 
 

@@ -1,0 +1,46 @@
+"""Tables of projected position embeddings: no training."""
+
+import pytest
+import torch
+from helpers.tiny_models import CONTEXT_LEN
+
+from kvalign.aligners import TableAligner, new_config
+from kvalign.errors import UserError
+from kvalign.models import FAMILIES, spec_of
+from kvalign.training.projected import project_positions
+
+LEARNED = [name for name, family in FAMILIES.items() if family == "learned"]
+
+
+def projected(model) -> TableAligner:
+    spec = spec_of(model.config, "tiny")
+    fields = dict(chunk_len=CONTEXT_LEN, num_sinks=0, shifts=(1,))
+    table = TableAligner(new_config("table", model, spec, **fields)).requires_grad_(False)
+    project_positions(table, model, spec, ("key", "value"))
+    return table
+
+
+def test_means_are_the_layers_own_projections(models):
+    model = models["gpt2"]
+    table, positions = projected(model), model.transformer.wpe.weight[:CONTEXT_LEN]
+    for layer, block in enumerate(model.transformer.h):
+        for i, kv in ((1, "key"), (2, "value")):
+            size = model.config.n_embd
+            weight = block.attn.c_attn.weight[:, i * size : (i + 1) * size]
+            expected = (positions - positions[0]) @ weight
+            means = getattr(table, kv)[layer].transpose(0, 1).flatten(1)
+            assert torch.allclose(means - means[0], expected, atol=1e-5)
+    assert (table.key_scale == 1).all()
+
+
+@pytest.mark.parametrize("arch", LEARNED)
+def test_every_layer_of_learned_positions_has_its_own(models, arch):
+    table = projected(models[arch])
+    moves = table.key - table.key[:, :, :1]
+    assert moves.isfinite().all() and (moves[:, :, 1:].abs().amax((1, 3)) > 0).all()
+    assert not torch.allclose(moves[0], moves[1])
+
+
+def test_other_positions_are_refused(models):
+    with pytest.raises(UserError, match="for learned positions, not rotary ones"):
+        projected(models["llama"])
