@@ -53,10 +53,11 @@ def tune_networks(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
     largest = largest_cache(aligner, text.train)
+    done = 0
     with tqdm(total=num_steps, desc=objective, unit="step") as bar:
-        while bar.n < num_steps:
+        while done < num_steps:
             size = draw(rng, min(SMALLEST_CACHE, largest), largest)
-            num_tokens = 2 * size + min(EPISODE, num_steps - bar.n) + 1
+            num_tokens = 2 * size + min(EPISODE, num_steps - done) + 1
             ids = text.rows(rng, max(1, STEP_ENTRIES // size), num_tokens)
             for loss in streamed_losses(objective, aligner, model, ids, size):
                 optimizer.zero_grad()
@@ -66,6 +67,7 @@ def tune_networks(
                 schedule.step()
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
                 bar.update()
+                done += 1
     nets.requires_grad_(False)
     val_after = validate(aligner, model, text, objective)
     if val_after >= val_before:
@@ -124,7 +126,10 @@ def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: i
         return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in held])
     births, realigner = slice(0, size), FromBirth(model, aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)
-    stored = [realigner.anchor(layer, *kv, births, births) for layer, kv in enumerate(entries)]
+    stored = [
+        realigner.anchor(layer, keys, values, births, births)
+        for layer, (keys, values) in enumerate(entries)
+    ]
     return Streams(aligner, model, stored)
 
 
