@@ -18,8 +18,8 @@ from kvalign.app.arguments import parse
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.listing import suites
 from kvalign.errors import RunError, UserError
-from kvalign.eval.results_folder import SUITE_FILE
-from kvalign.eval.suite_file import parse_suite_text
+from kvalign.eval.results_folder import PREPARED, SUITE_FILE
+from kvalign.eval.suite_file import Suite, parse_suite_text
 from kvalign.files import locked, read_json, write_text
 
 
@@ -51,7 +51,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         RunError: a cell failed; finished cells are kept.
     """
     text = read_suite(settings.suite)
-    cells = parse_suite(text, settings.suite, settings.override)
+    cells = parse_suite(text, settings.suite, settings.override, settings.variables)
     missing = [cell for cell in cells if not is_finished(cell, settings.out)]
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -94,22 +94,25 @@ def read_suite(name: str) -> str:
     raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
 
 
-def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
+def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
     """The cells of a suite, preparations first, their commands checked.
 
     Args:
         text: as `kvalign.eval.suite_file` reads it.
         name: of the suite, for messages.
         override: flags that replace those of the cells which know them.
+        variables: NAME=VALUE of the suite's variables that change.
 
     Raises:
-        UserError: anything that is wrong in it, or a flag to override that no cell has.
+        UserError: anything that is wrong in it, a flag to override that no cell has, or a variable
+            that the suite has not.
     """
     suite = parse_suite_text(text, name)
+    changed = _changed(suite, variables, name)
     steps = [*suite.prepare, *suite.cells]
     if len({step.name for step in steps}) < len(steps):
         raise UserError(f"suite {name} has two cells of one name")
-    new = _flags(shlex.split(override))
+    new = _flags(_split("--override", override))
     cells, known = [], set[str]()
     for number, step in enumerate(steps):
         if not step.name.replace("-", "").isalnum():
@@ -118,7 +121,7 @@ def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
             )
         where = f"suite {name}, cell {step.name}"
         try:
-            command, known_flags = _overridden(step.command, new, where)
+            command, known_flags = _overridden(suite.words(step, changed), new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
         cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
@@ -128,9 +131,23 @@ def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
     return cells
 
 
-def _overridden(text: str, new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
+def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
+    """The values of `variables`, a text of NAME=VALUE."""
+    changed = {}
+    for word in _split("--variables", variables):
+        variable, equals, value = word.partition("=")
+        if not equals or variable not in suite.variables:
+            known = ", ".join(suite.variables) or "none"
+            raise UserError(
+                f"--variables takes NAME=VALUE of suite {name}'s variables ({known}), got {word!r}"
+            )
+        changed[variable] = value
+    return changed
+
+
+def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
     """A command, checked, with those of the new flags that it knows, and all that it knows."""
-    command, words = catalogue.find(shlex.split(text))
+    command, words = catalogue.find(words)
     known = command.settings_for(words).flags()
     flags = _flags(words) | {flag: values for flag, values in new.items() if flag in known}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
@@ -178,7 +195,15 @@ def keep(cell: Cell, out: Path, output: str) -> None:
 
 
 def _path(cell: Cell, out: Path) -> Path:
-    return out / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
+    return out / (PREPARED if cell.is_preparation else ".") / f"{cell.name}.json"
+
+
+def _split(flag: str, text: str) -> list[str]:
+    """The words of a flag's text, as a shell sees them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text!r}: {error}") from None
 
 
 def _flags(words: list[str]) -> dict[str, list[str]]:
