@@ -12,8 +12,8 @@ from kvalign.eval.suite_file import PaperSweep
 from kvalign.eval.tables import Table
 
 ABOUT = (
-    "Trials of `kvalign tune`, drawn at random from the space of the paper's table 1; ASHA stops "
-    "those that are behind. The first of a table is trained anew, whole."
+    "Trials of kvalign tune, drawn at random from the space of the paper's table 1, best first; "
+    "ASHA stops those that are behind."
 )
 FIGURES = {
     "hidden1": Column("hidden 1"),
@@ -21,7 +21,7 @@ FIGURES = {
     "batch_size": Column("batch"),
     "lr": Column("learning rate", 5),
     "val_loss": Column("validation loss", 5, "lower", "mean squared error of a number"),
-    "input_label_mse": Column("untouched", 5, about="the same error of entries left as they are"),
+    "input_label_mse": Column("left stale", 5, about="the same error of entries left as they are"),
 }
 _TRIAL = {
     **{name: column for name, column in FIGURES.items() if name != "input_label_mse"},
