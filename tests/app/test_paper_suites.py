@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app import suite
 from kvalign.app.cli import main
+from kvalign.app.suite_cells import parse_suite, read_suite
 from kvalign.data_gen.chunks import split_of
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.contents import paper_tables, summary
@@ -34,12 +34,12 @@ def run_here(command, out):
     return output_of([*words, "--json"])
 
 
-def text_of(name):
-    return suite.read_suite(name), name
-
-
 def suite_of(name):
-    return parse_suite_text(*text_of(name))
+    return parse_suite_text(read_suite(name), name)
+
+
+def cells_of(name):
+    return {cell.name: shlex.split(cell.command) for cell in parse_suite(read_suite(name), name)}
 
 
 def sweep():
@@ -104,7 +104,9 @@ def test_rows_of_one_text_are_put_together():
 )
 def test_more_rows_are_recorded_than_in_the_paper(name, heads):
     """Chunks of 256 tokens with four sinks and one evicted have 251 rows a head."""
-    cells = {cell.name: shlex.split(cell.command) for cell in suite.parse_suite(*text_of(name))}
+    cells = {
+        cell.name: shlex.split(cell.command) for cell in suite_cells.parse_suite(*text_of(name))
+    }
     flags = cells["caches"]
     assert flags[flags.index("--stride") + 1] == "32"
     num_chunks = (RecordSettings(out=Path("x")).num_tokens - 256) // 32 + 1
@@ -180,5 +182,5 @@ def test_paper_suite_runs_whole(hub, capfd, name):
         assert len(table.rows) >= 6
     capfd.readouterr()
     assert main(argv) == 0
-    cells = len(suite.parse_suite(*text_of(name)))
+    cells = len(cells_of(name))
     assert f"{cells} cells in results, {cells} of them from before" in capfd.readouterr().err

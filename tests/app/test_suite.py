@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvalign.app import suite
+from kvalign.app import suite, suite_cells
 from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.eval.results_folder import read
@@ -161,9 +161,9 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
-    cells = suite.parse_suite(suite.read_suite(name), name)
+    cells = suite_cells.parse_suite(suite_cells.read_suite(name), name)
     assert len(cells) >= 6 and all(cell.command.startswith("kvalign ") for cell in cells)
-    paper = parse_suite_text(suite.read_suite(name), name).paper
+    paper = parse_suite_text(suite_cells.read_suite(name), name).paper
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
     assert bool(paper.tables) == name.startswith("paper")
