@@ -104,10 +104,7 @@ def test_rows_of_one_text_are_put_together():
 )
 def test_more_rows_are_recorded_than_in_the_paper(name, heads):
     """Chunks of 256 tokens with four sinks and one evicted have 251 rows a head."""
-    cells = {
-        cell.name: shlex.split(cell.command) for cell in suite_cells.parse_suite(*text_of(name))
-    }
-    flags = cells["caches"]
+    flags = cells_of(name)["caches"]
     assert flags[flags.index("--stride") + 1] == "32"
     num_chunks = (RecordSettings(out=Path("x")).num_tokens - 256) // 32 + 1
     trained = [n for n in range(num_chunks) if split_of(n, 256, 32, 0.1, 0) == "train"]
