@@ -1,10 +1,13 @@
 """The paper's suites: its figures beside ours, its number of rows, whole on local copies."""
 
+import json
+import re
 import shlex
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from helpers.results_example import write_folder
 from helpers.smaller import output_of
 from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
@@ -72,6 +75,17 @@ def test_table_1_stands_beside_ours():
     assert texts["tune-values, ours: not run"] == [""] * 6
     trials = tables({"tune-keys": ours})[0]
     assert [line[1].text for line in trials.rows] == ["finished", "failed"]
+
+
+def test_a_sweep_that_is_none_is_named(tmp_path, capfd):
+    folder = write_folder(tmp_path / "results")
+    step = {"name": "tune-keys", "command": "tune --target key"}
+    (folder / "suite.yaml").write_text(json.dumps({"prepare": [step], "cells": []}))
+    assert main(["report", str(folder)]) == 0
+    (folder / "prepared").mkdir()
+    (folder / "prepared" / "tune-keys.json").write_text('{"result": {"target": "key"}}')
+    assert main(["report", str(folder)]) == 2
+    assert re.search(r"tune-keys\.json: .*result\.best: Field required", capfd.readouterr().err)
 
 
 def test_rows_of_one_text_are_put_together():
