@@ -25,6 +25,9 @@ class HubDataset:
         config: one of the data set's configurations.
         column: of the text, or of conversations (lists of turns with `content`).
         train, test: which of its splits serve as these.
+        join: what stands between rows and between turns, all as they are; None: a turn has a line
+            and a row an empty line after it.
+        more_about: ends `about`.
     """
 
     name: str
@@ -32,16 +35,21 @@ class HubDataset:
     column: str = "text"
     train: str = "train"
     test: str = "test"
+    join: str | None = None
+    more_about: str = ""
 
     @property
     def about(self) -> str:
-        return f"{self.name}{f' ({self.config})' if self.config else ''} from the hub"
+        config = f" ({self.config})" if self.config else ""
+        return f"{self.name}{config} from the hub{self.more_about}"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The rows' text, an empty line after each."""
+        """The text of the rows, joined."""
         name_of_split = self.train if split == "train" else self.test
         rows = rows_of(self.name, self.config, name_of_split, _OFFLINE)
-        return in_pieces(_row_text(row, self.column) + "\n\n" for row in rows)
+        if self.join is None:
+            return in_pieces(_row_text(row, self.column).rstrip("\n") + "\n\n" for row in rows)
+        return in_pieces(_row_text(row, self.column, self.join) + self.join for row in rows)
 
 
 HUB = {
@@ -51,6 +59,20 @@ HUB = {
         column="messages",
         train="train_sft",
         test="test_sft",
+    ),
+    "paper-wikitext": HubDataset(
+        "Salesforce/wikitext",
+        "wikitext-103-raw-v1",
+        join="",
+        more_about=", joined as the paper's authors do: rows without separators",
+    ),
+    "paper-everyday": HubDataset(
+        "HuggingFaceTB/smoltalk",
+        "everyday-conversations",
+        column="messages",
+        test="train",
+        join=" ",
+        more_about=", joined as the paper's authors do: its train split, with spaces",
     ),
 }
 
@@ -100,8 +122,8 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
     return rows()
 
 
-def _row_text(row: dict[str, Any], column: str) -> str:
-    """The text of one row: a string as it is; of a conversation its turns, a line each."""
+def _row_text(row: dict[str, Any], column: str, join: str = "\n") -> str:
+    """The text of one row: a string as it is; of a conversation its turns, joined."""
     if column not in row:
         raise UserError(
             f"no column {column!r}: this data set has {', '.join(row)} (hub:NAME:CONFIG:COLUMN)"
@@ -110,9 +132,9 @@ def _row_text(row: dict[str, Any], column: str) -> str:
     if isinstance(value, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in value
     ):
-        value = "\n".join(turn["content"] for turn in value)
+        value = join.join(turn["content"] for turn in value)
     if not isinstance(value, str):
         raise UserError(
             f"column {column!r} holds {type(value).__name__}, not text: name another column"
         )
-    return value.rstrip("\n")
+    return value

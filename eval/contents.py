@@ -4,6 +4,7 @@ the paper's figures beside ours.
 
 from kvalign.console import Entry
 from kvalign.errors import UserError
+from kvalign.eval import sweeps
 from kvalign.eval.evaluation import Column, Panel, Row, Section
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
@@ -15,40 +16,46 @@ def summary(results: Results) -> list[Table]:
     """The chief figures of all evaluations side by side: a table for each model and cache size that
     more than one of them has measured.
 
-    Of several documents of one evaluation that measured the same, the first counts.
+    Documents of one evaluation and one subject (`Evaluation.title`: a text, a word list) are put
+    together; of rows of one label, and of subjects, the first counts.
     """
     columns = {
         f"{name}.{key}": column
         for name, evaluation in EVALUATIONS.items()
         for key, column in evaluation.summary_columns.items()
     }
-    measured: dict[tuple[str, int], dict[str, list[Row]]] = {}  # by model and size, by evaluation
+    # By model and size, by evaluation: what was measured first, and its rows by label.
+    measured: dict[tuple[str, int], dict[str, tuple[str, dict[str, Row]]]] = {}
     for name, evaluation in EVALUATIONS.items():
         for document in evaluation.chosen(results.of(name)).values():
+            subject = evaluation.title(document)
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
-                place = (document["settings"]["model"], cache_size)
-                measured.setdefault(place, {}).setdefault(name, rows)
+                by_name = measured.setdefault((document["settings"]["model"], cache_size), {})
+                first, by_label = by_name.setdefault(name, (subject, {}))
+                if first == subject:
+                    by_label |= {label_of(row): row for row in rows} | by_label
     most = max(map(len, measured.values()), default=0)
     tables = []
     for (model, cache_size), by_name in measured.items():
         lines: dict[str, Row] = {}
-        for name, row in ((name, row) for name, rows in by_name.items() for row in rows):
-            figures = {f"{name}.{key}": value for key, value in row.items()}
-            lines[label_of(row)] = figures | lines.get(label_of(row), row)
+        for name, (_, by_label) in by_name.items():
+            for label, row in by_label.items():
+                figures = {f"{name}.{key}": value for key, value in row.items()}
+                lines[label] = figures | lines.get(label, row)
         if len(by_name) > 1 or most == 1:
             tables.append(table(f"{model}, C = {cache_size}", list(lines.values()), columns))
     return tables
 
 
 def sections(results: Results) -> list[Section]:
-    """Those that have something to show, in the order of the evaluations."""
-    return [
-        section
-        for name, evaluation in EVALUATIONS.items()
-        for section in evaluation.sections(results.of(name))
-        if section.plots or section.tables
+    """Those that have something to show: sweeps, then the evaluations in their order."""
+    tuning = Section("Tuning", sweeps.ABOUT, [], [], sweeps.tables(results.sweeps))
+    parts = [
+        tuning,
+        *(s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))),
     ]
+    return [section for section in parts if section.plots or section.tables]
 
 
 def panels(results: Results) -> list[Panel]:
@@ -68,15 +75,17 @@ def paper_tables(results: Results) -> list[Table]:
     Raises:
         UserError: the suite names a metric that its cell does not measure.
     """
-    return [_beside(paper, results) for paper in results.suite.paper.tables]
+    paper = results.suite.paper
+    tuning = [sweeps.beside(paper.sweeps, results.sweeps)] if paper.sweeps else []
+    return [*tuning, *(_beside(one, results) for one in paper.tables)]
 
 
 def _beside(paper: PaperTable, results: Results) -> Table:
-    document = results.documents.get(paper.cell, {"kind": "", "rows": []})
-    column = _column(paper, document["kind"].removeprefix("eval "))
-    ours = {
-        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in document["rows"]
-    }
+    document = results.documents.get(paper.cell)
+    name = document["kind"].removeprefix("eval ") if document else ""
+    column = _column(paper, name)
+    rows = EVALUATIONS[name].rows(document) if document else []
+    ours = {(method_name(row), row["cache_size"]): row.get(paper.metric) for row in rows}
     columns, lines = [METHOD], {method: [Entry(method)] for method in paper.rows}
     for size in dict.fromkeys(size for figures in paper.rows.values() for size in figures):
         columns.append(Column(f"C = {size}, paper", column.digits, column.better))

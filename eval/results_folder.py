@@ -1,7 +1,7 @@
 """A folder of results: one JSON document a file, and the suite they are cells of, if any."""
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,22 @@ from pydantic import BaseModel, Field, create_model
 from kvalign.errors import NotFoundError, UserError
 from kvalign.eval.evaluation import Document, Evaluation
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.suite_file import Suite, parse_suite_text
-from kvalign.files import checked, read_json
+from kvalign.eval.suite_file import Step, Suite, parse_suite_text
+from kvalign.eval.sweeps import Sweep
+from kvalign.files import checked, read_checked, read_json
 
 SUITE_FILE = "suite.yaml"
+PREPARED = "prepared"  # folder of what the suite's preparations printed
 NO_SUITE = Suite(cells=[])
 
 
 @dataclass(frozen=True)
 class Results:
-    """Documents by name (the file's), and the suite."""
+    """Documents by name (the file's), the suite, and the sweeps among its preparations."""
 
     documents: dict[str, Document]
     suite: Suite = NO_SUITE
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
 
     def of(self, evaluation: str) -> dict[str, Document]:
         """Documents of one evaluation, by name."""
@@ -48,7 +51,17 @@ def read(folder: Path) -> Results:
         )
     ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
     names = sorted(documents, key=lambda name: (ranks.get(name, len(ranks)), name))
-    return Results({name: documents[name] for name in names}, suite)
+    paths = {s.name: folder / PREPARED / f"{s.name}.json" for s in suite.prepare if _is_sweep(s)}
+    sweeps = {name: _sweep(path) for name, path in paths.items() if path.exists()}
+    return Results({name: documents[name] for name in names}, suite, sweeps)
+
+
+def _is_sweep(step: Step) -> bool:
+    return step.command.split()[:1] == ["tune"]
+
+
+def _sweep(path: Path) -> Sweep:
+    return read_checked(_Prepared, path).result
 
 
 def _suite(path: Path) -> Suite:
@@ -58,6 +71,12 @@ def _suite(path: Path) -> Suite:
         return parse_suite_text(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"suite {path} is not text: {error}") from None
+
+
+class _Prepared(BaseModel):
+    """The document of a sweep, a preparation."""
+
+    result: Sweep
 
 
 class _Row(BaseModel, extra="allow"):

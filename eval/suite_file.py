@@ -1,5 +1,7 @@
 """The file of a suite: named commands, and the paper's figures that belong to them."""
 
+import re
+import shlex
 from typing import Any
 
 import yaml
@@ -27,22 +29,51 @@ class PaperTable(BaseModel):
     rows: dict[str, dict[int, float]]
 
 
+class PaperSweep(BaseModel):
+    """The best trial of a sweep of the paper; the suite's preparation `cell` (a `kvalign tune`)
+    makes the same sweep. `best` has figures by the names of `kvalign.eval.sweeps.FIGURES`.
+    """
+
+    cell: str
+    best: dict[str, float]
+
+
 class Paper(BaseModel):
     """What the paper says of what a suite measures."""
 
     source: str = ""
     notes: list[str] = []
+    sweeps: list[PaperSweep] = []
     tables: list[PaperTable] = []
 
 
 class Suite(BaseModel, frozen=True):
-    """A suite: `cells` are its evaluations, `prepare` what they need, in order."""
+    """A suite: `cells` are its evaluations, `prepare` what they need, in order.
+
+    `{name}` in a command stands for one of `variables`, `{out}` for the folder of the results.
+    """
 
     title: str = ""
     about: str = ""
+    variables: dict[str, str] = {}
     prepare: list[Step] = []
     cells: list[Step]
     paper: Paper = Paper()
+
+    def words(self, step: Step, changed: dict[str, str]) -> list[str]:
+        """A step's command in words, its variables filled in; {out} stays.
+
+        Raises:
+            ValueError: a quotation without an end, or a variable that the suite has not.
+        """
+        values = self.variables | changed
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in values and match[1] != "out":
+                raise ValueError(f"the suite has no variable {match[1]!r}")
+            return values.get(match[1], match[0])
+
+        return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
 
 
 def parse_suite_text(text: str, name: str) -> Suite:

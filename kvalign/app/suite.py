@@ -9,34 +9,14 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalign.app import catalogue
-from kvalign.app.arguments import parse
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.app.listing import suites
+from kvalign.app.suite_cells import Cell, parse_suite, read_suite
 from kvalign.errors import RunError, UserError
-from kvalign.eval.results_folder import SUITE_FILE
-from kvalign.eval.suite_file import parse_suite_text
+from kvalign.eval.results_folder import PREPARED, SUITE_FILE
 from kvalign.files import locked, read_json, write_text
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One command of a suite.
-
-    Attributes:
-        name: unique in the suite; its document is NAME.json.
-        command: as `Settings.command_line` writes it, `kvalign` first; {out} stands for the folder
-            of the results, which may be moved.
-        is_preparation: other cells need it; what it prints may be any JSON document.
-    """
-
-    name: str
-    command: str
-    is_preparation: bool = False
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
@@ -51,7 +31,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         RunError: a cell failed; finished cells are kept.
     """
     text = read_suite(settings.suite)
-    cells = parse_suite(text, settings.suite, settings.override)
+    cells = parse_suite(text, settings.suite, settings.override, settings.variables)
     missing = [cell for cell in cells if not is_finished(cell, settings.out)]
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -74,68 +54,6 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
 
         for cell, output in run_on_ray(parallel, settings):
             keep(cell, settings.out, output)
-
-
-def read_suite(name: str) -> str:
-    """The text of a shipped suite or of a file.
-
-    Raises:
-        UserError: no such suite.
-    """
-    shipped = suites()
-    if name in shipped:
-        return shipped[name]
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
-
-
-def parse_suite(text: str, name: str, override: str = "") -> list[Cell]:
-    """The cells of a suite, preparations first, their commands checked.
-
-    Args:
-        text: as `kvalign.eval.suite_file` reads it.
-        name: of the suite, for messages.
-        override: flags that replace those of the cells which know them.
-
-    Raises:
-        UserError: anything that is wrong in it, or a flag to override that no cell has.
-    """
-    suite = parse_suite_text(text, name)
-    steps = [*suite.prepare, *suite.cells]
-    if len({step.name for step in steps}) < len(steps):
-        raise UserError(f"suite {name} has two cells of one name")
-    new = _flags(shlex.split(override))
-    cells, known = [], set[str]()
-    for number, step in enumerate(steps):
-        if not step.name.replace("-", "").isalnum():
-            raise UserError(
-                f"suite {name}: a cell's name has letters, digits and -, got {step.name!r}"
-            )
-        where = f"suite {name}, cell {step.name}"
-        try:
-            command, known_flags = _overridden(step.command, new, where)
-        except ValueError as error:  # shlex's, too
-            raise UserError(f"{where}: {error}") from error
-        cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
-        known |= known_flags
-    if useless := set(new) - known:
-        raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
-    return cells
-
-
-def _overridden(text: str, new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
-    """A command, checked, with those of the new flags that it knows, and all that it knows."""
-    command, words = catalogue.find(shlex.split(text))
-    known = command.settings_for(words).flags()
-    flags = _flags(words) | {flag: values for flag, values in new.items() if flag in known}
-    words = [word for flag, values in flags.items() for word in (flag, *values)]
-    settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
-    return settings.command_line(command.name), known
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
@@ -178,17 +96,4 @@ def keep(cell: Cell, out: Path, output: str) -> None:
 
 
 def _path(cell: Cell, out: Path) -> Path:
-    return out / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
-
-
-def _flags(words: list[str]) -> dict[str, list[str]]:
-    """Flags, each with the words after it."""
-    flags: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            values = flags[word] = []
-        elif flags:
-            values.append(word)
-        else:
-            raise UserError(f"flags begin with --, got {word!r}")
-    return flags
+    return out / (PREPARED if cell.is_preparation else ".") / f"{cell.name}.json"

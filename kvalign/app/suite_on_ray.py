@@ -7,7 +7,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.app.suite import Cell, run_cell
+from kvalign.app.suite import run_cell
+from kvalign.app.suite_cells import Cell
 from kvalign.cluster import ray_session
 from kvalign.errors import RunError
 

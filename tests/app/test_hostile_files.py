@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.base import WEIGHTS
-from kvalign.app import suite
+from kvalign.app import suite_cells
 from kvalign.app.cli import main
 from kvalign.data_gen.store import open_store
 from kvalign.errors import UserError
@@ -129,7 +129,7 @@ def test_documents_of_results(tmp_path_factory, data, name):
 @SETTINGS
 @given(text=st.text(max_size=200) | st.builds(json.dumps, JSON))
 def test_suites(text):
-    survives(lambda: suite.parse_suite(text, "hostile"))
+    survives(lambda: suite_cells.parse_suite(text, "hostile"))
 
 
 @SETTINGS

@@ -3,22 +3,17 @@
 import contextlib
 import io
 import json
-import shlex
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
-from helpers.smaller import output_of
 
-from kvalign import checkpoints
-from kvalign.app import suite
+from kvalign.app import suite, suite_cells
 from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.eval.contents import paper_tables
-from kvalign.eval.results_folder import Results, read
+from kvalign.eval.results_folder import read
 from kvalign.eval.suite_file import parse_suite_text
 
 SUITE = """
@@ -31,7 +26,7 @@ cells:
       eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 30
       --keep {out}/losses
 """
-SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2")
+SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2", "paper-gpt2-mini")
 
 
 @pytest.fixture
@@ -51,12 +46,6 @@ def own(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kvalign.app.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
     return ran
-
-
-def run_here(command, out):
-    """As `kvalign.app.suite.run_cell`, in this process."""
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
-    return output_of([*words, "--json"])
 
 
 def test_finished_cells_are_kept(own, tmp_path, capfd):
@@ -86,6 +75,23 @@ def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
     useless = ["--override", "--num-tokens 15 --num-turns 3"]
     assert main(["eval", "run", "own.yaml", "--out", "other", *useless]) == 2
     assert "has no cell with --num-turns" in capfd.readouterr().err
+
+
+def test_variables_are_filled_in_and_changed(own, tmp_path, capfd):
+    """A word each, spaces and commas included; {out} may be part of one."""
+    text = "variables: {sizes: '16', keep: '{out}/my losses'}\n" + SUITE
+    text = text.replace("{out}/losses", "{keep}").replace("sizes 16", "sizes {sizes}")
+    (tmp_path / "own.yaml").write_text(text)
+    changed = ["--variables", "sizes=16,24"]
+    assert main(["eval", "run", "own.yaml", "--out", "results", *changed]) == 0
+    found = read(tmp_path / "results").documents
+    assert {row["cache_size"] for row in found["short"]["rows"]} == {16, 24}
+    assert len(list((tmp_path / "results" / "my losses").iterdir())) == 4
+    for wrong in ("size=1", "sizes", "'sizes=1"):
+        assert main(["eval", "run", "own.yaml", "--out", "other", "--variables", wrong]) == 2
+    error = capfd.readouterr().err
+    assert "--variables takes NAME=VALUE of suite own.yaml's variables (sizes, keep)" in error
+    assert """--variables "'sizes=1": No closing quotation""" in error
 
 
 def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
@@ -134,6 +140,7 @@ def test_killed_run_takes_up_where_it_was(own, tmp_path):
         ("cells: [{name: a, command: eval chat --num-turns 0}]", "--num-turns must be at least 1"),
         ("cells: [{name: a, command: eval chat --turns 1}]", "unrecognized arguments: --turns"),
         ("cells: [{name: a, command: eval chat word}]", "flags begin with --, got 'word'"),
+        ("cells: [{name: a, command: 'eval chat --model {x}'}]", "suite has no variable 'x'"),
     ],
 )
 def test_wrong_suites_are_one_line_before_any_work(own, tmp_path, capfd, text, message):
@@ -154,66 +161,12 @@ def test_a_folder_of_another_suite_is_refused(own, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_suites_are_understood(name):
-    cells = suite.parse_suite(suite.read_suite(name), name)
+    cells = suite_cells.parse_suite(suite_cells.read_suite(name), name)
     assert len(cells) >= 6 and all(cell.command.startswith("kvalign ") for cell in cells)
-    paper = parse_suite_text(suite.read_suite(name), name).paper
+    paper = parse_suite_text(suite_cells.read_suite(name), name).paper
     names = {cell.name for cell in cells}
     assert {table.cell for table in paper.tables} <= names
     assert bool(paper.tables) == name.startswith("paper")
-
-
-def test_paper_figures_stand_beside_ours():
-    paper = parse_suite_text(suite.read_suite("paper-distilgpt2"), "paper-distilgpt2")
-    row = {"method": "recompute", "aligner": None, "cache_size": 64, "perplexity": 70.123}
-    document = {"kind": "eval perplexity", "rows": [row]}
-    tables = paper_tables(Results({"perplexity-wikitext": document}, paper))
-    wikitext = next(t for t in tables if t.title.startswith("Perplexity, WikiText"))
-    texts = {line[0].text: [entry.text for entry in line[1:]] for line in wikitext.rows}
-    assert texts["recompute"][2:4] == ["75.60", "70.12"]
-    assert texts["streaming-llm"][6:] == ["1980.30", "not run"]
-    other = parse_suite_text(suite.read_suite("paper-smollm2"), "paper-smollm2").paper
-    assert other.tables[0].rows["kvalign (network)"][255] == 137.13
-    assert "swapped" in other.notes[0]
-
-
-@pytest.mark.slow
-def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypatch, capfd):
-    """The whole of it, small, on folders that stand for the model, texts and prompts."""
-
-    def copy(path, rows):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(rows).to_parquet(path)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suite.run_cell", run_here)
-    shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "distilbert" / "distilgpt2")
-    lines = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
-    talk = [{"messages": [{"role": "user", "content": line}]} for line in lines]
-    wikitext = tmp_path / "Salesforce" / "wikitext"
-    for split in ("train", "test"):
-        copy(wikitext / "wikitext-103-raw-v1" / f"{split}-00000.parquet", {"text": lines})
-    (wikitext / "README.md").write_text(
-        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n"
-        "  - split: test\n    path: wikitext-103-raw-v1/test-*\n---\n"
-    )
-    everyday = tmp_path / "HuggingFaceTB" / "everyday-conversations-llama3.1-2k" / "data"
-    for split in ("train_sft", "test_sft"):
-        copy(everyday / f"{split}-00000-of-00001.parquet", talk)
-    asked = [{"category": "x", "prompt": ["Write of an island.", "Again."]}] * 3
-    prompts = tmp_path / "HuggingFaceH4" / "mt_bench_prompts" / "data"
-    copy(prompts / "train-00000-of-00001.parquet", asked)
-    small = (
-        "--num-tokens 700 --chunk-len 64 --max-steps 3 --methods streaming-llm,kvalign,recompute "
-        "--cache-sizes 32 --max-new-tokens 5 --num-prompts 1 --num-turns 2 --num-trials 1 "
-        "--trial-len 2 --num-lines 20 --distances 0 --words english-words"
-    )
-    argv = ["eval", "run", "paper-distilgpt2", "--out", "results", "--override", small]
-    assert main(argv) == 0, capfd.readouterr().err
-    page = (tmp_path / "results" / "report.html").read_text()
-    assert "Beside the paper" in page and "593.40" in page
-    entries = paper_tables(read(tmp_path / "results"))[0].rows
-    assert [e.text == "not run" for e in entries[0][1:]] == [False, False, *[False, True] * 3]
 
 
 @pytest.mark.slow

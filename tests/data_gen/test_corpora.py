@@ -138,7 +138,17 @@ def test_named_hub_corpora_are_read_from_a_copy(offline, tmp_path, monkeypatch):
     everyday = tmp_path / "HuggingFaceTB" / "everyday-conversations-llama3.1-2k" / "data"
     for split in ("train_sft", "test_sft"):
         _write_parquet(everyday / f"{split}-00000-of-00001.parquet", [{"messages": turns}])
+    rows = [{"messages": turns}] * 2
+    smoltalk = tmp_path / "HuggingFaceTB" / "smoltalk"
+    _write_parquet(smoltalk / "data" / "everyday-conversations" / "train-0.parquet", rows)
+    (smoltalk / "README.md").write_text(
+        "---\nconfigs:\n- config_name: everyday-conversations\n  data_files:\n"
+        "  - split: train\n    path: data/everyday-conversations/train-*\n---\n"
+    )
     monkeypatch.chdir(tmp_path)
+    assert _text("paper-wikitext") == " = A = \n"
+    assert _text("paper-wikitext", "test") == " = B = \n"
+    assert _text("paper-everyday") == _text("paper-everyday", "test") == "Hi Hello! Hi Hello! "
     assert _text("wikitext") == " = A = \n\n"
     assert _text("wikitext", "test") == " = B = \n\n"
     assert _text("everyday", "test") == "Hi\nHello!\n\n"

@@ -26,6 +26,7 @@ EXTRA_OF = {
     "kvalign.training.sweep": "tune",
     "kvalign.eval": "eval",
     "kvalign.app.suite": "eval",
+    "kvalign.app.suite_cells": "eval",
     "kvalign.app.suite_on_ray": "eval",
     "kvalign.app.pages": "ui",
 }

@@ -11,7 +11,8 @@ class RunSettings(Settings):
     """Run every cell of a suite that the folder does not have yet, then write the report.
 
     Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
-    paper-smollm2 (the paper's tables and figures), or a .yaml file of your own.
+    paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same experiments on a
+    shipped model), or a .yaml file of your own.
 
     Example:
         kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
@@ -21,6 +22,9 @@ class RunSettings(Settings):
     out: Path = option(help="folder for results and report; finished cells in it are kept")
     override: str = option(
         "", help='flags that replace those of the cells which have them, as "--device cuda"'
+    )
+    variables: str = option(
+        "", help='the suite\'s variables that change, as "corpus=text:mine.txt num_labels=500"'
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")

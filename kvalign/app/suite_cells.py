@@ -1,0 +1,127 @@
+"""From a suite's text to its cells: variables filled in, flags overridden, commands checked."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.app import catalogue
+from kvalign.app.arguments import parse
+from kvalign.app.listing import suites
+from kvalign.errors import UserError
+from kvalign.eval.suite_file import Suite, parse_suite_text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One command of a suite.
+
+    Attributes:
+        name: unique in the suite; its document is NAME.json.
+        command: as `Settings.command_line` writes it, `kvalign` first; {out} stands for the folder
+            of the results, which may be moved.
+        is_preparation: other cells need it; what it prints may be any JSON document.
+    """
+
+    name: str
+    command: str
+    is_preparation: bool = False
+
+
+def read_suite(name: str) -> str:
+    """The text of a shipped suite or of a file.
+
+    Raises:
+        UserError: no such suite.
+    """
+    shipped = suites()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
+
+
+def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
+    """The cells of a suite, preparations first, their commands checked.
+
+    Args:
+        text: as `kvalign.eval.suite_file` reads it.
+        name: of the suite, for messages.
+        override: flags that replace those of the cells which know them.
+        variables: NAME=VALUE of the suite's variables that change.
+
+    Raises:
+        UserError: anything that is wrong in it, a flag to override that no cell has, or a variable
+            that the suite has not.
+    """
+    suite = parse_suite_text(text, name)
+    changed = _changed(suite, variables, name)
+    steps = [*suite.prepare, *suite.cells]
+    if len({step.name for step in steps}) < len(steps):
+        raise UserError(f"suite {name} has two cells of one name")
+    new = _flags(_split("--override", override))
+    cells, known = [], set[str]()
+    for number, step in enumerate(steps):
+        if not step.name.replace("-", "").isalnum():
+            raise UserError(
+                f"suite {name}: a cell's name has letters, digits and -, got {step.name!r}"
+            )
+        where = f"suite {name}, cell {step.name}"
+        try:
+            command, known_flags = _overridden(suite.words(step, changed), new, where)
+        except ValueError as error:  # shlex's, too
+            raise UserError(f"{where}: {error}") from error
+        cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
+        known |= known_flags
+    if useless := set(new) - known:
+        raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
+    return cells
+
+
+def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
+    """The values of `variables`, a text of NAME=VALUE."""
+    changed = {}
+    for word in _split("--variables", variables):
+        variable, equals, value = word.partition("=")
+        if not equals or variable not in suite.variables:
+            known = ", ".join(suite.variables) or "none"
+            raise UserError(
+                f"--variables takes NAME=VALUE of suite {name}'s variables ({known}), got {word!r}"
+            )
+        changed[variable] = value
+    return changed
+
+
+def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
+    """A command, checked, with those of the new flags that it knows, and all that it knows."""
+    command, words = catalogue.find(words)
+    known = command.settings_for(words).flags()
+    flags = _flags(words) | {flag: values for flag, values in new.items() if flag in known}
+    words = [word for flag, values in flags.items() for word in (flag, *values)]
+    settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
+    return settings.command_line(command.name), known
+
+
+def _split(flag: str, text: str) -> list[str]:
+    """The words of a flag's text, as a shell sees them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text!r}: {error}") from None
+
+
+def _flags(words: list[str]) -> dict[str, list[str]]:
+    """Flags, each with the words after it."""
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            values = flags[word] = []
+        elif flags:
+            values.append(word)
+        else:
+            raise UserError(f"flags begin with --, got {word!r}")
+    return flags

@@ -1,0 +1,197 @@
+"""The paper's suites: its figures beside ours, its number of rows, whole on local copies."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from helpers.results_example import write_folder
+from helpers.smaller import output_of
+from helpers.tiny_models import tiny_model
+from transformers import AutoTokenizer
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.app.cli import main
+from kvalign.app.suite_cells import parse_suite, read_suite
+from kvalign.data_gen.chunks import split_of
+from kvalign.data_gen.settings import RecordSettings
+from kvalign.eval.contents import paper_tables, summary
+from kvalign.eval.results_folder import Results, read
+from kvalign.eval.suite_file import parse_suite_text
+from kvalign.eval.sweeps import Sweep, tables
+
+LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
+SMALL = (
+    "--max-steps 3 --chunk-len 96 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
+    "--max-new-tokens 5 --num-trials 2 --generate 3 --trial-len 2"
+)
+SMALL_ON_HUB = f"{SMALL} --num-tokens 1200 --num-turns 2 --num-lines 20 --distances 0"
+
+
+def run_here(command, out):
+    """As `kvalign.app.suite.run_cell`, in this process."""
+    words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
+    return output_of([*words, "--json"])
+
+
+def suite_of(name):
+    return parse_suite_text(read_suite(name), name)
+
+
+def cells_of(name):
+    return {cell.name: shlex.split(cell.command) for cell in parse_suite(read_suite(name), name)}
+
+
+def sweep():
+    point = dict(hidden1=32, hidden2=64, batch_size=16384, lr=0.001, num_reports=3)
+    best = dict(point, trial="001", state="finished", val_loss=0.25, seconds=1.5)
+    failed = dict(point, trial="000", state="failed")
+    return Sweep(target="key", best=best, trials=[best, failed], input_label_mse=0.5)
+
+
+def test_paper_figures_stand_beside_ours():
+    paper = suite_of("paper-distilgpt2")
+    row = {"method": "recompute", "aligner": None, "cache_size": 64, "perplexity": 70.123}
+    document = {"kind": "eval perplexity", "rows": [row]}
+    tables = paper_tables(Results({"perplexity-wikitext": document}, paper))
+    wikitext = next(t for t in tables if t.title.startswith("Perplexity, WikiText"))
+    texts = {line[0].text: [entry.text for entry in line[1:]] for line in wikitext.rows}
+    assert texts["recompute"][2:4] == ["75.60", "70.12"]
+    assert texts["streaming-llm"][6:] == ["1980.30", "not run"]
+    other = suite_of("paper-smollm2").paper
+    assert other.tables[0].rows["kvalign (network)"][255] == 137.13
+    assert "swapped" in other.notes[0]
+
+
+def test_table_1_stands_beside_ours():
+    paper, ours = suite_of("paper-distilgpt2"), sweep()
+    first = paper_tables(Results({}, paper, {"tune-keys": ours}))[0]
+    texts = {line[0].text: [entry.text for entry in line[1:]] for line in first.rows}
+    assert texts["tune-keys, the paper"] == ["256", "64", "1024", "0.00083", "0.00189", "0.00320"]
+    assert texts["tune-keys, ours"] == ["32", "64", "16384", "0.00100", "0.25000", "0.50000"]
+    assert texts["tune-values, ours: not run"] == [""] * 6
+    trials = tables({"tune-keys": ours})[0]
+    assert [line[1].text for line in trials.rows] == ["finished", "failed"]
+
+
+def test_a_sweep_that_is_none_is_named(tmp_path, capfd):
+    folder = write_folder(tmp_path / "results")
+    step = {"name": "tune-keys", "command": "tune --target key"}
+    (folder / "suite.yaml").write_text(json.dumps({"prepare": [step], "cells": []}))
+    assert main(["report", str(folder)]) == 0
+    (folder / "prepared").mkdir()
+    (folder / "prepared" / "tune-keys.json").write_text('{"result": {"target": "key"}}')
+    assert main(["report", str(folder)]) == 2
+    assert re.search(r"tune-keys\.json: .*result\.best: Field required", capfd.readouterr().err)
+
+
+def test_rows_of_one_text_are_put_together():
+    """Those of one label, and other texts, count once: the first."""
+
+    def document(corpus, *methods):
+        rows = [
+            dict(method=m, aligner=None, cache_size=64, num_sinks=k, num_evicted=1)
+            | dict(num_labels=9, perplexity=p)
+            for m, k, p in methods
+        ]
+        settings = {"model": "m", "corpus": corpus, "stepwise": False}
+        return {"kind": "eval perplexity", "settings": settings, "rows": rows}
+
+    found = {
+        "a": document("x", ("recompute", 0, 1.0), ("window", 0, 2.0)),
+        "b": document("x", ("recompute", 0, 9.0), ("recompute", 4, 3.0)),
+        "c": document("y", ("streaming-llm", 4, 4.0)),
+    }
+    (table,) = summary(Results(found))
+    assert [(row[0].text, row[1].text) for row in table.rows] == [
+        ("recompute, 0 sinks", "1.00"),
+        ("window, 0 sinks", "2.00"),
+        ("recompute, 4 sinks", "3.00"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("paper-distilgpt2", 6 * 12), ("paper-smollm2", 30 * 3)]
+)
+def test_more_rows_are_recorded_than_in_the_paper(name, heads):
+    """Chunks of 256 tokens with four sinks and one evicted have 251 rows a head."""
+    flags = cells_of(name)["caches"]
+    assert flags[flags.index("--stride") + 1] == "32"
+    num_chunks = (RecordSettings(out=Path("x")).num_tokens - 256) // 32 + 1
+    trained = [n for n in range(num_chunks) if split_of(n, 256, 32, 0.1, 0) == "train"]
+    assert "--num-tokens" not in flags and len(trained) * heads * 251 > 20e6
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The working folder, with folders that stand for what the suites take from the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvalign.app.suite.run_cell", run_here)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
+    sizes = {"vocab_size": len(tokenizer)}
+    for model, kind, length in (
+        ("distilbert/distilgpt2", "gpt2", "n_positions"),
+        ("HuggingFaceTB/SmolLM2-135M", "llama", "max_position_embeddings"),
+    ):
+        tiny_model(kind, **sizes, **{length: 1024}).save_pretrained(tmp_path / model)
+        tokenizer.save_pretrained(tmp_path / model)
+    talk = [{"messages": [{"role": "user", "content": line}]} for line in LINES]
+    asked = [{"category": "x", "prompt": ["Write of an island.", "Again."]}] * 3
+    for name, config, splits, rows in (
+        ("Salesforce/wikitext", "wikitext-103-raw-v1", ("train", "test"), {"text": LINES}),
+        ("HuggingFaceTB/smoltalk", "everyday-conversations", ("train",), talk),
+        ("HuggingFaceH4/mt_bench_prompts", "default", ("train",), asked),
+    ):
+        folder = tmp_path / name / config
+        folder.mkdir(parents=True)
+        card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+        for split in splits:
+            pd.DataFrame(rows).to_parquet(folder / f"{split}-0.parquet")
+            card += f"  - split: {split}\n    path: {config}/{split}-*\n"
+        (tmp_path / name / "README.md").write_text(f"{card}---\n")
+    (tmp_path / "text.txt").write_text("".join(LINES))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["paper-distilgpt2", "paper-smollm2", "paper-gpt2-mini"])
+def test_paper_suite_runs_whole(hub, capfd, name):
+    """Every cell, small; at C = 64 each of the paper's figures has one of ours beside it."""
+    pytest.importorskip("ray")
+    more = ["--override", SMALL_ON_HUB]
+    if name == "paper-gpt2-mini":
+        text = "corpus=text:text.txt train_corpus=text:text.txt num_labels=20"
+        more = ["--override", SMALL, "--variables", text]
+    argv = ["eval", "run", name, "--out", "results", *more]
+    assert main(argv) == 0, capfd.readouterr().err
+    results = read(hub / "results")
+    page = (hub / "results" / "report.html").read_text()
+    assert "Beside the paper" in page and "C = 255, paper" in page
+    tuning, *others = paper_tables(results) if results.sweeps else [None, *paper_tables(results)]
+    assert (tuning is None) == (name == "paper-smollm2")
+    if tuning:
+        assert [line[0].text.partition(", ")[2] for line in tuning.rows] == [
+            "the paper",
+            "ours",
+        ] * 2
+        assert {len(sweep.trials) for sweep in results.sweeps.values()} == {2}
+    assert len(others) == len(suite_of(name).paper.tables)
+    for table in others:
+        titles = [column.title for column in table.columns]
+        place = titles.index("C = 64, paper")
+        assert all("not run" not in (row[place].text, row[place + 1].text) for row in table.rows)
+    if name == "paper-distilgpt2":
+        sizes = Aligner.from_pretrained(hub / "results" / "network").config.sizes
+        assert (sizes["key_hidden1"], sizes["key_hidden2"]) == (256, 64)
+        assert (sizes["value_hidden1"], sizes["value_hidden2"]) == (64, 128)
+    if name == "paper-gpt2-mini":
+        (table,) = [table for table in summary(results) if "C = 64" in table.title]
+        assert len(table.rows) >= 6
+    capfd.readouterr()
+    assert main(argv) == 0
+    cells = len(cells_of(name))
+    assert f"{cells} cells in results, {cells} of them from before" in capfd.readouterr().err
