@@ -1,0 +1,132 @@
+"""Tables of README and the pages, written between their markers from the documents of eval/results.
+
+<!-- table: PART/TABLE -->        as the part's suite.yaml has it
+<!-- commands: PART/CELL ... -->  the commands of cells
+<!-- texts: NAME -->              files of a text and their SHA-256
+<!-- end -->
+"""
+
+import re
+from pathlib import Path
+from textwrap import wrap
+
+from helpers.result_parts import RESULTS, ROOT, Part, Table, parts, text_sources
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import Document, Row
+from kvalign.files import read_json, write_text
+
+PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+_MARKED = re.compile(r"(<!-- (table|commands|texts): ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write_pages(results: Path = RESULTS) -> list[Path]:
+    """Bring what stands between markers up to date; returns the pages that changed."""
+    changed = []
+    for path in PAGES:
+        old = path.read_text(encoding="utf-8")
+        if (new := filled(old, results)) != old:
+            write_text(path, new)
+            changed.append(path)
+    return changed
+
+
+def filled(page: str, results: Path = RESULTS) -> str:
+    """A page with each marked piece made anew of the documents in `results`; tables that lack a
+    document stay as they are.
+    """
+    known = parts()
+
+    def replace(match: re.Match[str]) -> str:
+        begin, word, argument, end = match.groups()
+        if word == "texts":
+            return begin + _texts(argument) + end
+        if word == "commands":
+            return begin + _commands(known, argument.split()) + end
+        part, _, name = argument.partition("/")
+        table = known[part].tables[name]
+        if lacking(table, results / part):
+            return match[0]
+        return begin + markdown(table, results / part) + end
+
+    return _MARKED.sub(replace, page)
+
+
+def marked(page: str) -> list[str]:
+    """The arguments of a page's markers, and what is wrong if one has no end."""
+    found = [match[3] for match in _MARKED.finditer(page)]
+    assert len(found) == len(re.findall(r"<!-- (?:table|commands|texts): ", page))
+    return found
+
+
+def lacking(table: Table, folder: Path) -> list[str]:
+    """The cells of a table without a document."""
+    return [cell for cell in table.cells if not (folder / f"{cell}.json").exists()]
+
+
+def markdown(table: Table, folder: Path) -> str:
+    """The table of the documents in a folder.
+
+    Raises:
+        UserError: two documents give one place different figures.
+    """
+    headings, lines = list(table.columns), dict[tuple[str, ...], dict[str, str]]()
+    for cell in table.cells:
+        document = read_json(folder / f"{cell}.json")
+        for row in document["rows"]:
+            if any(row.get(name) in values for name, values in table.leave_out.items()):
+                continue
+            known = _known(row, document)
+            words = (text.format(**known) for text in table.columns.values())
+            line = lines.setdefault(tuple(table.rename.get(w, w) for w in words), {})
+            if table.across is None:
+                continue
+            heading = table.across.format(**known)
+            heading = table.rename.get(heading, heading)
+            text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
+            if line.setdefault(heading, text) != text:
+                raise UserError(f"{folder.name}, {cell}: {line[heading]} elsewhere, here {text}")
+            headings += [heading] * (heading not in headings)
+    rows = [
+        [*words, *(line.get(heading, "-") for heading in headings[len(words) :])]
+        for words, line in lines.items()
+    ]
+    return _table([headings, *rows])
+
+
+def _known(row: Row, document: Document) -> Row:
+    """What format strings of a table may name."""
+    method, aligner = row.get("method"), row.get("aligner")
+    label = f"`{method}`" + f" ({aligner})" * bool(aligner)
+    known = row | {"label": label, "settings": document["settings"]}
+    if "batch_size" in row:  # times are a token's
+        known["step_ms"] = row["median_ms"] * row["batch_size"]
+    return known
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def _commands(known: dict[str, Part], names: list[str]) -> str:
+    """A block of the commands, without where they keep losses."""
+    lines = []
+    for name in names:
+        part, _, cell = name.partition("/")
+        steps = [*known[part].prepare, *known[part].documents]
+        (command,) = (step.command for step in steps if step.name == cell)
+        command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
+        command = command if command.startswith("python ") else f"kvalign {command}"
+        lines += " \\\n  ".join(wrap(command, 130, break_on_hyphens=False)).splitlines()
+    return "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def _texts(name: str) -> str:
+    source = text_sources()[name]
+    base = source.source if source.is_whole else ""
+    rows = [["file", "SHA-256"]]
+    for file, digest in source.files.items():
+        shown = f"[{file}]({base}/{Path(file).stem})" if base else f"`{file}`"
+        rows.append([shown, f"`{digest}`"])
+    return _table(rows)
