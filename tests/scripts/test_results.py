@@ -4,12 +4,14 @@ of clean commits; and the mechanism rebuilds one of them from nothing.
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
-from helpers.result_parts import RESULTS, check_texts, faults, parts
+from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
 from helpers.result_tables import PAGES, filled, lacking, markdown, marked
 from helpers.smaller import output_of
 
+from kvalign import checkpoints
 from kvalign.errors import UserError
 from scripts import results
 
@@ -166,3 +168,17 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         for table in parts()["scripts"].tables.values():
             if table.cells == [cell.name]:
                 assert markdown(table, path.parent).count("\n") >= 4
+
+
+def test_cards_and_page_name_the_texts():
+    page = (ROOT / "docs" / "corpora.md").read_text(encoding="utf-8")
+    for name, source in text_sources().items():
+        for file, digest in source.files.items():
+            assert Path(file).stem in page and digest in page, f"{name}/{file}"
+    valid = text_sources()["wikitext-2"].files["valid.txt"]
+    cards = sorted((ROOT / "checkpoints").glob("*/README.md"))
+    assert len(cards) == len(checkpoints.MODELS) + len(checkpoints.ALIGNERS)
+    for card in (card.read_text(encoding="utf-8") for card in cards):
+        named = {spec for spec in ("text:wikitext-2/valid.txt", "text:books") if spec in card}
+        assert ("text:wikitext-2/valid.txt" in named) == (valid in card)
+        assert ("text:books" in named) == ("Standard Ebooks" in card and "Moby Dick" in card)
