@@ -24,34 +24,43 @@ RESULTS = ROOT / "eval" / "results"
 TEXTS = RESULTS / "texts.yaml"
 
 
-class Table(BaseModel):
-    """A table of the rows of some cells.
-
-    What stands in it are format strings of a row's fields, its document's `settings`, `label`, the
-    method with its aligner, and `step_ms`, the median of a whole batch.
+class Selection(BaseModel):
+    """Rows of some cells.
 
     Attributes:
         cells: names of the documents, in order.
-        columns: text by heading; rows of equal texts are one line.
-        across: a heading; each of its values is one more column, with `values` in its lines.
-        values: text by method, "*" for the others.
         leave_out: rows with one of these values.
-        rename: a heading or a label, and what stands in its place.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     cells: list[str]
+    leave_out: dict[str, list[Any]] = {}
+
+
+class Table(Selection):
+    """A table of rows.
+
+    What stands in it are format strings of a row's fields, its document's `settings`, `label`, the
+    method with its aligner, and `step_ms`, the median of a whole batch.
+
+    Attributes:
+        columns: text by heading; rows of equal texts are one line.
+        across: a heading; each of its values is one more column, with `values` in its lines.
+        values: text by method, "*" for the others.
+        rename: a heading or a label, and what stands in its place.
+    """
+
     columns: dict[str, str]
     across: str | None = None
     values: dict[str, str] = {}
-    leave_out: dict[str, list[Any]] = {}
     rename: dict[str, str] = {}
 
 
 class Part(Suite, frozen=True):
     scripts: list[Step] = Field(default_factory=list)
     tables: dict[str, Table] = Field(default_factory=dict)
+    pictures: dict[str, Selection] = Field(default_factory=dict)
 
     @property
     def documents(self) -> list[Step]:

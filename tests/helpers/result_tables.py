@@ -7,17 +7,37 @@
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from helpers.result_parts import RESULTS, ROOT, Part, Table, parts, text_sources
+from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Document, Row
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.plots import save
 from kvalign.files import read_json, write_text
 
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
-_MARKED = re.compile(r"(<!-- (table|commands|texts): ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(^<!-- (table|commands|texts): ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
+)
+
+
+def draw_pictures(results: Path = RESULTS) -> None:
+    """Draw the parts' pictures anew, as far as there are today's documents for them."""
+    for name, part in parts().items():
+        for picture, wanted in part.pictures.items():
+            first, *_ = paths = [results / name / f"{cell}.json" for cell in wanted.cells]
+            if any(map(faults, paths)):
+                continue
+            document = read_json(first)
+            evaluation = EVALUATIONS[document["kind"].removeprefix("eval ")]
+            rows = [row for row, _ in _rows(wanted, results / name)]
+            drawn = evaluation.figure(document | {"rows": rows})
+            assert drawn is not None, picture
+            save(drawn[0], results / picture)
 
 
 def write_pages(results: Path = RESULTS) -> list[Path]:
@@ -53,9 +73,9 @@ def filled(page: str, results: Path = RESULTS) -> str:
 
 
 def marked(page: str) -> list[str]:
-    """The arguments of a page's markers, and what is wrong if one has no end."""
+    """The arguments of a page's markers, each of which must have an end."""
     found = [match[3] for match in _MARKED.finditer(page)]
-    assert len(found) == len(re.findall(r"<!-- (?:table|commands|texts): ", page))
+    assert len(found) == len(re.findall(r"^<!-- (?:table|commands|texts): ", page, re.MULTILINE))
     return found
 
 
@@ -71,27 +91,32 @@ def markdown(table: Table, folder: Path) -> str:
         UserError: two documents give one place different figures.
     """
     headings, lines = list(table.columns), dict[tuple[str, ...], dict[str, str]]()
-    for cell in table.cells:
-        document = read_json(folder / f"{cell}.json")
-        for row in document["rows"]:
-            if any(row.get(name) in values for name, values in table.leave_out.items()):
-                continue
-            known = _known(row, document)
-            words = (text.format(**known) for text in table.columns.values())
-            line = lines.setdefault(tuple(table.rename.get(w, w) for w in words), {})
-            if table.across is None:
-                continue
-            heading = table.across.format(**known)
-            heading = table.rename.get(heading, heading)
-            text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
-            if line.setdefault(heading, text) != text:
-                raise UserError(f"{folder.name}, {cell}: {line[heading]} elsewhere, here {text}")
-            headings += [heading] * (heading not in headings)
+    for row, document in _rows(table, folder):
+        known = _known(row, document)
+        words = (text.format(**known) for text in table.columns.values())
+        line = lines.setdefault(tuple(table.rename.get(w, w) for w in words), {})
+        if table.across is None:
+            continue
+        heading = table.across.format(**known)
+        heading = table.rename.get(heading, heading)
+        text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
+        if line.setdefault(heading, text) != text:
+            raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
+        headings += [heading] * (heading not in headings)
     rows = [
         [*words, *(line.get(heading, "-") for heading in headings[len(words) :])]
         for words, line in lines.items()
     ]
     return _table([headings, *rows])
+
+
+def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
+    """The rows of some cells, less those that are left out, each with its document."""
+    for cell in wanted.cells:
+        document = read_json(folder / f"{cell}.json")
+        for row in document["rows"]:
+            if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
+                yield row, document
 
 
 def _known(row: Row, document: Document) -> Row:

@@ -1,5 +1,5 @@
 """Rebuild the results: run the commands of eval/results/*/suite.yaml and write the tables of README
-and the pages from their documents.
+and the pages from their documents, and draw their pictures.
 
     python tests/scripts/results.py --parts gpt2-mini --wikitext-2 FOLDER
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
 from helpers.result_parts import RESULTS, ROOT, Part, check_texts, faults, parts, text_sources
-from helpers.result_tables import write_pages
+from helpers.result_tables import draw_pictures, write_pages
 
 from kvalign.app.arguments import parse
 from kvalign.app.suite import Cell, keep, parse_suite, run_cell
@@ -136,6 +136,7 @@ def main(argv: list[str]) -> int:
         if settings.run:
             rebuild(settings)
         if settings.results == RESULTS:
+            draw_pictures()
             for page in write_pages():
                 print(f"tables of {page.relative_to(ROOT)} written", file=sys.stderr)
     except (UserError, RunError) as error:

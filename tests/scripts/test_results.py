@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
-from helpers.result_tables import PAGES, filled, lacking, markdown, marked
+from helpers.result_tables import PAGES, draw_pictures, filled, lacking, markdown, marked
 from helpers.smaller import output_of
 
 from kvalign import checkpoints
@@ -63,6 +63,22 @@ def test_tables_are_those_of_the_documents():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text == filled(text), f"{page}: make tables"
+
+
+def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.eval.document._commit", lambda: "abcdef1")
+    argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
+    override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window"
+    assert results.main([*argv, "--results", str(tmp_path), "--override", override]) == 0
+    folder, drawn = tmp_path / "gpt2-mini", {}
+    (folder / "python-docs.json").rename(folder / "perplexity.json")
+    monkeypatch.setattr("helpers.result_tables.save", lambda fig, path: drawn.update({path: fig}))
+    draw_pictures(tmp_path)
+    (figure,) = drawn.values()
+    assert [*drawn] == [tmp_path / "gpt2-mini.png"]
+    rows = json.loads((folder / "perplexity.json").read_text())["rows"]
+    shown = {y for line in figure.axes[0].lines for y in line.get_ydata()}
+    assert {row["perplexity"] for row in rows} <= shown
 
 
 def test_every_table_is_shown_and_no_other():
@@ -152,6 +168,7 @@ def test_a_changed_command_is_run_again(in_process, tmp_path):
     assert len(in_process) == 2
 
 
+@pytest.mark.slow
 def test_scripts_end_in_a_document(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = {
