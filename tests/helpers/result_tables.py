@@ -21,7 +21,7 @@ from kvalign.files import read_json, write_text
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _MARKED = re.compile(
-    r"(^<!-- (table|commands|texts): ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
+    r"(^<!-- (table|commands|texts): ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL | re.MULTILINE
 )
 
 
@@ -52,21 +52,22 @@ def write_pages(results: Path = RESULTS) -> list[Path]:
 
 
 def filled(page: str, results: Path = RESULTS) -> str:
-    """A page with each marked piece made anew of the documents in `results`; tables that lack a
-    document stay as they are.
+    """A page with each marked piece made anew of the documents in `results`; a table that lacks a
+    document stays as it is, or says so.
     """
     known = parts()
 
     def replace(match: re.Match[str]) -> str:
-        begin, word, argument, end = match.groups()
+        begin, word, argument, old, end = match.groups()
         if word == "texts":
             return begin + _texts(argument) + end
         if word == "commands":
             return begin + _commands(known, argument.split()) + end
         part, _, name = argument.partition("/")
         table = known[part].tables[name]
-        if lacking(table, results / part):
-            return match[0]
+        if missing := lacking(table, results / part):
+            todo = ",".join(f"{part}/{cell}" for cell in missing)
+            return begin + (old or f"*Not made yet: `make results PART={todo}`.*\n") + end
         return begin + markdown(table, results / part) + end
 
     return _MARKED.sub(replace, page)
