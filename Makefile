@@ -9,7 +9,7 @@ SLOW := slow or browser or ray
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow coverage docs lint format wheel-test clean
+.PHONY: demo test test-slow coverage docs results tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -45,6 +45,14 @@ coverage: .venv/installed
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+# The documents of eval/results made anew, then the tables (docs/evaluation.md): PART=gpt2-mini, or gpt2-mini/perplexity.
+results: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/results.py $(if $(PART),--parts $(PART)) \
+	  $(if $(WIKITEXT_2),--wikitext-2 $(WIKITEXT_2)) $(if $(BOOKS),--books $(BOOKS))
+
+tables: .venv/installed
+	$(BIN)/python tests/scripts/results.py --no-run
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvalign.data_gen.corpus import Corpus
 from kvalign.data_gen.hub_dataset import HUB
+from kvalign.data_gen.text_files import sha256_of
 from kvalign.errors import UserError
 from kvalign.registry import Registry, unknown
 
@@ -94,3 +95,11 @@ def hub_datasets(specs: Sequence[str]) -> list[str]:
         if _HUB_ID.fullmatch(name) and not Path(name).expanduser().exists():
             ids.add(name)
     return sorted(ids)
+
+
+def text_sha256(specs: Sequence[str]) -> dict[str, str]:
+    """What tells the local texts among corpora from others: the SHA-256 of the files of each
+    `text:` one after another, by the corpus without `marked:`.
+    """
+    names = [spec.removeprefix("marked:") for spec in specs]
+    return {n: sha256_of(n.removeprefix("text:")) for n in names if n.startswith("text:")}

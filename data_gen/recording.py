@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
     CONFIG,
@@ -148,4 +148,5 @@ def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
         about = {name: value for name, value in vars(shard).items() if name != "path"}
         entries.append(about | {"file": shard.path.name, "sha256": sha256(shard.path)})
     values = {"num_chunks": num_chunks, "num_rows": num_rows, "input_label_mse": mse}
-    return Manifest.model_validate({**values, "shards": entries})
+    texts = text_sha256(config.settings.corpus)
+    return Manifest.model_validate({**values, "shards": entries, "text_sha256": texts})

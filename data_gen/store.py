@@ -95,6 +95,7 @@ class Manifest(BaseModel):
         input_label_mse: mean squared difference of stale and aligned entries over both splits,
             by kv and number evicted.
         shards: by split and number evicted, then in the order of the corpus.
+        text_sha256: of the local texts it was recorded from; recordings of 0.1 do not say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -103,6 +104,7 @@ class Manifest(BaseModel):
     num_rows: dict[str, int]
     input_label_mse: dict[str, dict[int, float]]
     shards: Annotated[list[ShardEntry], Field(min_length=1)]
+    text_sha256: dict[str, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

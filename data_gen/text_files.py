@@ -1,6 +1,7 @@
 """The corpora `text:PATH`: text files of a user."""
 
 import glob
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +19,29 @@ class TextFiles:
             NotFoundError: no file matches.
             UserError: a file is not UTF-8; raised when it is reached.
         """
-        path = Path(rest).expanduser()
-        paths = path.rglob("*.txt") if path.is_dir() else map(Path, glob.glob(str(path)))
-        files = [path] if path.is_file() else sorted(filter(Path.is_file, paths), key=str)
-        if not files:
-            raise NotFoundError(
-                f"no text at {rest!r}: name a file, a folder with .txt files, or a glob"
-            )
-        return in_pieces(_lines(files))
+        return in_pieces(_lines(files_of(rest)))
+
+
+def files_of(rest: str) -> list[Path]:
+    """The files of a file's name, a folder or a glob, in order; NotFoundError if there is none."""
+    path = Path(rest).expanduser()
+    paths = path.rglob("*.txt") if path.is_dir() else map(Path, glob.glob(str(path)))
+    files = [path] if path.is_file() else sorted(filter(Path.is_file, paths), key=str)
+    if not files:
+        raise NotFoundError(
+            f"no text at {rest!r}: name a file, a folder with .txt files, or a glob"
+        )
+    return files
+
+
+def sha256_of(rest: str) -> str:
+    """SHA-256 of the files one after another, as of `cat FILES`."""
+    digest = hashlib.sha256()
+    for file in files_of(rest):
+        with file.open("rb") as content:
+            while block := content.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _lines(files: list[Path]) -> Iterator[str]:

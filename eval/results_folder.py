@@ -43,7 +43,7 @@ def read(folder: Path) -> Results:
     if not folder.is_dir():
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
     suite = _suite(folder / SUITE_FILE)
-    documents = {path.stem: _document(path) for path in sorted(folder.glob("*.json"))}
+    documents = {path.stem: read_document(path) for path in sorted(folder.glob("*.json"))}
     if not documents:
         raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
@@ -97,7 +97,8 @@ class _Document(BaseModel):
     environment: dict[str, Any]
 
 
-def _document(path: Path) -> Document:
+def read_document(path: Path) -> Document:
+    """The document in a file; UserError if it is none of today's evaluations."""
     where = f"{path} is no document of `kvalign eval --json`"
     try:
         values = read_json(path)

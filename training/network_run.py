@@ -92,6 +92,7 @@ def describe_data(store: Store) -> dict[str, Any]:
         "num_rows": store.manifest.num_rows,
         "manifest_sha256": sha256(store.folder / MANIFEST),
         "datasets": hub_datasets(store.config.settings.corpus),
+        "text_sha256": store.manifest.text_sha256,
     }
 
 

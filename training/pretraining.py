@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
-from kvalign.files import locked, write_json, write_text, write_whole
+from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
 from kvalign.runs import ResumableRun
 from kvalign.settings import keywords_of
@@ -39,6 +39,7 @@ WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
 _CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
+_TEXTS = "text_sha256.json"
 _PROGRESS = ("step", "smooth_loss", "seconds")
 # Settings that may differ when a run goes on: they change where it stops and how it runs, not what
 # it learns.
@@ -73,6 +74,8 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)
     mix = open_mix(settings, tokenizer, work_dir)
+    if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
+        write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
     model = build_model(settings, tokenizer).to(settings.device)
     if state == "new":
         resumable.begin()
@@ -232,13 +235,17 @@ def _publish(
         "train_loss_nats": run.smooth_loss,
         "train_seconds": round(run.seconds),
         "num_parameters": model.num_parameters(),
+        "text_sha256": read_json(settings.out / "training" / _TEXTS),
     }
     if settings.eval_corpus:
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
     write_json(settings.out / "pretrain.json", facts)
     template = jinja2.Template(
-        _CARD.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        _CARD.read_text(),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
     )
     values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
     write_text(settings.out / "README.md", template.render(values))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners import Aligner, Move, new_config
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import equal_shares
-from kvalign.data_gen.corpora import hub_datasets, token_pieces
+from kvalign.data_gen.corpora import hub_datasets, text_sha256, token_pieces
 from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel, load_model
@@ -127,6 +127,7 @@ def train_on_text(
     aligner = kind(config).to(model.device).requires_grad_(False)
     weights = deepcopy(aligner.state_dict())
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
+    data |= {"text_sha256": text_sha256(corpora)}
     start = time.perf_counter()
     record = record_of(f"train --aligner-kind {kind.kind}", settings, data, model.device)
     record |= fit(aligner, settings, loaded, text)

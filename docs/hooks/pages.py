@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     words = {
         "source": source,
-        "file": lambda path: (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "]("),
+        "file": file,
         "public": public,
         "commands": command_line.reference,
         "lanes": lanes,
@@ -56,6 +56,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return words[word](*([argument] if argument else []))
 
     return _LINE.sub(replace, markdown)
+
+
+def file(path: str) -> str:
+    """A Markdown file of the repository; its links into docs/ become those of a page there."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return re.sub(r"\]\((\.\./)*docs/", "](", text)
 
 
 def source(name: str) -> str:

@@ -92,11 +92,11 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 COLUMNS = {
     "num_labels": Column("labels"),
     "perplexity": Column("perplexity", 2, "lower", "exp of the mean loss of the labels"),
-    "low": Column("95 % from", 2, about="block bootstrap over the labels"),
-    "high": Column("95 % to", 2, about="block bootstrap over the labels"),
+    "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
+    "high": Column("95 % to", 2, about="moving-block bootstrap over the labels"),
     "ratio": Column("ratio", 3, "lower", "by the reference's, on the same labels", True),
-    "ratio_low": Column("ratio from", 3, "", "95 %, paired block bootstrap", True),
-    "ratio_high": Column("ratio to", 3, "", "95 %, paired block bootstrap", True),
+    "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
+    "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True),
 }
 MORE_COLUMNS = {

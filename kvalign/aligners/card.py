@@ -49,7 +49,7 @@ def card_text(config: "AlignerConfig") -> str:
 
 
 def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value != [])
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
 
 
 def _datasets(data: dict[str, Any]) -> list[str]:

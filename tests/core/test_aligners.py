@@ -111,6 +111,7 @@ def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
     corpus = ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]
     data = {"corpus": corpus, "datasets": ["Salesforce/wikitext"]}
+    data |= {"text_sha256": {"text:a.txt": "beef"}}
     part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
     older = {"data": {"corpus": ["marked:hub:me/stories:en:text"]}}  # without `datasets`
     training = {"key": part, "value": older}
@@ -127,4 +128,5 @@ def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
     assert card.data.license == "apache-2.0" and card.data.library_name == "kvalign"
     assert card.data.base_model == "distilbert/distilgpt2"
     assert card.data.datasets == ["Salesforce/wikitext", "me/stories"]
+    assert "text_sha256 {'text:a.txt': 'beef'}" in card.text
     assert "| key | 0.5 | 2 | 0.25 | yes |" in card.text

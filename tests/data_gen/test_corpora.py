@@ -1,5 +1,6 @@
 """Texts come back as they are, ids as those of the whole text, errors at once and in one line."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from helpers.tiny_corpus import TEXT, byte_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
 from kvalign.data_gen import corpora, marked
-from kvalign.data_gen.corpora import hub_datasets, texts, token_pieces
+from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
 from kvalign.errors import UserError
 
@@ -196,6 +197,16 @@ def test_hub_data_sets_among_corpora_have_ids(tmp_path, monkeypatch):
     others = ["python-docs", "text:wikitext", f"hub:{tmp_path}", "hub:../x/y", "hub:"]
     assert hub_datasets([*specs, *others]) == ["Salesforce/wikitext", "a/b", "c"]
     assert hub_datasets([]) == []
+
+
+def test_local_texts_are_told_by_their_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "a.txt").write_bytes(b"one\r\n")
+    (tmp_path / "two" / "b.txt").write_bytes("zwei é".encode())
+    both = hashlib.sha256(b"one\r\n" + "zwei é".encode()).hexdigest()
+    found = text_sha256(["marked:text:two", "python-docs", "hub:a/b", "text:two/a.txt"])
+    assert found == {"text:two": both, "text:two/a.txt": hashlib.sha256(b"one\r\n").hexdigest()}
 
 
 class Letters:

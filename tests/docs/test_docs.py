@@ -63,6 +63,7 @@ PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
 # Lines of a shell that are not run, and why.
 NOT_RUN = {
     r"make (demo|test|test-slow|lint|format|docs|coverage)": "sets up an environment",
+    r"make results PART=\S+": "sets up an environment; tests/scripts/test_results.py",
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }

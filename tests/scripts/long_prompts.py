@@ -14,6 +14,7 @@ import torch
 
 from kvalign import load_model, make_method
 from kvalign.app.arguments import parse
+from kvalign.eval.document import document
 from kvalign.settings import Settings, option
 
 
@@ -33,7 +34,8 @@ class LongPromptSettings(Settings):
 
 @torch.no_grad()
 def run(settings: LongPromptSettings) -> None:
-    """Print a line for each method and one of JSON."""
+    """Print a line for each method and one of JSON, the document."""
+    started = time.perf_counter()
     model, size = load_model(settings.model).model, settings.cache_size
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, settings.num_tokens), generator=rng)
@@ -53,7 +55,9 @@ def run(settings: LongPromptSettings) -> None:
             f"{seconds[name]:.1f} s, {seconds[name] / plain:.2f} times plain ({plain:.1f} s)",
             flush=True,
         )
-    print(json.dumps({"settings": settings.as_dict(), "plain_s": plain, "seconds": seconds}))
+    rows = [{"work": "plain passes", "seconds": plain, "ratio": 1.0}]
+    rows += [{"work": f"`{n}`", "seconds": s, "ratio": s / plain} for n, s in seconds.items()]
+    print(json.dumps(document("script long-prompts", settings, rows, started=started)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python tests/scripts/throughput.py --hidden1 128 --hidden2 128
 
-Prints one JSON document: rows a second of the products alone, of training (forward, backward,
-AdamW) on one batch, and of training with a newly gathered batch each step; and the last two as
-shares of the first. The three take turns, so that other work on the machine slows them alike; the
-best of each tells more than the median on a busy machine.
+Prints one JSON document with a row for each: rows a second of the products alone, of training
+(forward, backward, AdamW) on one batch, and of training with a newly gathered batch each step; and
+as shares of the first. The three take turns, so that other work on the machine slows them alike;
+the best of each tells more than the median on a busy machine.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from kvalign.aligners import RealignNet
 from kvalign.app.arguments import parse
 from kvalign.data_gen.store import Shard
+from kvalign.eval.document import document
 from kvalign.settings import Settings, option
 from kvalign.training.network_fit import Realignment, loss
 from kvalign.training.network_rows import Batch, Shuffled
@@ -50,7 +51,10 @@ class ThroughputSettings(Settings):
 
 
 def measure(settings: ThroughputSettings) -> dict:
-    """Rows a second of products, training and training_gathered, and shares of the first."""
+    """A document of rows a second of products, training and training_gathered, and shares of the
+    first.
+    """
+    started = time.perf_counter()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,26 +73,13 @@ def measure(settings: ThroughputSettings) -> dict:
                 run()
                 if n >= 3:  # warm-up
                     times[name].append(time.perf_counter() - start)
-    return {
-        "median": _rates(times, statistics.median, settings.batch_size),
-        "best": _rates(times, min, settings.batch_size),
-        "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "settings": asdict(settings),
-    }
-
-
-def _rates(
-    times: dict[str, list[float]], pick: Callable, batch_size: int
-) -> dict[str, dict[str, float]]:
-    seconds = {name: pick(each) for name, each in times.items()}
-    shares = {
-        name: round(seconds["products"] / s, 3) for name, s in seconds.items() if name != "products"
-    }
-    return {
-        "rows_per_s": {name: round(batch_size / s) for name, s in seconds.items()},
-        "share_of_products": shares,
-    }
+    rows = [{"work": name} for name in times]
+    for row in rows:
+        for word, pick in (("median", statistics.median), ("best", min)):
+            seconds = pick(times[row["work"]])
+            row[f"{word}_rows_per_s"] = settings.batch_size / seconds
+            row[f"{word}_share"] = pick(times["products"]) / seconds
+    return document("script throughput", settings, rows, started=started)
 
 
 def _training_step(settings: ThroughputSettings) -> Callable[[Batch], None]:

@@ -1,11 +1,13 @@
 """The reference models' recipe: resuming changes nothing, the result is a model like any other."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvalign.files import sha256
 from kvalign.models import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import bits_per_byte, pretrain
@@ -71,6 +73,9 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     assert loaded.spec.context_len == 32 and len(loaded.tokenizer) == 300
     assert json.loads((tmp_path / "a/pretrain.json").read_text()) == json.loads(json.dumps(facts))
     card = (tmp_path / "a/README.md").read_text()
+    (digest,) = facts["text_sha256"].values()
+    assert digest == sha256(Path(text.removeprefix("text:"))) and digest in card
+    assert "\n\n|" not in card.partition("| architecture")[2]
     assert f"{facts['bits_per_byte']:.3f} bits per byte" in card and "--vocab-size 300" in card
     torch.manual_seed(0)
     untrained = recipe.build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()

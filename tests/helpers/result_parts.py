@@ -1,0 +1,148 @@
+"""The parts of eval/results: a folder each, whose `suite.yaml` says which commands make its
+documents and which tables are made of them.
+
+It is a suite of `kvalign eval run` with two more entries: `scripts`, cells that are scripts of
+ours, and `tables`.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import Document
+from kvalign.eval.results_folder import SUITE_FILE, read_document
+from kvalign.eval.suite_file import Step, Suite
+from kvalign.files import checked, read_json, sha256
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
+TEXTS = RESULTS / "texts.yaml"
+
+
+class Selection(BaseModel):
+    """Rows of some cells.
+
+    Attributes:
+        cells: names of the documents, in order.
+        leave_out: rows with one of these values.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    cells: list[str]
+    leave_out: dict[str, list[Any]] = {}
+
+
+class Table(Selection):
+    """A table of rows.
+
+    What stands in it are format strings of a row's fields, its document's `settings`, `label`, the
+    method with its aligner, and `step_ms`, the median of a whole batch.
+
+    Attributes:
+        columns: text by heading; rows of equal texts are one line.
+        across: a heading; each of its values is one more column, with `values` in its lines.
+        values: text by method, "*" for the others.
+        rename: a heading or a label, and what stands in its place.
+    """
+
+    columns: dict[str, str]
+    across: str | None = None
+    values: dict[str, str] = {}
+    rename: dict[str, str] = {}
+
+
+class Part(Suite, frozen=True):
+    scripts: list[Step] = Field(default_factory=list)
+    tables: dict[str, Table] = Field(default_factory=dict)
+    pictures: dict[str, Selection] = Field(default_factory=dict)
+
+    @property
+    def documents(self) -> list[Step]:
+        """The cells and scripts: what leaves a document."""
+        return [*self.cells, *self.scripts]
+
+
+class TextSource(BaseModel):
+    """A text that does not ship.
+
+    Attributes:
+        files: SHA-256 by name in the folder.
+        is_whole: the folder is read as one text, so nothing else may be in it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    title: str
+    source: str
+    licence: str
+    is_whole: bool = False
+    files: dict[str, str]
+
+
+def parts() -> dict[str, Part]:
+    """The parts by the names of their folders."""
+    return {
+        path.parent.name: checked(Part, yaml.safe_load(path.read_text("utf-8")), path)
+        for path in sorted(RESULTS.glob(f"*/{SUITE_FILE}"))
+    }
+
+
+@lru_cache(maxsize=1)
+def text_sources() -> dict[str, TextSource]:
+    """The texts that do not ship, by the names that commands have for their folders."""
+    values = yaml.safe_load(TEXTS.read_text("utf-8"))
+    return {name: checked(TextSource, value, f"{TEXTS}, {name}") for name, value in values.items()}
+
+
+def check_texts(command: str, folders: dict[str, Path | None]) -> None:
+    """The texts that a command reads are at hand, and no others of the same names.
+
+    Raises:
+        UserError: a text that is not there or has another SHA-256.
+    """
+    for name, file in re.findall(r"text:([\w-]+)(?:/([\w.-]+))?", command):
+        source, folder = text_sources()[name], folders.get(name)
+        where = f"text:{name} is not shipped: name its folder, --{name} FOLDER ({source.source})"
+        if folder is None:
+            raise UserError(where)
+        expected = source.files if not file else {file: source.files[file]}
+        for wanted, digest in expected.items():
+            path = folder / wanted
+            if not path.is_file():
+                raise UserError(f"{where}; {folder} has no {wanted}")
+            if (found := sha256(path)) != digest:
+                raise UserError(f"{path} has SHA-256 {found[:16]}, the results' text {digest[:16]}")
+        names = {text.name for text in folder.rglob("*.txt")}
+        if source.is_whole and (more := names - source.files.keys()):
+            raise UserError(f"{folder} has more texts than {name}: {', '.join(sorted(more))}")
+
+
+def faults(path: Path) -> list[str]:
+    """What keeps a document from standing for a table's figures: none, or what to run again."""
+    if not path.exists():
+        return ["missing"]
+    try:
+        document = _script_document(path) if _is_script(path) else read_document(path)
+    except UserError as error:
+        return [str(error)]
+    commit = str(document["environment"].get("commit"))
+    if not re.fullmatch(r"([\w.]+-\d+-g)?[0-9a-f]{7,}", commit):
+        return [f"commit {commit!r}: not that of a clean checkout"]
+    return []
+
+
+def _is_script(path: Path) -> bool:
+    return str(read_json(path).get("kind")).startswith("script ")
+
+
+def _script_document(path: Path) -> Document:
+    document = read_json(path)
+    if missing := {"command", "settings", "environment", "rows"} - document.keys():
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
+    return document

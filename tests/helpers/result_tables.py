@@ -1,0 +1,158 @@
+"""Tables of README and the pages, written between their markers from the documents of eval/results.
+
+<!-- table: PART/TABLE -->        as the part's suite.yaml has it
+<!-- commands: PART/CELL ... -->  the commands of cells
+<!-- texts: NAME -->              files of a text and their SHA-256
+<!-- end -->
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import wrap
+
+from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import Document, Row
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.plots import save
+from kvalign.files import read_json, write_text
+
+PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+_MARKED = re.compile(
+    r"(^<!-- (table|commands|texts): ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL | re.MULTILINE
+)
+
+
+def draw_pictures(results: Path = RESULTS) -> None:
+    """Draw the parts' pictures anew, as far as there are today's documents for them."""
+    for name, part in parts().items():
+        for picture, wanted in part.pictures.items():
+            first, *_ = paths = [results / name / f"{cell}.json" for cell in wanted.cells]
+            if any(map(faults, paths)):
+                continue
+            document = read_json(first)
+            evaluation = EVALUATIONS[document["kind"].removeprefix("eval ")]
+            rows = [row for row, _ in _rows(wanted, results / name)]
+            drawn = evaluation.figure(document | {"rows": rows})
+            assert drawn is not None, picture
+            save(drawn[0], results / picture)
+
+
+def write_pages(results: Path = RESULTS) -> list[Path]:
+    """Bring what stands between markers up to date; returns the pages that changed."""
+    changed = []
+    for path in PAGES:
+        old = path.read_text(encoding="utf-8")
+        if (new := filled(old, results)) != old:
+            write_text(path, new)
+            changed.append(path)
+    return changed
+
+
+def filled(page: str, results: Path = RESULTS) -> str:
+    """A page with each marked piece made anew of the documents in `results`; a table that lacks a
+    document stays as it is, or says so.
+    """
+    known = parts()
+
+    def replace(match: re.Match[str]) -> str:
+        begin, word, argument, old, end = match.groups()
+        if word == "texts":
+            return begin + _texts(argument) + end
+        if word == "commands":
+            return begin + _commands(known, argument.split()) + end
+        part, _, name = argument.partition("/")
+        table = known[part].tables[name]
+        if missing := lacking(table, results / part):
+            todo = ",".join(f"{part}/{cell}" for cell in missing)
+            return begin + (old or f"*Not made yet: `make results PART={todo}`.*\n") + end
+        return begin + markdown(table, results / part) + end
+
+    return _MARKED.sub(replace, page)
+
+
+def marked(page: str) -> list[str]:
+    """The arguments of a page's markers, each of which must have an end."""
+    found = [match[3] for match in _MARKED.finditer(page)]
+    assert len(found) == len(re.findall(r"^<!-- (?:table|commands|texts): ", page, re.MULTILINE))
+    return found
+
+
+def lacking(table: Table, folder: Path) -> list[str]:
+    """The cells of a table without a document."""
+    return [cell for cell in table.cells if not (folder / f"{cell}.json").exists()]
+
+
+def markdown(table: Table, folder: Path) -> str:
+    """The table of the documents in a folder.
+
+    Raises:
+        UserError: two documents give one place different figures.
+    """
+    headings, lines = list(table.columns), dict[tuple[str, ...], dict[str, str]]()
+    for row, document in _rows(table, folder):
+        known = _known(row, document)
+        words = (text.format(**known) for text in table.columns.values())
+        line = lines.setdefault(tuple(table.rename.get(w, w) for w in words), {})
+        if table.across is None:
+            continue
+        heading = table.across.format(**known)
+        heading = table.rename.get(heading, heading)
+        text = table.values.get(row["method"], table.values.get("*", "")).format(**known)
+        if line.setdefault(heading, text) != text:
+            raise UserError(f"{folder.name}: {line[heading]} and {text} in one place of a table")
+        headings += [heading] * (heading not in headings)
+    rows = [
+        [*words, *(line.get(heading, "-") for heading in headings[len(words) :])]
+        for words, line in lines.items()
+    ]
+    return _table([headings, *rows])
+
+
+def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
+    """The rows of some cells, less those that are left out, each with its document."""
+    for cell in wanted.cells:
+        document = read_json(folder / f"{cell}.json")
+        for row in document["rows"]:
+            if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
+                yield row, document
+
+
+def _known(row: Row, document: Document) -> Row:
+    """What format strings of a table may name."""
+    method, aligner = row.get("method"), row.get("aligner")
+    label = f"`{method}`" + f" ({aligner})" * bool(aligner)
+    known = row | {"label": label, "settings": document["settings"]}
+    if "batch_size" in row:  # times are a token's
+        known["step_ms"] = row["median_ms"] * row["batch_size"]
+    return known
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def _commands(known: dict[str, Part], names: list[str]) -> str:
+    """A block of the commands, without where they keep losses."""
+    lines = []
+    for name in names:
+        part, _, cell = name.partition("/")
+        steps = [*known[part].prepare, *known[part].documents]
+        (command,) = (step.command for step in steps if step.name == cell)
+        command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
+        command = command if command.startswith("python ") else f"kvalign {command}"
+        lines += " \\\n  ".join(wrap(command, 130, break_on_hyphens=False)).splitlines()
+    return "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def _texts(name: str) -> str:
+    source = text_sources()[name]
+    base = source.source if source.is_whole else ""
+    rows = [["file", "SHA-256"]]
+    for file, digest in source.files.items():
+        shown = f"[{file}]({base}/{Path(file).stem})" if base else f"`{file}`"
+        rows.append([shown, f"`{digest}`"])
+    return _table(rows)

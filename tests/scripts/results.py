@@ -1,0 +1,149 @@
+"""Rebuild the results: run the commands of eval/results/*/suite.yaml and write the tables of README
+and the pages from their documents, and draw their pictures.
+
+    python tests/scripts/results.py --parts gpt2-mini --wikitext-2 FOLDER
+
+A part is a folder of eval/results. Its commands run in build/results, where a run that was
+interrupted goes on: finished cells and scored labels are kept there as long as that folder is.
+When all have run, the documents are put in their places. Commit before, and again before the next
+run: a document names the commit that it was made at, and the tests take those of clean ones alone.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
+from helpers.result_parts import RESULTS, ROOT, Part, check_texts, faults, parts, text_sources
+from helpers.result_tables import draw_pictures, write_pages
+
+from kvalign.app.arguments import parse
+from kvalign.app.suite import Cell, keep, parse_suite, run_cell
+from kvalign.errors import RunError, UserError
+from kvalign.eval.results_folder import SUITE_FILE
+from kvalign.files import locked, read_json, write_text
+from kvalign.registry import unknown
+from kvalign.settings import Settings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsSettings(Settings):
+    """Rebuild documents of eval/results, or those that are named, and the tables made of them.
+
+    Example:
+        python tests/scripts/results.py --parts gpt2-mini/perplexity --wikitext-2 texts/wikitext-2
+    """
+
+    parts: tuple[str, ...] | None = option(
+        None, help="folders of eval/results, PART/CELL for one document (default: all)"
+    )
+    wikitext_2: Path | None = option(None, help="folder with WikiText-2's test.txt and valid.txt")
+    books: Path | None = option(None, help="folder with the books of docs/corpora.md")
+    work: Path = option(ROOT / "build" / "results", help="folder in which commands run")
+    results: Path = option(RESULTS, help="folder for the documents")
+    override: str = option("", help='flags in place of those of cells, as "--num-tokens 60"')
+    run: bool = option(True, help="--no-run: only write the tables")
+
+
+def rebuild(settings: ResultsSettings) -> None:
+    """Run what is missing of the parts, all texts checked first; then write the tables.
+
+    Raises:
+        UserError: an unknown part or cell, a text that is missing or another.
+        RunError: a command failed; what was done before is kept.
+    """
+    chosen = [(name, cells(name, part, settings)) for name, part in _chosen(settings)]
+    folders = {"wikitext-2": settings.wikitext_2, "books": settings.books}
+    for _, steps in chosen:
+        for cell in steps:
+            check_texts(cell.command, folders)
+    work, results = settings.work.absolute(), settings.results.absolute()
+    with locked(work):
+        for name in text_sources():
+            if folder := folders[name]:
+                (work / name).unlink(missing_ok=True)
+                (work / name).symlink_to(folder.expanduser().absolute())
+        before = Path.cwd()
+        os.chdir(work)  # so that documents name texts and folders without this machine's paths
+        try:
+            for name, steps in chosen:
+                run_cells(name.partition("/")[0], steps)
+            for name, steps in chosen:
+                place(name.partition("/")[0], steps, results)
+        finally:
+            os.chdir(before)
+
+
+def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:
+    known = parts()
+    wanted = settings.parts or tuple(known)
+    for name in wanted:
+        if name.partition("/")[0] not in known:
+            raise UserError(unknown("part", name.partition("/")[0], tuple(known)))
+    return [(name, known[name.partition("/")[0]]) for name in wanted]
+
+
+def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
+    """The commands of PART or PART/CELL, with what must be prepared for them."""
+    name, _, only = wanted.partition("/")
+    text = (RESULTS / name / SUITE_FILE).read_text(encoding="utf-8")
+    found = parse_suite(text, name, settings.override)
+    found += [Cell(script.name, script.command) for script in part.scripts]
+    if only and only not in (names := tuple(step.name for step in part.documents)):
+        raise UserError(unknown(f"document of {name}", only, names))
+    return [c for c in found if not only or c.name == only or c.is_preparation]
+
+
+def run_cells(part: str, steps: list[Cell]) -> None:
+    """Run what is missing of the cells of a part, in a folder of its name here."""
+    name = Path(part)
+    for cell in steps:
+        path = name / ("prepared" if cell.is_preparation else ".") / f"{cell.name}.json"
+        if path.exists() and read_json(path).get("command") != cell.command:
+            path.unlink()  # its command has changed since; scored labels are kept apart
+        if not path.exists():
+            print(f"== {name}/{cell.name}: {cell.command}", file=sys.stderr)
+            is_script = cell.command.startswith("python ")
+            keep(cell, name, _run_script(cell) if is_script else run_cell(cell.command, name))
+
+
+def place(part: str, steps: list[Cell], results: Path) -> None:
+    """Copy the documents of a part into `results`, and say of which a test would complain."""
+    folder = results / part
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (f"{cell.name}.json" for cell in steps if not cell.is_preparation):
+        write_text(folder / name, (Path(part) / name).read_text(encoding="utf-8"))
+        for fault in faults(folder / name):
+            print(f"note: {part}/{name}: {fault}", file=sys.stderr)
+
+
+def _run_script(cell: Cell) -> str:
+    """What a script prints last: one line, its document."""
+    _, script, *flags = shlex.split(cell.command)
+    words = [sys.executable, str(ROOT / script), *flags]
+    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
+    if done.returncode:
+        raise RunError(f"exit code {done.returncode} of {cell.command}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def main(argv: list[str]) -> int:
+    settings, _ = parse(ResultsSettings, argv, "python tests/scripts/results.py", has_json=False)
+    try:
+        if settings.run:
+            rebuild(settings)
+        if settings.results == RESULTS:
+            draw_pictures()
+            for page in write_pages():
+                print(f"tables of {page.relative_to(ROOT)} written", file=sys.stderr)
+    except (UserError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""Results: README's and the pages' tables are those of the documents, which are of today's form and
+of clean commits; and the mechanism rebuilds one of them from nothing.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from helpers.result_parts import RESULTS, ROOT, check_texts, faults, parts, text_sources
+from helpers.result_tables import PAGES, draw_pictures, filled, lacking, markdown, marked
+from helpers.smaller import output_of
+
+from kvalign import checkpoints
+from kvalign.errors import UserError
+from scripts import results
+
+# Documents to be made again (`make results PART=...`): of version 0.1, of a changed checkout, or
+# not made yet. A name that no longer is must go.
+TO_MAKE = {
+    "anchored/perplexity",
+    "gpt2-mini/c240",
+    "gpt2-mini/evicted-1",
+    "gpt2-mini/evicted-32",
+    "gpt2-mini/evicted-8",
+    "gpt2-mini/evicted-half",
+    "gpt2-mini/no-sinks",
+    "gpt2-mini/perplexity",
+    "gpt2-mini/python-docs",
+    "gpt2-mini/realign-every",
+    "latency/batch32-again",
+    "latency/recompute",
+    "llama-mini/network",
+    "llama-mini/perplexity",
+    "llama-mini/python-docs",
+    "scripts/long-prompts",
+    "scripts/throughput",
+}
+# Documents of version 0.1 whose tables others are to make anew: they go with those.
+TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}
+
+
+def documents():
+    return {
+        f"{name}/{step.name}": RESULTS / name / f"{step.name}.json"
+        for name, part in parts().items()
+        for step in part.documents
+    }
+
+
+def test_documents_are_of_today_and_of_clean_commits():
+    assert {name for name, path in documents().items() if faults(path)} == TO_MAKE
+    found = {path for path in RESULTS.rglob("*.json") if path.parent.name != "prepared"}
+    assert found - set(documents().values()) == TO_GO
+
+
+def test_documents_are_of_their_commands(monkeypatch):
+    for name, part in parts().items():
+        for cell in results.cells(name, part, results.ResultsSettings()):
+            if f"{name}/{cell.name}" not in TO_MAKE and not cell.is_preparation:
+                found = json.loads(documents()[f"{name}/{cell.name}"].read_text())
+                assert found["command"] == cell.command, name
+
+
+def test_tables_are_those_of_the_documents():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text == filled(text), f"{page}: make tables"
+
+
+def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.eval.document._commit", lambda: "abcdef1")
+    argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
+    override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window"
+    assert results.main([*argv, "--results", str(tmp_path), "--override", override]) == 0
+    folder, drawn = tmp_path / "gpt2-mini", {}
+    (folder / "python-docs.json").rename(folder / "perplexity.json")
+    monkeypatch.setattr("helpers.result_tables.save", lambda fig, path: drawn.update({path: fig}))
+    draw_pictures(tmp_path)
+    (figure,) = drawn.values()
+    assert [*drawn] == [tmp_path / "gpt2-mini.png"]
+    rows = json.loads((folder / "perplexity.json").read_text())["rows"]
+    shown = {y for line in figure.axes[0].lines for y in line.get_ydata()}
+    assert {row["perplexity"] for row in rows} <= shown
+
+
+def test_every_table_is_shown_and_no_other():
+    shown = [name for page in PAGES for name in marked(page.read_text(encoding="utf-8"))]
+    made = [f"{name}/{table}" for name, part in parts().items() for table in part.tables]
+    assert set(made) <= set(shown)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Cells run in this process: one of their own takes seconds to begin."""
+    ran = []
+
+    def run(command, out):
+        ran.append(command)
+        words = shlex.split(command.replace("{out}", str(out)))
+        return output_of([*words[1:], "--json"])
+
+    monkeypatch.setattr(results, "run_cell", run)
+    return ran
+
+
+def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
+    override = "--num-tokens 30 --cache-sizes 32,64"
+    argv = ["--parts", "llama-mini/python-docs", "--override", override]
+    argv += ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "made")]
+    assert results.main(argv) == 0
+    assert len(in_process) == 1
+    table = parts()["llama-mini"].tables["python-docs"]
+    head, rule, *lines = markdown(table, tmp_path / "made" / "llama-mini").splitlines()
+    assert head == "| method | sinks | C = 32 | C = 64 |" and rule == "|---|---|---|---|"
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "`recompute`",
+        "`window`",
+        "`streaming-llm`",
+        "`discard-half`",
+        "`kvalign` (table)",
+    ]
+    document = json.loads((tmp_path / "made" / "llama-mini" / "python-docs.json").read_text())
+    first = document["rows"][0]
+    assert f"| {first['perplexity']:.2f} |" in lines[0] and first["num_labels"] == 30
+    assert str(tmp_path) not in json.dumps(document)
+    shown = "<!-- table: llama-mini/python-docs -->\nstale\n<!-- end -->\n"
+    assert head in filled(shown, tmp_path / "made") and filled(shown, tmp_path) == shown
+    unmade = filled(shown.replace("stale\n", ""), tmp_path)
+    assert "Not made yet: `make results PART=llama-mini/python-docs`" in unmade
+    assert not lacking(table, tmp_path / "made" / "llama-mini")
+    assert results.main(argv) == 0 and len(in_process) == 1  # kept
+    losses = tmp_path / "work" / "llama-mini" / "losses"
+    assert len(list(losses.iterdir())) == 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--parts", "llama-mimi"], "unknown part 'llama-mimi'; did you mean llama-mini?"),
+        (["--parts", "llama-mini/no"], "unknown document of llama-mini 'no'"),
+        (["--parts", "llama-mini"], "text:wikitext-2 is not shipped: name its folder"),
+        (["--parts", "llama-mini", "--wikitext-2", "."], "has no test.txt"),
+    ],
+)
+def test_wrong_use_is_one_line(argv, said, capsys, in_process, tmp_path):
+    assert results.main([*argv, "--work", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert not in_process
+
+
+def test_another_text_is_refused(tmp_path):
+    (tmp_path / "test.txt").write_text("another")
+    with pytest.raises(UserError, match="has SHA-256"):
+        check_texts("eval perplexity --corpus text:wikitext-2/test.txt", {"wikitext-2": tmp_path})
+    (tmp_path / "own.txt").write_text("mine")
+    with pytest.raises(UserError, match="has no adam-smith"):
+        check_texts("train --corpus marked:text:books", {"books": tmp_path})
+
+
+def test_a_changed_command_is_run_again(in_process, tmp_path):
+    argv = [
+        "--parts",
+        "gpt2-mini/segments",
+        "--work",
+        str(tmp_path),
+        "--results",
+        str(tmp_path / "r"),
+    ]
+    for num_tokens in (5, 6, 6):
+        assert results.main([*argv, "--override", f"--num-tokens {num_tokens}"]) == 0
+    assert len(in_process) == 2
+
+
+@pytest.mark.slow
+def test_scripts_end_in_a_document(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {
+        "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
+        "long-prompts": "--num-tokens 600 --cache-size 32",
+    }
+    for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
+        script = cell.command.split()[1]
+        smaller = results.Cell(cell.name, f"python {script} {small[cell.name]}")
+        results.run_cells("scripts", [smaller])
+        results.place("scripts", [smaller], tmp_path / "made")
+        (path,) = (tmp_path / "made").rglob(f"{cell.name}.json")
+        assert all("commit" in fault for fault in faults(path))
+        for table in parts()["scripts"].tables.values():
+            if table.cells == [cell.name]:
+                assert markdown(table, path.parent).count("\n") >= 4
+
+
+def test_cards_and_page_name_the_texts():
+    page = (ROOT / "docs" / "corpora.md").read_text(encoding="utf-8")
+    for name, source in text_sources().items():
+        for file, digest in source.files.items():
+            assert Path(file).stem in page and digest in page, f"{name}/{file}"
+    valid = text_sources()["wikitext-2"].files["valid.txt"]
+    cards = sorted((ROOT / "checkpoints").glob("*/README.md"))
+    assert len(cards) == len(checkpoints.MODELS) + len(checkpoints.ALIGNERS)
+    for card in (card.read_text(encoding="utf-8") for card in cards):
+        named = {spec for spec in ("text:wikitext-2/valid.txt", "text:books") if spec in card}
+        assert ("text:wikitext-2/valid.txt" in named) == (valid in card)
+        assert ("text:books" in named) == ("Standard Ebooks" in card and "Moby Dick" in card)
