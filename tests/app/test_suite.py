@@ -206,7 +206,7 @@ def test_paper_suite_runs_on_local_copies_of_what_the_hub_has(tmp_path, monkeypa
     small = (
         "--num-tokens 700 --chunk-len 64 --max-steps 3 --methods streaming-llm,kvalign,recompute "
         "--cache-sizes 32 --max-new-tokens 5 --num-prompts 1 --num-turns 2 --num-trials 1 "
-        "--trial-len 2 --num-lines 20 --distances 0 --words english-words"
+        "--trial-len 2 --num-lines 20 --distances 0"
     )
     argv = ["eval", "run", "paper-distilgpt2", "--out", "results", "--override", small]
     assert main(argv) == 0, capfd.readouterr().err
