@@ -65,6 +65,10 @@ class JudgedText(Evaluation):
         model = document["settings"]["model"]
         return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
 
+    def about_one(self, document: Document) -> str:
+        """What was done for it."""
+        return self.about
+
     def rows(self, document: Document) -> list[Row]:
         from kvalign.eval.tables import means
 
@@ -72,8 +76,9 @@ class JudgedText(Evaluation):
 
     def sections(self, documents: Documents) -> list[Section]:
         """As of any evaluation, with the rules and the word lists that the documents used."""
-        lines = [judged_by(document) for document in documents.values()]
-        about = " ".join([self.about, *dict.fromkeys(lines)])
+        lines = [self.about_one(document) for document in documents.values()]
+        lines += [judged_by(document) for document in documents.values()]
+        about = " ".join(dict.fromkeys(lines))
         return [Section.of(documents, self.heading, about, self.figure, self.tables)]
 
 

@@ -19,7 +19,7 @@ _HEIGHTS = {True: 0.8, False: 0.4}
 
 
 def figures(document: Document) -> dict[str, tuple[Figure, str]]:
-    """A figure of the strips for each cache size and prompt, the n-gram rules beside each other.
+    """A figure of the strips for each cache size and prompt, the n-gram rules below each other.
 
     Returns:
         figures and what they show, by the endings of their names.
@@ -28,38 +28,38 @@ def figures(document: Document) -> dict[str, tuple[Figure, str]]:
     groups = grouped(document["rows"], itemgetter("cache_size", "prompt"))
     for (cache_size, prompt), rows in groups.items():
         by_ngram = grouped(rows, "no_repeat_ngram_size")
-        columns = {_title(ngram): group for ngram, group in by_ngram.items()}
+        panels = {_title(ngram): group for ngram, group in by_ngram.items()}
         of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
         ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
         rule = document["rule"].get("name")
-        drawn[ending] = draw_strips(columns), f"Chunks in their order: {of}, rule {rule}"
+        drawn[ending] = draw_strips(panels), f"Chunks in their order: {of}, rule {rule}"
     return drawn
 
 
-def draw_strips(columns: dict[str, list[Row]]) -> Figure:
-    """The strips of rows with `chunks` and `readable`, one below the other, in columns by title."""
-    num_rows = max(map(len, columns.values()))
-    longest = max(len(row["chunks"]) for rows in columns.values() for row in rows)
+def draw_strips(panels: dict[str, list[Row]]) -> Figure:
+    """The strips of rows with `chunks` and `readable`, one below the other, in panels by title."""
+    nums = [len(rows) for rows in panels.values()]
+    longest = max(len(row["chunks"]) for rows in panels.values() for row in rows)
     with mpl.rc_context(THEME):
-        size = (3.4 + 3.8 * len(columns), 1.1 + 0.5 * num_rows)
+        size = (7.2, 0.9 + 0.45 * len(nums) + 0.48 * sum(nums))
         figure = Figure(figsize=size, layout="constrained")
-        all_axes = figure.subplots(1, len(columns), squeeze=False)[0]
-        for axes, (title, rows) in zip(all_axes, columns.items(), strict=True):
+        ratios = [num + 0.2 for num in nums]
+        all_axes = figure.subplots(len(nums), 1, sharex=True, squeeze=False, height_ratios=ratios)
+        for axes, (title, rows) in zip(all_axes[:, 0], panels.items(), strict=True):
             for place, row in enumerate(rows):
                 _draw(axes, place, [chunk[4] for chunk in row["chunks"]])
-            shares = [f"{100 * row['readable']:.0f} %" for row in rows]
-            labels = [escape_controls(label_of(row)) for row in rows]
-            is_first = axes is all_axes[0]
-            names = [f"{label}\n{share}" for label, share in zip(labels, shares, strict=True)]
-            axes.set_yticks(range(len(rows)), names if is_first else shares, fontsize=8)
+            names = [
+                f"{escape_controls(label_of(row))}\n{100 * row['readable']:.0f} %" for row in rows
+            ]
+            axes.set_yticks(range(len(rows)), names, fontsize=8)
             for label in axes.get_yticklabels():
                 label.set_parse_math(False)
-            axes.set_ylim(num_rows - 0.4, -0.6)
+            axes.set_ylim(len(rows) - 0.5, -0.6)
             axes.set_xlim(0, max(1, longest))
-            axes.set_xlabel("chunk")
             axes.set_title(title, fontsize=10)
             axes.tick_params(axis="y", length=0)
             axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.set_xlabel("chunk")
         boxes = [mpl.patches.Patch(color=color) for color in (GOOD, BAD)]
         names = ["readable", "unreadable (low)"]
         figure.legend(boxes, names, loc="outside lower right", ncols=2, fontsize=8, frameon=False)

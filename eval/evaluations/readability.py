@@ -178,6 +178,10 @@ COLUMNS = {
     "num_chunks": Column("chunks", is_optional=True),
     **MEAN_COLUMNS,
 }
+ABOUT_TEXTS = (
+    "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
+    "repetition stands beside it."
+)
 SIZE = Annotated[int, Field(ge=0)] | None
 
 
@@ -187,9 +191,8 @@ class Readability(JudgedText):
     run = staticmethod(readability)
     heading = "Readability"
     about = (
-        "Every method continues the same prompts with the same seed, or texts are judged as they "
-        "are. The rule counts words and no sense, so repetition stands beside it. Means over the "
-        "prompts; the passages are below."
+        "Every method continues the same prompts with the same seed. The rule counts words and no "
+        "sense, so repetition stands beside it. Means over the prompts; the passages are below."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
@@ -208,6 +211,9 @@ class Readability(JudgedText):
     def chosen(self, documents: Documents) -> Documents:
         """Less those of texts, which no method here has written."""
         return {name: one for name, one in documents.items() if one["settings"]["model"]}
+
+    def about_one(self, document: Document) -> str:
+        return self.about if document["settings"]["model"] else ABOUT_TEXTS
 
     def rows(self, document: Document) -> list[Row]:
         return super().rows(document) if document["settings"]["model"] else document["rows"]
