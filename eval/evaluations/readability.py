@@ -12,13 +12,10 @@ import time
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import (
-    SIZES,
     Column,
     Document,
     Documents,
@@ -30,7 +27,7 @@ from kvalign.eval.evaluation import (
     Section,
 )
 from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
-from kvalign.settings import Settings, flag, keywords_of, option
+from kvalign.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -70,17 +67,6 @@ class ReadabilitySettings(WritingSettings):
             raise UserError(f"--text judges what is written: {flags} would have no effect")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSettings(Settings):
-    """Those of `ReadabilitySettings` that count for texts."""
-
-    text: tuple[str, ...] = option(help="text files")
-    rule: str = option("paper", help="what is readable")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"model": None, **super().as_dict()}
-
-
 @keywords_of(ReadabilitySettings)
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method continue every prompt, and measure the passages; or measure texts. Writes a
@@ -96,12 +82,16 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         UserError: `out` has results already; a text that cannot be read.
     """
     from kvalign.eval.readability_page import free_folder, write_page
+    from kvalign.eval.written_texts import TextSettings, of_texts
 
     out = settings.out or (free_folder() if settings.open else None)
     if out and (out / f"{NAME}.json").exists():
         raise UserError(f"{out} has results of {NAME} already: name another --out")
     in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
-    document = _of_texts(settings) if settings.text else _of_methods(settings, loaded)
+    if settings.text:
+        document = of_texts(TextSettings(text=settings.text, rule=settings.rule))
+    else:
+        document = _of_methods(settings, loaded)
     if out:
         write_page(document, out, NAME, in_browser)
     return document
@@ -141,36 +131,6 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     return document("eval readability", settings, rows, started=started, **more)
 
 
-def _of_texts(settings: ReadabilitySettings) -> Document:
-    """A row for each text; torch is not needed."""
-    from kvalign.eval.chunks import judged
-    from kvalign.eval.document import document
-    from kvalign.eval.rules import RULES
-    from kvalign.eval.words import load_words
-
-    started = time.perf_counter()
-    names = settings.text or ()
-    words, rule = load_words(), RULES[settings.rule]
-    rows = [
-        {**dict.fromkeys(SIZES), "method": name, "no_repeat_ngram_size": None, "prompt": 0}
-        | judged(_read(Path(name)), words.words, rule)
-        for name in names
-    ]
-    more = {"prompts": [""], "rule": rule.described, "word_list": words.about}
-    used = TextSettings(text=names, rule=settings.rule)
-    return document("eval readability", used, rows, started=started, **more)
-
-
-def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    if not text.strip():
-        raise UserError(f"{path} has no text to judge")
-    return text
-
-
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
     "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
@@ -182,7 +142,6 @@ ABOUT_TEXTS = (
     "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
     "repetition stands beside it."
 )
-SIZE = Annotated[int, Field(ge=0)] | None
 
 
 class Readability(JudgedText):
@@ -200,7 +159,7 @@ class Readability(JudgedText):
         ("prompt", int),
         ("text", str),
         ("chunks", list[CHUNK]),
-        *((name, SIZE) for name in ("cache_size", "num_sinks", "num_evicted")),
+        *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
     )
     document_fields = (("prompts", list[str]), *JUDGED_BY)
 
