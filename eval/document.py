@@ -15,8 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import kvalign
 from kvalign.settings import Settings
 
@@ -31,28 +29,34 @@ def document(
         "kind": kind,
         "command": settings.command_line(kind),
         "settings": settings.as_dict(),
-        "environment": environment(getattr(settings, "device", "cpu")),
+        "environment": environment(getattr(settings, "device", None)),
         "rows": rows,
         "seconds": time.perf_counter() - started,
         **more,
     }
 
 
-def environment(device: str = "cpu") -> dict[str, str | int]:
+def environment(device: str | None = "cpu") -> dict[str, str | int]:
     """Versions of what computes, the commit (if run from a checkout), the processor or GPU and its
-    threads.
+    threads; without a device no model has run, and torch is not asked.
     """
-    name = _processor() if device == "cpu" else device
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-    return {
-        **{name: version(name) for name in ("kvalign", "torch", "transformers")},
+    packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
+    found: dict[str, str | int] = {
+        **{name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit(),
-        "device": name,
+        "device": _processor(),
         "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
     }
+    if device is None:
+        return found
+    import torch
+
+    if device.startswith("cuda"):
+        found["device"] = torch.cuda.get_device_name(device)
+    elif device != "cpu":
+        found["device"] = device
+    return found | {"threads": torch.get_num_threads()}
 
 
 def _processor() -> str:

@@ -103,13 +103,14 @@ class Piece(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What one method wrote: text before the first token, and the chunks."""
+    """What one method wrote: text before the first chunk, the chunks, and text that is in none."""
 
     method: str
     label: str
     readable: float
     head: str
     pieces: list[Piece]
+    tail: str = ""
 
 
 class Panel(NamedTuple):
@@ -189,3 +190,13 @@ class Evaluation:
     def panels(self, document: Document) -> list[Panel]:
         """Passages to show side by side."""
         return []
+
+    def prepared(self, settings: Any) -> Any:
+        """The settings for a run whose results are shown and not printed as a document."""
+        return settings
+
+    def show(self, document: Document, settings: Any) -> None:
+        """Print what a run with the prepared settings has found."""
+        from kvalign.eval.terminal import print_tables
+
+        print_tables(self.tables(document))

@@ -22,8 +22,8 @@ from kvalign.eval.tables import grouped, label_of
 from kvalign.files import write_whole
 
 INK = "#1b1f24"
-_THEME: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
-_THEME |= dict.fromkeys(
+THEME: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
+THEME |= dict.fromkeys(
     ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
 )
 
@@ -93,7 +93,7 @@ def draw(
         doubling_x: log axis of base 2 with ticks at the points that double.
         log_x, log_y: log axes with ticks at round values.
     """
-    with mpl.rc_context(_THEME):
+    with mpl.rc_context(THEME):
         num = len(panels)
         figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
         all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
@@ -123,7 +123,7 @@ def draw(
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure on white, as PNG or SVG by the path's ending."""
-    with mpl.rc_context(_THEME), _any_glyph():
+    with mpl.rc_context(THEME), _any_glyph():
         undated = {"Date": None} if path.suffix == ".svg" else {}
         write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=undated))
 
@@ -133,7 +133,7 @@ def inline_svg(figure: Figure, name: str) -> str:
     Its name is unique on the page, so that no two elements have one id.
     """
     buffer = io.StringIO()
-    with mpl.rc_context(_THEME | {"svg.hashsalt": name}), _any_glyph():
+    with mpl.rc_context(THEME | {"svg.hashsalt": name}), _any_glyph():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     source = buffer.getvalue()
     source = source[source.index("<svg") :].replace(INK.lower(), "currentColor")

@@ -68,7 +68,7 @@ def render(results: Results, contents: list[Section]) -> str:
         sections=contents,
         panels=panels(results),
         paper_tables=paper_tables(results),
-        methods={name: cls.about for name, cls in METHODS.items() if name in used},
+        methods={name: METHODS.find(name).about for name in METHODS if name in used},
         csv={name: _link(document["rows"]) for name, document in results.documents.items()},
         style=Markup(style),
         script=Markup(script),

@@ -88,7 +88,7 @@ class _Row(BaseModel, extra="allow"):
 
 
 class _Settings(BaseModel, extra="allow"):
-    model: str
+    model: str | None
 
 
 class _Document(BaseModel):

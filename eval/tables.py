@@ -37,9 +37,13 @@ def table(title: str, rows: list[Row], columns: Mapping[str, Column]) -> Table:
 
 
 def tables_by_cache(title: str, rows: list[Row], columns: Mapping[str, Column]) -> list[Table]:
-    """One table a cache size, so that the best is among methods which keep as much."""
-    groups = grouped(rows, "cache_size").items()
-    return [table(f"{title}, C = {cache_size}", group, columns) for cache_size, group in groups]
+    """One table a cache size, so that the best is among methods which keep as much; texts that no
+    method wrote have none.
+    """
+    return [
+        table(f"{title}, C = {cache_size}" if cache_size else title, group, columns)
+        for cache_size, group in grouped(rows, "cache_size").items()
+    ]
 
 
 def best(values: list[Any], better: Literal["lower", "higher", ""]) -> set[int]:
@@ -52,9 +56,13 @@ def best(values: list[Any], better: Literal["lower", "higher", ""]) -> set[int]:
 
 
 def label_of(row: Row) -> str:
-    """What a row is called on a page: method, aligner, sinks, and how many it evicts at once."""
+    """What a row is called on a page: method, aligner, sinks, and how many it evicts at once; a
+    text by its file's name.
+    """
     if row["method"] == FLOOR:
         return "bare step (floor)"
+    if row["num_sinks"] is None:
+        return row["method"]
     evicted = row["num_evicted"]
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
     return f"{method_name(row)}, {row['num_sinks']} sinks{several}"

@@ -40,6 +40,25 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
         print_table(headings, table.rows, title=table.title, console=console)
 
 
+def print_passages(panels: list[Panel], console: Console | None = None) -> None:
+    """Print what was written, if this is a terminal: readable chunks green, unreadable ones red and
+    underlined. A console without colours underlines alone.
+    """
+    console = console or console_for()
+    if not console.is_terminal:
+        return
+    for panel in panels:
+        console.rule(Text(escape_controls(panel.title)))
+        for passage in panel.passages:
+            share = f", {100 * passage.readable:.0f} % readable"
+            console.print(Text(escape_controls(passage.label) + share, "bold"))
+            line = Text().append(escape_controls(panel.prompt + passage.head), "dim")
+            for piece in passage.pieces:
+                style = "green" if piece.is_readable else "red underline"
+                line.append(escape_controls(piece.text), style)
+            console.print(line.append(escape_controls(passage.tail), "dim"), end="\n\n")
+
+
 def _print_strips(panel: Panel, console: Console) -> None:
     """Readable chunks are full blocks, unreadable ones low: not by colour alone."""
     console.rule(Text(escape_controls(panel.title)))

@@ -1,21 +1,37 @@
-"""English word lists: the `words` corpus of NLTK, or a packaged list where that is out of reach.
+"""What counts as an English word: the `words` corpus of NLTK, the same on every machine.
 
-Both are Webster's Second International (1934), capitals and all: no plurals, few inflected forms.
+That is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of Basic
+English, capitals and all: no plurals, few inflected forms. It is made of the list in the package
+english-words and of the hundred words in which the two differ, so nothing is fetched; its SHA-256
+is checked, recorded in documents and shown.
 """
 
-import contextlib
-import io
-import logging
+import functools
+import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvalign.errors import NotFoundError, UserError
+from kvalign.errors import UserError
 
-log = logging.getLogger(__name__)
+NAME = "words corpus of NLTK"
+SHA256 = "631329862b26a1b4b11c06245c00be415664637e943f98fa81d93406c6de4c3b"  # of its sorted lines
+_PACKAGE = "english-words==2.0.2"
 
-WORD_LISTS = ("auto", "nltk", "english-words")
-_PLACE = "corpora/words.zip/words/"  # below a folder of NLTK's path
+_ONLY_NLTKS = """
+Ahtena administerd behaviour box colour harbour humour plied plies potatoes stucturelessness
+transvaal
+"""
+_ONLY_THE_PACKAGES = """
+Austria Colleen Massachusetts Transvaal acknowledgement acknowledgment admin administered
+agelast agita alphanumeric amp antidisestablishmentarianism beaut betise bibelot bled
+bohrium booboisie bouleversement caesium cel checkout children congeries cooperate
+doppelganger downlink dubnium dysphemism einsteinium eudemonia fatwa fermium firewall fond
+fug geese hahnium hassium haunted hid hirofumi honcho instantiate joliotium katzenjammer kid
+kurchatovium lawrencium lice lido limo logo lookup meitnerium mendelevium mercury moll
+nielsbohrium nobelium nosh oldie placeholder potage preexist pukka rale redid redone
+relocatable rutherfordium sass seaborgium segue sitzmark software spam spillikin spillover
+structurelessness themself tom trademark unwriteable uplink upload wimp wok workload
+"""
 
 
 @dataclass(frozen=True)
@@ -23,71 +39,33 @@ class WordList:
     name: str
     words: frozenset[str]
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the words, sorted, a line each."""
+        return hashlib.sha256(
+            "".join(f"{word}\n" for word in sorted(self.words)).encode()
+        ).hexdigest()
+
     @property
     def about(self) -> dict[str, Any]:
-        return {"name": self.name, "num_words": len(self.words)}
+        return {"name": self.name, "num_words": len(self.words), "sha256": self.sha256}
 
 
-def load_words(name: str = "auto", nltk_data: Path | None = None) -> WordList:
-    """Load a word list.
-
-    Args:
-        name: `nltk` (fetched by NLTK into the user's own folder on first use), `english-words`
-            (needs no network), or `auto`: the first that is at hand, said in a warning where it is
-            not NLTK's.
-        nltk_data: folder that has `corpora/words.zip`.
+@functools.cache
+def load_words() -> WordList:
+    """The word list.
 
     Raises:
-        UserError: unknown list.
-        NotFoundError: NLTK's list was asked for and is neither here nor to be fetched.
+        UserError: the package english-words is here in a version with other words.
     """
-    if name not in WORD_LISTS:
-        raise UserError(f"unknown word list {name!r} (known: {', '.join(WORD_LISTS)})")
-    if name != "english-words":
-        words = _nltk_words(nltk_data)
-        if words:
-            return WordList("nltk words", words)
-        place = f"in {nltk_data}" if nltk_data else "here, and it could not be fetched"
-        missing = f"the words corpus of NLTK is not {place}"
-        if name == "nltk" or nltk_data:
-            raise NotFoundError(f"{missing}: --nltk-data DIR needs DIR/corpora/words.zip")
-        log.warning("%s: words are looked up in english-words instead", missing)
     from english_words import get_english_words_set
 
-    return WordList("english-words web2", frozenset(get_english_words_set(["web2"])))
-
-
-def at_hand() -> dict[str, str | None]:
-    """Of each list the place it would be read from, None where it is not here; fetches nothing."""
-    import importlib.util
-
-    place = None
-    if importlib.util.find_spec("nltk"):
-        import nltk
-
-        with contextlib.suppress(LookupError):
-            place = str(nltk.data.find(_PLACE))
-    packaged = importlib.util.find_spec("english_words")
-    return {"nltk": place, "english-words": packaged.origin if packaged else None}
-
-
-def _nltk_words(nltk_data: Path | None) -> frozenset[str]:
-    """The corpus, fetched if need be; empty where that fails. A folder that was named is the only
-    one looked in.
-    """
-    import nltk
-    from nltk.corpus.reader import WordListCorpusReader
-
-    before = list(nltk.data.path)
-    try:
-        if nltk_data:  # NLTK reads only below its own path, whatever it is told to look in
-            nltk.data.path[:] = [str(nltk_data.expanduser().resolve())]
-        try:
-            root = nltk.data.find(_PLACE)
-        except LookupError:
-            if nltk_data or not nltk.download("words", quiet=True, print_error_to=io.StringIO()):
-                return frozenset()
-            root = nltk.data.find(_PLACE)
-        return frozenset(WordListCorpusReader(root, ["en"]).words())
-    finally:
-        nltk.data.path[:] = before
+    packaged = get_english_words_set(["web2"])
+    words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
+    found = WordList(NAME, frozenset(words))
+    if found.sha256 != SHA256:
+        raise UserError(
+            f"the word list is not the pinned one (SHA-256 {found.sha256[:12]}..., needed "
+            f"{SHA256[:12]}...): pip install {_PACKAGE}"
+        )
+    return found

@@ -189,6 +189,7 @@ def _result(
         "input_label_mse": unchanged,
         "ratio": val_loss / unchanged if unchanged else None,
         "used": val_loss < unchanged,
+        "objective": "rollout" if len(data["num_evicted"]) > 1 else "mse",
         "seconds": round(timer.time_elapsed(), 3),  # over all sittings
         "num_steps": trainer.global_step,
         "settings": run.config["settings"],

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvalign.eval.evaluation import Column, Document
-from kvalign.eval.evaluations.readability import MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
@@ -40,14 +40,15 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     """Feed the same turns to every method's one stream, and measure its answers.
 
     Returns:
-        A document with `turns` (what the user said), `word_list` (name, num_words) and a row for
-        each answer: the sizes, answer (index), num_fed (tokens of the stream before it), and the
-        measures of `kvalign.eval.fluency.judge`.
+        A document with `turns` (what the user said), `rule` and `word_list` (name, num_words,
+        sha256), and a row for each answer: the sizes, answer (index), num_fed (tokens of the
+        stream before it), and the measures of `kvalign.eval.fluency.judge`.
     """
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.document import document
     from kvalign.eval.fluency import judge
     from kvalign.eval.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.eval.rules import RULES
     from kvalign.eval.words import load_words
     from kvalign.text_stream import TextStream
     from kvalign.turns import turn_ids
@@ -55,7 +56,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     started = time.perf_counter()
     turns = [turn for conversation in conversations(settings.prompts) for turn in conversation]
     turns = turns[: settings.num_turns]
-    words = load_words(settings.words, settings.nltk_data)
+    words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     rows = []
     for method, bar in in_turn(make_grid(settings, loaded.model), len(turns), "answer"):
@@ -69,10 +70,10 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
             rows.append(
                 sizes_of(method)
                 | {"answer": number, "num_fed": num_fed}
-                | judge(loaded, prompt_ids, stream.token_ids, words.words)
+                | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
             bar.update()
-    more = {"turns": turns, "word_list": words.about}
+    more = {"turns": turns, "rule": rule.described, "word_list": words.about}
     return document("eval chat", settings, rows, started=started, **more)
 
 
@@ -86,7 +87,7 @@ class Chat(JudgedText):
     )
     columns = MEAN_COLUMNS
     row_fields = (("answer", int), ("text", str))
-    document_fields = (("word_list", dict[str, Any]),)
+    document_fields = JUDGED_BY
 
     @property
     def summary_columns(self) -> dict[str, Column]:

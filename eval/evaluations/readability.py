@@ -1,87 +1,116 @@
-"""What streaming methods write, and how it reads: one passage for each prompt, method and setting.
+"""What streaming methods write, and how it reads: one passage for each prompt, method and setting;
+or how texts read that are written already, by any program.
 
 All methods start from the same prompts with the same seed of the draws.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
-from itertools import pairwise, product
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Evaluation, Panel, Passage, Piece, Row
-from kvalign.eval.settings import ComparisonSettings
-from kvalign.settings import keywords_of, option
+from kvalign.eval.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Panel,
+    Passage,
+    Piece,
+    Plot,
+    Row,
+    Section,
+)
+from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
-    from kvalign.sampling import Sampling
 
-
-@dataclass(frozen=True, kw_only=True)
-class WritingSettings(ComparisonSettings):
-    """Base of the settings of the evaluations of what methods write: how, and how it is judged."""
-
-    prompts: str = option("own", help="what to continue: own, mt-bench, or a .jsonl file of turns")
-    max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
-    top_k: int = option(
-        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
-    )
-    words: str = option(
-        "auto",
-        help="word list; auto: NLTK's where it is at hand or can be fetched",
-        choices=("auto", "nltk", "english-words"),
-    )
-    nltk_data: Path | None = option(None, help="folder with NLTK's corpora/words.zip")
-    seed: int = option(0, help="seed of the draws, the same for each method")
-
-    def sampling(self, **more: Any) -> Sampling:
-        from kvalign.sampling import Sampling
-
-        same = {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "seed")}
-        return Sampling(**same, **more)
+NAME = "readability"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadabilitySettings(WritingSettings):
-    """Let methods continue prompts and judge the passages: dictionary words in chunks of 10 tokens
-    (the paper's rule), repetition, perplexity under the model itself.
+    """Let methods continue prompts, or take texts that are written, and judge them: dictionary
+    words in chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself.
+    Writes a page, report.html, with each chunk green or red, and strips of them as PNG and SVG.
 
     Example:
-        kvalign eval readability --cache-sizes 32 --num-prompts 1 --max-new-tokens 40
+        kvalign eval readability --cache-sizes 32 --max-new-tokens 40
     """
 
-    num_prompts: int = option(2, help="prompts to continue, the first of them", at_least=1)
-    no_repeat_ngram_sizes: tuple[int, ...] = option(
-        (0,), help="never repeat an n-gram of this size, a run each; 0: off", at_least=0
+    text: tuple[str, ...] | None = option(
+        None, help="text files to judge, comma-separated, by whatever written; no model is loaded"
     )
+    num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
+    no_repeat_ngram_sizes: tuple[int, ...] = option(
+        (0, 2), help="never repeat an n-gram of this size, a run each; 0: off", at_least=0
+    )
+    out: Path | None = option(
+        None,
+        help="folder for the page, its figures and the results (default: readability, or "
+        "readability-2, ... where that is taken; with --json none)",
+    )
+    open: bool = option(False, help="open the page in a browser")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        idle = self.changed().keys() - {"text", "rule", "out", "open"}
+        if self.text and idle:
+            flags = ", ".join(sorted(map(flag, idle)))
+            raise UserError(f"--text judges what is written: {flags} would have no effect")
 
 
 @keywords_of(ReadabilitySettings)
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method continue every prompt, and measure the passages.
+    """Let every method continue every prompt, and measure the passages; or measure texts. Writes a
+    page if `out` names a folder for it.
 
     Returns:
-        A document with `prompts` (the texts continued), `word_list` (name, num_words) and rows of
-        the sizes, no_repeat_ngram_size, prompt (index), and the measures of
-        `kvalign.eval.fluency.judge`.
+        A document with `prompts` (the texts continued), `rule` (name, about), `word_list` (name,
+        num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), and the
+        measures of `kvalign.eval.fluency.judge`; of a text its name is the method, and what only
+        a model that wrote it can have is None or missing.
+
+    Raises:
+        UserError: `out` has results already; a text that cannot be read.
     """
+    from kvalign.eval.readability_page import free_folder, write_page
+    from kvalign.eval.written_texts import TextSettings, of_texts
+
+    out = settings.out or (free_folder() if settings.open else None)
+    if out and (out / f"{NAME}.json").exists():
+        raise UserError(f"{out} has results of {NAME} already: name another --out")
+    in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
+    if settings.text:
+        document = of_texts(TextSettings(text=settings.text, rule=settings.rule))
+    else:
+        document = _of_methods(settings, loaded)
+    if out:
+        write_page(document, out, NAME, in_browser)
+    return document
+
+
+def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.document import document
     from kvalign.eval.fluency import judge
     from kvalign.eval.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.eval.rules import RULES
     from kvalign.eval.words import load_words
     from kvalign.text_stream import TextStream
 
     started = time.perf_counter()
     prompts = [turns[0] for turns in conversations(settings.prompts)][: settings.num_prompts]
-    words = load_words(settings.words, settings.nltk_data)
+    words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
-    runs = list(product(settings.no_repeat_ngram_sizes, range(len(prompts))))
+    runs = list(itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts))))
     num_tokens = len(runs) * settings.max_new_tokens
     rows = []
     for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "token"):
@@ -96,39 +125,23 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
             rows.append(
                 sizes_of(method)
                 | {"no_repeat_ngram_size": ngram, "prompt": number}
-                | judge(loaded, prompt_ids, stream.token_ids, words.words)
+                | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
-    more = {"prompts": prompts, "word_list": words.about}
+    more = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
     return document("eval readability", settings, rows, started=started, **more)
 
 
-MEASURES = {
-    "readable": Column("readable", 3, "higher", "share of chunks, half of whose tokens are words"),
-    "distinct_1": Column("distinct-1", 3, about="different words by all words"),
-    "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
-    "repetition": Column("repetition", 3, "lower", "share of 4-grams that were there before"),
-    "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
-    "dense_perplexity": Column("dense perplexity", 1, about="under the model, nothing evicted"),
-}
-MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True), **MEASURES}
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
-COLUMNS = {"no_repeat_ngram_size": Column("no repeated n-gram"), **MEAN_COLUMNS}
-
-
-class JudgedText(Evaluation):
-    """Base of the evaluations of what methods write: tables have the means over all passages that
-    are alike in `by`.
-    """
-
-    by: ClassVar[tuple[str, ...]] = ()
-
-    def title(self, document: Document) -> str:
-        return f"{super().title(document)}, words: {document['word_list'].get('name')}"
-
-    def rows(self, document: Document) -> list[Row]:
-        from kvalign.eval.tables import means
-
-        return means(document["rows"], MEASURES, self.by)
+COLUMNS = {
+    "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
+    "num_readable": Column("readable chunks", is_optional=True),
+    "num_chunks": Column("chunks", is_optional=True),
+    **MEAN_COLUMNS,
+}
+ABOUT_TEXTS = (
+    "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
+    "repetition stands beside it."
+)
 
 
 class Readability(JudgedText):
@@ -137,40 +150,85 @@ class Readability(JudgedText):
     run = staticmethod(readability)
     heading = "Readability"
     about = (
-        "Every method continues the same prompts with the same seed. A chunk is 10 NLTK tokens; it "
-        "is readable if at least half of them are in the word list (or their stems) or end a "
-        "sentence. That counts words and no sense, so repetition stands beside it. Means over the "
-        "prompts; the passages are below."
+        "Every method continues the same prompts with the same seed. The rule counts words and no "
+        "sense, so repetition stands beside it. Means over the prompts; the passages are below."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
-    row_fields = (("prompt", int), ("text", str), ("chunks", list[CHUNK]))
-    document_fields = (("prompts", list[str]), ("word_list", dict[str, Any]))
+    row_fields = (
+        ("prompt", int),
+        ("text", str),
+        ("chunks", list[CHUNK]),
+        *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
+    )
+    document_fields = (("prompts", list[str]), *JUDGED_BY)
 
     def check(self, document: Document) -> None:
         if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
             raise UserError("rows.prompt: must be the index of one of `prompts`")
+
+    def chosen(self, documents: Documents) -> Documents:
+        """Less those of texts, which no method here has written."""
+        return {name: one for name, one in documents.items() if one["settings"]["model"]}
+
+    def about_one(self, document: Document) -> str:
+        return self.about if document["settings"]["model"] else ABOUT_TEXTS
+
+    def rows(self, document: Document) -> list[Row]:
+        return super().rows(document) if document["settings"]["model"] else document["rows"]
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Those of the first n-gram rule."""
         first = document["rows"][0]["no_repeat_ngram_size"]
         return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
 
+    def sections(self, documents: Documents) -> list[Section]:
+        """One, with a figure for each cache size and prompt: the strips of all methods."""
+        from kvalign.eval.strips import figures
+
+        plots = [
+            Plot(f"{name}{ending}", *drawn)
+            for name, document in documents.items()
+            for ending, drawn in figures(document).items()
+        ]
+        return [dataclasses.replace(one, plots=plots) for one in super().sections(documents)]
+
     def panels(self, document: Document) -> list[Panel]:
-        """One for each cache size, n-gram rule and prompt."""
+        """One for each cache size, n-gram rule and prompt; texts share one."""
         from kvalign.eval.tables import grouped
 
         model, same = document["settings"]["model"], ("cache_size", *self.by, "prompt")
         groups = grouped(document["rows"], itemgetter(*same))
         return [
             Panel(
-                f"{model}, C = {cache_size}, prompt {prompt + 1}"
-                + (f", no repeated {ngram}-gram" if ngram else ""),
+                f"{model}, C = {cache_size}, prompt {prompt + 1}{setting_of(ngram)}"
+                if model
+                else "texts",
                 document["prompts"][prompt],
                 [_passage(row) for row in rows],
             )
             for (cache_size, ngram, prompt), rows in groups.items()
         ]
+
+    def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
+        """With a folder for the page."""
+        from kvalign.eval.readability_page import free_folder
+
+        return dataclasses.replace(settings, out=settings.out or free_folder())
+
+    def show(self, document: Document, settings: ReadabilitySettings) -> None:
+        """The passages in colour, where they can be seen; the tables; where the page is."""
+        from kvalign.eval.report import PAGE
+        from kvalign.eval.terminal import print_passages
+
+        print_passages(self.panels(document))
+        super().show(document, settings)
+        print(f"report: {settings.out and settings.out / PAGE}")
+
+
+def setting_of(ngram: int | None) -> str:
+    """What the title of passages says of the n-gram rule they were drawn by."""
+    return f", no repeated {ngram}-gram" if ngram else ""
 
 
 def _passage(row: Row) -> Passage:
@@ -178,9 +236,12 @@ def _passage(row: Row) -> Passage:
 
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
-    spans = zip(chunks, pairwise(starts), strict=True)
+    if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
+        starts[-1] = chunks[-1][1]
+    spans = zip(chunks, itertools.pairwise(starts), strict=True)
     pieces = [Piece(text[start:end], *chunk[2:]) for chunk, (start, end) in spans]
-    return Passage(method_name(row), label_of(row), row["readable"], text[: starts[0]], pieces)
+    head, tail = text[: starts[0]], text[starts[-1] :]
+    return Passage(method_name(row), label_of(row), row["readable"], head, pieces, tail)
 
 
 EVALUATION = Readability()

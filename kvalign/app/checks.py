@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from kvalign import checkpoints, hub
 from kvalign.app import listing
 from kvalign.app.requirements import how_to_install, installed, requirements
+from kvalign.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -152,16 +153,19 @@ def corpora() -> Iterator[Check]:
 
 
 def word_lists() -> Iterator[Check]:
-    from kvalign.eval.words import at_hand
+    from kvalign.eval.words import NAME, load_words
 
-    fetch = "python -m nltk.downloader words, or --nltk-data DIR"
-    for name, path in at_hand().items():
-        if path:
-            yield Check("word lists", name, "ok", path)
-        elif installed(name):
-            yield Check("word lists", name, "missing", "not here", fetch)
-        else:
-            yield Check("word lists", name, "missing", "not installed", how_to_install(name))
+    package = "english-words"
+    if not installed(package):
+        yield Check(
+            "word lists", NAME, "missing", f"{package} is not here", how_to_install(package)
+        )
+        return
+    try:
+        yield Check("word lists", NAME, "ok", f"SHA-256 {load_words().sha256}")
+    except UserError as error:
+        found, _, todo = str(error).partition(": ")
+        yield Check("word lists", NAME, "wrong", found, todo)
 
 
 def _in_range(

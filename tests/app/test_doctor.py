@@ -2,11 +2,11 @@
 required.
 """
 
+import importlib
 import json
 import re
 import shutil
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ def bare_machine(tmp_path, monkeypatch):
     """No hub, an empty cache of it, and a folder of its own."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
-    monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk")])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -212,16 +211,17 @@ def test_a_corpus_is_at_hand_in_a_folder_or_through_the_hub(tmp_path, monkeypatc
     assert {check.state for check in by_name("corpora").values()} == {"ok"}
 
 
-def test_word_lists_are_found_and_not_fetched(tmp_path, monkeypatch):
-    monkeypatch.setattr("nltk.download", None)
-    assert by_name("word lists")["nltk"].state == "missing"
-    assert by_name("word lists")["english-words"].state == "ok"
-    (tmp_path / "nltk" / "corpora").mkdir(parents=True)
-    with zipfile.ZipFile(tmp_path / "nltk" / "corpora" / "words.zip", "w") as archive:
-        archive.writestr("words/", "")
-        archive.writestr("words/en", "island\n")
-    check = by_name("word lists")["nltk"]
-    assert check.state == "ok" and str(tmp_path / "nltk") in check.found
+def test_word_list_is_the_pinned_one(monkeypatch):
+    words = importlib.import_module("kvalign.eval.words")
+    (check,) = by_name("word lists").values()
+    assert check.state == "ok" and words.SHA256 in check.found
+    monkeypatch.setattr(words, "SHA256", "0" * 64)
+    words.load_words.cache_clear()
+    (check,) = by_name("word lists").values()
+    assert check.state == "wrong" and "english-words==2.0.2" in check.todo
+    install(monkeypatch, {"english-words": None})
+    (check,) = by_name("word lists").values()
+    assert check.state == "missing"
 
 
 def test_disk_and_memory_have_numbers():

@@ -5,7 +5,8 @@ import pytest
 import kvalign
 from kvalign.app.pages import render
 from kvalign.app.pages.side_by_side import View, begin, side_by_side
-from kvalign.eval.fluency import Chunk, chunks
+from kvalign.eval.chunks import Chunk, chunks
+from kvalign.eval.rules import RULES
 from kvalign.eval.words import load_words
 from kvalign.methods import METHODS
 from kvalign.models import load_model
@@ -22,7 +23,7 @@ def gpt2():
 
 @pytest.fixture(scope="module")
 def words():
-    return load_words("english-words").words
+    return load_words().words
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_figures_are_those_of_the_method(run):
 def test_finished_chunks_are_judged(run, words):
     for views in run[1]:
         for view in views:
-            found = chunks(view.text, words)
+            found = chunks(view.text, words, RULES["paper"])
             assert view.chunks == (found if view.is_done else found[:-1])
     readable = [chunk.is_readable for chunk in view.chunks]
     assert view.readable == sum(readable) / len(readable)

@@ -8,7 +8,6 @@ import kvalign
 from kvalign import Aligner, StreamingCache, load_model, make_method, stream_generate, stream_tokens
 from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
-from kvalign.eval.words import load_words
 from kvalign.sizes import CacheSizes
 
 PROMPT = torch.tensor([[5, 6, 7]])
@@ -59,7 +58,6 @@ CALLS = [
     (lambda m: generate(m, method="dense-ish"), "unknown method 'dense-ish'"),
     (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
     (lambda m: conversations("bench"), "unknown prompts 'bench'"),
-    (lambda m: load_words("webster"), "unknown word list 'webster'"),
     (lambda m: kvalign.Streamer, "No kvalign attribute Streamer"),
     (lambda m: StreamingCache(m.spec, CacheSizes(8, 8, 1)), "cache_size must be above num_sinks"),
 ]

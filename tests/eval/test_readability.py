@@ -1,28 +1,37 @@
 """What methods write and answer: one stream each, judged alike, the same again with one seed."""
 
+import io
 import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from kvalign import load_model, make_method
 from kvalign.app.cli import main
 from kvalign.eval import chat
+from kvalign.eval.chunks import judged
+from kvalign.eval.evaluation import Panel, Passage, Piece
 from kvalign.eval.evaluations.readability import EVALUATION
-from kvalign.eval.fluency import measures
-from kvalign.eval.words import load_words
+from kvalign.eval.rules import RULES
+from kvalign.eval.terminal import print_passages
+from kvalign.eval.words import SHA256, load_words
 
 SHORT = [
     "eval",
     "readability",
-    "--words",
-    "english-words",
     "--cache-sizes",
     "24",
     "--max-new-tokens",
     "40",
     "--json",
 ]
+
+GOOD = "The island was settled by people who came from the sea, and they lived there. " * 3
 
 
 def run_json(capsys, *argv):
@@ -32,14 +41,15 @@ def run_json(capsys, *argv):
 
 def test_passages_are_what_generate_writes(capsys):
     argv = [*SHORT, "--methods", "streaming-llm,recompute", "--num-prompts", "2"]
-    found = run_json(capsys, *argv, "--no-repeat-ngram-sizes", "0,2")
+    found = run_json(capsys, *argv)
     cells = [(r["method"], r["no_repeat_ngram_size"], r["prompt"]) for r in found["rows"]]
     assert cells == [
         (m, n, p) for m in ("streaming-llm", "recompute") for n in (0, 2) for p in (0, 1)
     ]
-    words = load_words("english-words").words
+    words = load_words()
+    assert found["word_list"] == words.about and found["rule"]["name"] == "paper"
     for row in found["rows"]:
-        for name, value in measures(row["text"], words).items():
+        for name, value in judged(row["text"], words.words, RULES["paper"]).items():
             assert row[name] == value
         assert row["dense_perplexity"] > 1 and row["num_tokens"] == 40
     row = found["rows"][3]  # 2-grams are not repeated, prompt included
@@ -49,11 +59,101 @@ def test_passages_are_what_generate_writes(capsys):
 
 
 def test_table_has_the_means_of_the_passages(capsys):
-    found = run_json(capsys, *SHORT, "--methods", "window", "--num-prompts", "2")
+    argv = [*SHORT, "--methods", "window", "--num-prompts", "2"]
+    found = run_json(capsys, *argv, "--no-repeat-ngram-sizes", "0")
     (mean,) = EVALUATION.rows(found)
     assert mean["num_passages"] == 2 and "text" not in mean and "prompt" not in mean
     for name in ("readable", "distinct_1", "dense_perplexity"):
         assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with two texts."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.txt").write_text(GOOD, encoding="utf-8")
+    Path("bad.txt").write_text("Zq qX <b>, Zw \x1b[31m" * 9, encoding="utf-8")
+    return tmp_path
+
+
+def test_page_is_written_beside_what_is_there(folder, capsys):
+    argv = ["eval", "readability", "--methods", "window,recompute", "--cache-sizes", "24"]
+    argv += ["--max-new-tokens", "30"]
+    for name in ("readability", "readability-2"):
+        assert main(argv) == 0
+        assert capsys.readouterr().out.endswith(f"report: {name}/report.html\n")
+        names = {str(path.relative_to(folder / name)) for path in (folder / name).rglob("*.*")}
+        drawn = {f"plots/readability-C24-prompt1.{ending}" for ending in ("png", "svg")}
+        assert names == {"readability.json", "report.html", *drawn}
+    page = Path("readability/report.html").read_text(encoding="utf-8")
+    assert "no repeated 2-gram" in page and "repetition allowed" in page and SHA256 in page
+    assert main([*argv, "--out", "readability"]) == 2
+    assert "readability has results of readability already" in capsys.readouterr().err
+    document = json.loads(Path("readability/readability.json").read_text(encoding="utf-8"))
+    assert document["command"] == f"kvalign {shlex.join(argv)}"
+    assert run_json(capsys, *argv, "--json")["rows"] == document["rows"]
+    assert not Path("readability-3").exists()
+
+
+def test_texts_of_any_program(folder, capsys):
+    argv = ["eval", "readability", "--text", "good.txt,bad.txt", "--rule", "authors"]
+    found = run_json(capsys, *argv, "--json", "--out", "mine")
+    assert found["settings"] == {
+        "model": None,
+        "text": ["good.txt", "bad.txt"],
+        "rule": "authors",
+    }
+    assert found["command"] == f"kvalign {shlex.join(argv)}" and "torch" not in found["environment"]
+    words = load_words().words
+    for row, name in zip(found["rows"], ("good.txt", "bad.txt"), strict=True):
+        judgement = judged(Path(name).read_text(encoding="utf-8"), words, RULES["authors"])
+        assert row["method"] == name and {key: row[key] for key in judgement} == judgement
+    assert [row["readable"] for row in found["rows"]] == [1.0, 0.0]
+    page = Path("mine/report.html").read_text(encoding="utf-8")
+    assert "How texts read" in page and "Rule authors: " in page and "&lt;b&gt;" in page
+    assert "summary" not in [part for part in page.split('id="')[1:] if part.startswith("summary")]
+    assert Path("mine/plots/readability.svg").exists()
+    assert main(["report", "mine", "--terminal"]) == 0
+    assert "good.txt" in capsys.readouterr().out
+
+
+def test_texts_need_no_torch(folder):
+    code = (
+        "import sys; from kvalign.app.cli import main;"
+        "assert main(['eval', 'readability', '--text', 'good.txt']) == 0;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_page_is_opened(folder, monkeypatch, capsys, caplog):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or len(opened) == 1)
+    argv = ["eval", "readability", "--text", "good.txt", "--open", "--json"]
+    run_json(capsys, *argv)
+    assert opened == [(folder / "readability" / "report.html").as_uri()] and not caplog.text
+    run_json(capsys, *argv)
+    assert "no browser to open readability-2" in caplog.text
+
+
+@pytest.mark.parametrize(("is_terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
+def test_colours_are_for_terminals(is_terminal, no_color, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    pieces = [Piece("the island\n", 10, 9, True), Piece("Zq \x1b[31m", 10, 0, False)]
+    passage = Passage("window", "window, 0 sinks", 0.5, " ", pieces, "tail")
+    out = io.StringIO()
+    console = Console(
+        file=out, width=80, force_terminal=is_terminal, color_system="truecolor", highlight=False
+    )
+    print_passages([Panel("a model", "A prompt.", [passage])], console)
+    text = out.getvalue()
+    assert "\x1b[31m" not in text  # what the passage has is shown, not done
+    if not is_terminal:
+        assert text == ""
+        return
+    assert "A prompt." in text and "the island" in text and "tail" in text
+    assert ("\x1b[32mthe island" in text) is not bool(no_color)
+    assert ("\x1b[4mZq" if no_color else "\x1b[4;31mZq") in text  # underlined either way
 
 
 def test_answers_come_from_one_stream():
@@ -64,7 +164,6 @@ def test_answers_come_from_one_stream():
         num_turns=3,
         max_new_tokens=12,
         top_k=1,
-        words="english-words",
     )
     loaded = load_model("gpt2-mini")
     method = make_method("streaming-llm", loaded.model, cache_size=24)

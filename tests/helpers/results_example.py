@@ -2,7 +2,8 @@
 
 import json
 
-from kvalign.eval.fluency import chunks, measures
+from kvalign.eval.chunks import judged
+from kvalign.eval.rules import RULES
 
 HOSTILE = "<script>alert(1)</script> \"quotes' & <b>bold</b> {{ 7*7 }} $x^$ \x00\x07\x1b[31m"
 HOSTILE += " \u202eright-to-left"
@@ -44,11 +45,9 @@ def documents():
     texts = [PASSAGE, f"{HOSTILE} {HEBREW} {PASSAGE}", ""]
     passages = [
         row
-        | dict(no_repeat_ngram_size=0, prompt=0, num_tokens=7, dense_perplexity=3.0, text=text)
-        | measures(text, WORDS)
-        | dict(chunks=[[c.start, c.end, c.num_tokens, c.num_known, c.is_readable] for c in own])
+        | dict(no_repeat_ngram_size=0, prompt=0, num_tokens=7, dense_perplexity=3.0)
+        | judged(text, WORDS, RULES["paper"])
         for row, text in zip(rows[:3], texts, strict=True)
-        for own in [chunks(text, WORDS)]
     ]
     answers = [
         {k: v for k, v in row.items() if k not in ("no_repeat_ngram_size", "prompt")}
@@ -63,16 +62,18 @@ def documents():
         for row in rows
         for d in (0, 5)
     ]
-    words = {"name": "a list", "num_words": len(WORDS)}
+    judged_by = {
+        "rule": RULES["paper"].described,
+        "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
+    }
     corpus = {"corpus": HOSTILE, "reference": "recompute", "stepwise": False}
     return {
         "perplexity": _document("perplexity", scored, corpus),
         "total-time": _document("perplexity", scored, corpus | {"stepwise": True}),
         "latency": _document("latency", timed),
-        "readability": _document("readability", passages)
-        | {"prompts": [HOSTILE], "word_list": words},
+        "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
-        "chat": _document("chat", answers) | {"turns": [HOSTILE], "word_list": words},
+        "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }
 
 

@@ -95,6 +95,8 @@ def smaller(
     args = words[len(command.split()) :]
     settings, as_json = parse(Command(command).settings_for(args), args, f"kvalign {command}")
     changes = {}
+    if getattr(settings, "text", None):  # written already: there is nothing to make smaller
+        limits = {}
     for (of, name), limit in limits.items():
         value = getattr(settings, name, limit) if of == command else limit
         if value is None or value > limit:

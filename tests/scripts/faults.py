@@ -39,7 +39,6 @@ cells:
   - name: chat
     command: >-
       eval chat --methods window,kvalign --cache-sizes 32 --num-turns 4 --max-new-tokens 40
-      --words english-words
 """
 TIMES = ("seconds",)
 DONE = "already holds a trained"  # `train`, when the blow fell after all was written

@@ -14,10 +14,8 @@ class EvaluationCommand:
         self.SETTINGS = evaluation.settings
 
     def run(self, settings: Any, as_json: bool) -> None:
-        document = self.evaluation.run(settings)
         if as_json:
-            print(json.dumps(document))
+            print(json.dumps(self.evaluation.run(settings)))
             return
-        from kvalign.eval.terminal import print_tables
-
-        print_tables(self.evaluation.tables(document))
+        settings = self.evaluation.prepared(settings)
+        self.evaluation.show(self.evaluation.run(settings), settings)

@@ -65,7 +65,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         config = loaded.config
         largest = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
         loaded.check(load(models[0]).model, largest)
-    words = load_words("english-words").words  # it asks nothing of the network
+    words = load_words().words
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:

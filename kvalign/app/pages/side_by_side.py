@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvalign.errors import UserError
-from kvalign.eval.fluency import Chunk, chunks
+from kvalign.eval.chunks import Chunk, chunks
+from kvalign.eval.rules import RULES
 from kvalign.methods import METHODS
 from kvalign.models import LoadedModel
 from kvalign.text_stream import TextStream, stream
@@ -136,7 +137,7 @@ def side_by_side(
 
 def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
     method, text, timing = stream.method, stream.text, stream.timing()
-    all_chunks = chunks(text, words)
+    all_chunks = chunks(text, words, RULES["paper"])
     return View(
         title=method.title,
         about=method.about,
