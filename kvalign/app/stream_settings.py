@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from kvalign.errors import UserError
 from kvalign.settings import ModelSettings, option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvalign.models import LoadedModel
     from kvalign.text_stream import TextStream
 
@@ -27,7 +31,9 @@ class StreamSettings(ModelSettings):
         at_least=1,
     )
     aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+        None,
+        help="aligner of kvalign: folder, hub id or shipped name (default: shipped; where none is, "
+        "the newest in kvalign-data/MODEL)",
     )
     compile: bool = option(
         False, help="compile the step with torch.compile: slow to begin, faster from then on"
@@ -71,7 +77,46 @@ class StreamSettings(ModelSettings):
             num_sinks=num_sinks,
             num_evicted=self.num_evicted,
             realign_every=self.realign_every,
-            aligner=self.aligner,
+            aligner=self._aligner(),
             compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )
+
+    def trained_here(self) -> Path | None:
+        """The folder of the aligner that was trained last for the model, of those in its folder
+        (`kvalign.folders`); None where there is none, or the method takes none.
+        """
+        from kvalign.aligners import AlignerConfig
+        from kvalign.aligners.base import CONFIG
+        from kvalign.files import read_checked
+        from kvalign.folders import newest_first
+        from kvalign.methods import METHODS
+
+        if not METHODS.find(self.method).takes_aligner:
+            return None
+        for path in newest_first(self.model, CONFIG):
+            try:
+                if read_checked(AlignerConfig, path).base_model == self.model:
+                    return path.parent
+            except UserError:  # a recording's, or another program's
+                continue
+        return None
+
+    def _aligner(self) -> str | None:
+        """The aligner to take: what is named, else what ships, else what was trained here."""
+        from kvalign import checkpoints
+
+        if self.aligner is not None or (trained := self.trained_here()) is None:
+            return self.aligner
+        shipped = checkpoints.default_aligner(self.model)
+        if shipped is None:
+            print(
+                f"{trained}, trained here, is taken: none ships for {self.model}", file=sys.stderr
+            )
+            return str(trained)
+        print(
+            f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
+            f"{shipped}",
+            file=sys.stderr,
+        )
+        return None
