@@ -191,3 +191,6 @@ class ModelSettings(Settings):
 
 
 NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)"
+NUM_EVICTED = (
+    "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
+)

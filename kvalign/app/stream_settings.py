@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.settings import ModelSettings, option
+from kvalign.settings import NUM_EVICTED, ModelSettings, option
+from kvalign.sizes import num_evicted_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,9 +23,7 @@ class StreamSettings(ModelSettings):
 
     method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
-    num_evicted: int | None = option(
-        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
-    )
+    num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
         None,
         help="evicted entries after which kvalign moves those that stay (default: 1)",
@@ -48,6 +47,10 @@ class StreamSettings(ModelSettings):
     )
     stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_evicted_of(self.num_evicted or 1, 2)
 
     def load(self) -> LoadedModel:
         """The model and its tokenizer.
