@@ -40,7 +40,7 @@ _FREE = ("batch_size", "device")  # may change between the runs: they touch the 
 
 @keywords_of(RecordSettings)
 def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> Store:
-    """Record stale and aligned keys and values of a corpus, or what is missing of them in `out`.
+    """Record stale and aligned keys and values of a corpus, or what is missing of them, in `out`.
 
     Args:
         loaded: the model, if it is loaded already; `model` is then only its name.
@@ -63,9 +63,9 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"--num-tokens must be at least {needed_len} for a chunk in both train and val, "
             f"got {settings.num_tokens}"
         )
-    is_finished = (settings.out / MANIFEST).exists()
+    is_finished = (settings.folder / MANIFEST).exists()
     run = ResumableRun(
-        settings.out,
+        settings.folder,
         config.model_dump(mode="json"),
         free=_FREE + ("versions",) * is_finished,
         config_name=CONFIG,
@@ -73,7 +73,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         read_config=lambda path: read_checked(RecordingConfig, path).model_dump(mode="json"),
     )
     if run.state() == "finished":
-        return open_store(settings.out)
+        return open_store(settings.folder)
     pieces = equal_shares(
         [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus],
         settings.num_tokens,
@@ -85,12 +85,12 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
             "chunk in both train and val: lower --chunk-len or name a longer corpus"
         )
-    with locked(settings.out):
+    with locked(settings.folder):
         if run.state() == "new":
             run.begin()
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
         run.finish(_manifest(shards, config).model_dump(mode="json"))
-    return open_store(settings.out)
+    return open_store(settings.folder)
 
 
 def _record_shards(
@@ -108,7 +108,7 @@ def _record_shards(
         writer(settings, loaded, bar.update) as write,
     ):
         for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
-            expected = [expected_shard(settings.out, config, shard_chunks, k) for k in shifts]
+            expected = [expected_shard(settings.folder, config, shard_chunks, k) for k in shifts]
             shards += expected
             num_chunks = max(num_chunks, int(shard_chunks.chunk_indices[-1]) + 1)
             tokens = shard_chunks.sha256()

@@ -4,26 +4,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvalign.errors import UserError
-from kvalign.settings import Settings, option
+from kvalign.folders import RECORDING, folder_of
+from kvalign.settings import DEFAULT_MODEL, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings(Settings):
     """Record keys and values of a corpus before and after the tokens behind the sinks are evicted.
 
-    Run the same command again to resume an interrupted recording.
+    Run the same command again to resume an interrupted recording. `kvalign train` takes the newest
+    of a model.
 
     Example:
         kvalign gen-data --model gpt2-mini --num-tokens 2048 --chunk-len 64 --out caches
     """
 
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder of the base model")
+    model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of the base model")
     corpus: tuple[str, ...] = option(
         ("python-docs",),
         help="python-docs, wikitext, everyday, text:PATH, hub:NAME or marked:SPEC; "
         "several give an equal share of the tokens each",
     )
-    out: Path = option(help="folder of the recording")
+    out: Path | None = option(
+        None, help="folder of the recording (default: kvalign-data/MODEL/caches)"
+    )
     num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
     chunk_len: int = option(
         256, help="tokens encoded together; caches up to this less one can be aligned", at_least=2
@@ -64,3 +68,8 @@ class RecordSettings(Settings):
             raise UserError(
                 f"--stride must be at most --chunk-len ({self.chunk_len}), got {self.stride}"
             )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the recording."""
+        return self.out or folder_of(self.model) / RECORDING

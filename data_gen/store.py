@@ -22,8 +22,10 @@ from torch import Tensor
 from kvalign.aligners.base import Text
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
+from kvalign.data_gen.settings import RecordSettings
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import read_checked, sha256, write_whole
+from kvalign.folders import folder_of, newest_first
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 
@@ -159,6 +161,20 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
                 "the same gen-data command again"
             )
     return store
+
+
+def newest_recording(model: str) -> Path:
+    """The folder of the recording of a model that was finished last, of those in the model's
+    folder (`kvalign.folders`); NotFoundError, with the command that makes one, if there is none.
+    """
+    for manifest in newest_first(model, MANIFEST):
+        if read_checked(RecordingConfig, manifest.with_name(CONFIG)).settings.model == model:
+            return manifest.parent
+    command = RecordSettings(model=model).command_line("gen-data")
+    raise NotFoundError(
+        f"no finished recording of {model} in {folder_of(model)}: make one with {command}, or name "
+        "its folder with --data"
+    )
 
 
 def expected_shard(

@@ -51,7 +51,7 @@ def make_grid(
             aligner=aligner,
         )
         for cache_size in settings.cache_sizes
-        for num_evicted in nums_evicted(settings, cache_size) or (None,)
+        for num_evicted in settings.num_evicted or (None,)
         for name in settings.methods
         for aligner in (
             (aligners or settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,)
@@ -61,12 +61,6 @@ def make_grid(
     # `discard-half` evicts what it does at any setting, and is wanted once.
     once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}
     return list(once.values())
-
-
-def nums_evicted(settings: ComparisonSettings, cache_size: int) -> list[int]:
-    """The numbers asked for, `half` of the cache resolved; none: each method's default."""
-    numbers = settings.num_evicted or ()
-    return [cache_size // 2 if number == "half" else int(number) for number in numbers]
 
 
 def sizes_of(method: Method) -> Row:

@@ -10,10 +10,11 @@ from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.data_gen.prompts import conversations
 from kvalign.errors import UserError
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.grid import load, nums_evicted
+from kvalign.eval.grid import load
 from kvalign.eval.timing import random_ids
 from kvalign.methods import METHODS
 from kvalign.models import LoadedModel, check_device, spec_of
+from kvalign.sizes import num_evicted_of
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +75,22 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None
     spec, sizes = spec_of(model.config, settings.model), settings.cache_sizes
-    shifts = tuple({n for size in sizes for n in nums_evicted(settings, size)} or {1})
     aligners = []
     for kind in settings.aligner_kinds or DEFAULT_KINDS:
         cls = KINDS.find(kind)
+        num_sinks = cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks
+        shifts = {
+            num_evicted_of(asked, size - num_sinks)
+            for size in sizes
+            for asked in settings.num_evicted or (1,)
+        }
         config = new_config(
             kind,
             model,
             spec,
             chunk_len=max(sizes) + max(settings.realign_every),
-            num_sinks=cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks,
-            shifts=shifts,
+            num_sinks=num_sinks,
+            shifts=tuple(shifts),
             sizes=dict(cls.default_sizes),
         )
         aligners.append(cls(config).requires_grad_(False).eval())

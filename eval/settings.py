@@ -6,7 +6,8 @@ from pathlib import Path
 from kvalign.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.registry import unknown
-from kvalign.settings import NUM_SINKS, ModelSettings, option
+from kvalign.settings import NUM_EVICTED, NUM_SINKS, ModelSettings, option
+from kvalign.sizes import num_evicted_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,7 @@ class ComparisonSettings(ModelSettings):
     )
     num_evicted: tuple[str, ...] | None = option(
         None,
-        help="entries evicted at once, comma-separated numbers or half (of the cache) "
-        "(default: 1; discard-half: half the window)",
+        help=f"{NUM_EVICTED}; several, comma-separated",
     )
 
     realign_every: tuple[int, ...] = option(
@@ -43,8 +43,7 @@ class ComparisonSettings(ModelSettings):
             if name not in METHODS:
                 raise UserError(unknown("method", name, METHODS))
         for number in self.num_evicted or ():
-            if number != "half" and not (number.isascii() and number.isdigit()):
-                raise UserError(f"--num-evicted takes numbers or half, got {number!r}")
+            num_evicted_of(number, 2)
 
 
 def check_plot(path: Path | None) -> None:

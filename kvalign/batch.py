@@ -30,7 +30,7 @@ def stream_batch(
     method: str = "kvalign",
     cache_size: int = 128,
     num_sinks: int | None = None,
-    num_evicted: int | None = None,
+    num_evicted: int | str | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,

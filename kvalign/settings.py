@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from kvalign.errors import UserError
 
+DEFAULT_MODEL = "gpt2-mini"
+
 S = TypeVar("S", bound="Settings")
 
 
@@ -181,7 +183,7 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 class ModelSettings(Settings):
     """Base of the settings of what streams: the model."""
 
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
+    model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     dtype: str = option(
         "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
     )
@@ -189,3 +191,6 @@ class ModelSettings(Settings):
 
 
 NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)"
+NUM_EVICTED = (
+    "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
+)

@@ -112,3 +112,14 @@ class CacheSizes:
             f"realign_every must be at most {most} for {spec.name} "
             f"with cache_size {self.cache_size} (positions run on), got {self.realign_every}"
         )
+
+
+def num_evicted_of(asked: int | str, window_size: int) -> int:
+    """Entries to evict at once, given as a number or as `half` of the window, which is what LLM
+    runtimes discard; UserError for other text.
+    """
+    if asked == "half":
+        return max(1, window_size // 2)
+    if isinstance(asked, str) and not (asked.isascii() and asked.isdigit()):
+        raise UserError(f"num_evicted takes numbers or half, got {asked!r}")
+    return int(asked)

@@ -7,10 +7,13 @@ folder, whole or not at all.
     OUT/training/KV/result.json           written last
 """
 
+import dataclasses
 import math
 import os
 import shutil
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,10 +25,11 @@ from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.data_gen.corpora import hub_datasets
-from kvalign.data_gen.store import MANIFEST, Store, open_store
+from kvalign.data_gen.store import MANIFEST, Store, newest_recording, open_store
 from kvalign.errors import ExistsError, UserError
-from kvalign.files import locked, sha256
+from kvalign.files import locked, read_checked, sha256
 from kvalign.runs import ResumableRun
+from kvalign.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import OVERWRITE, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import best_weights, fit, losses
@@ -33,7 +37,7 @@ from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
-_FREE = ("data", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
+_FREE = ("data", "model", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
@@ -41,14 +45,28 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     """What `kvalign.training.train_network` does."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    store = open_store(settings.data, verify=True)
+    out = settings.folder(NetworkAligner.kind)
+    data = settings.data
+    if data is None:
+        data = newest_recording(settings.model or DEFAULT_MODEL)
+        print(f"recording: {data}", file=sys.stderr)
+    settings = dataclasses.replace(settings, data=data)
+    store = open_store(data, verify=True)
+    if settings.model not in (None, recorded := store.config.model.name):
+        raise UserError(f"--model is {settings.model}, and {data} was recorded of {recorded}")
+    runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
+    done = _in_aligner(runs, settings, out)
+    for kv in done:
+        del runs[kv]
+    if not runs:
+        print(f"{out} holds this already, finished: nothing to do", file=sys.stderr)
+        return done
     torch.manual_seed(settings.seed)
-    aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings)
+    aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings, [*runs], out)
     trained = aligner.config.training
-    rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in settings.kvs}
-    runs = {kv: _run(settings, store, kv) for kv in settings.kvs}
+    rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     # The processes of other devices are started by the one that holds the lock.
-    with nullcontext() if "LOCAL_RANK" in os.environ else locked(settings.out):
+    with nullcontext() if "LOCAL_RANK" in os.environ else locked(out):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
         for kv, run in runs.items():
@@ -65,8 +83,8 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         if not all(results.values()):
             return {}
         aligner.config = aligner.config.model_copy(update={"training": {**trained, **results}})
-        save(aligner, settings.out)
-    return results
+        save(aligner, out)
+    return {kv: {**done, **results}[kv] for kv in settings.kvs}
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
@@ -96,7 +114,7 @@ def describe_data(store: Store) -> dict[str, Any]:
     }
 
 
-def _run(settings: NetworkSettings, store: Store, kv: str) -> ResumableRun:
+def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> ResumableRun:
     """The run of one kv, by what it depends on, which its aligner's config and card say, too."""
     other = KV[1 - KV.index(kv)]
     values = {
@@ -105,7 +123,21 @@ def _run(settings: NetworkSettings, store: Store, kv: str) -> ResumableRun:
         if name not in _FREE and not name.startswith(f"{other}_")
     }
     config = {"settings": values, "data": describe_data(store)}
-    return ResumableRun(settings.out / "training" / kv, config, remedy=OVERWRITE)
+    return ResumableRun(out / "training" / kv, config, remedy=OVERWRITE)
+
+
+def _in_aligner(
+    runs: dict[str, ResumableRun], settings: NetworkSettings, out: Path
+) -> dict[str, dict[str, Any]]:
+    """The results of the runs whose networks the saved aligner already has."""
+    if settings.overwrite or not settings.resume or not (out / CONFIG).exists():
+        return {}
+    trained = read_checked(AlignerConfig, out / CONFIG).training
+    return {
+        kv: run.result()
+        for kv, run in runs.items()
+        if kv in trained and run.result() == trained[kv] and not run.difference()
+    }
 
 
 def _begin(
@@ -127,19 +159,23 @@ def _begin(
     return {}
 
 
-def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAligner:
-    """`new` with the network that `out` already holds for the kv not to be trained now."""
-    if not (settings.out / CONFIG).exists():
+def _beside_trained(
+    new: NetworkAligner, settings: NetworkSettings, kvs: list[str], out: Path
+) -> NetworkAligner:
+    """`new`, in which `kvs` are to be trained, with the network that `out` already holds for the
+    other kv.
+    """
+    if not (out / CONFIG).exists():
         return new
-    saved = Aligner.from_pretrained(settings.out)
-    config, kvs = saved.config, settings.kvs
+    saved = Aligner.from_pretrained(out)
+    config = saved.config
     others = [kv for kv in KV if kv in config.training and kv not in kvs]
     clash = [kv for kv in kvs if kv in config.training]
     if (clash or not others) and not settings.overwrite:
         what = f"another aligner, of kind {config.kind}"
         if clash:
             what = f"a trained {' and '.join(clash)} network"
-        raise ExistsError(f"{settings.out} already holds {what}: {OVERWRITE}")
+        raise ExistsError(f"{out} already holds {what}: {OVERWRITE}")
     if not others:
         # The old results still tell `_begin` which run is already in the aligner.
         new.config = new.config.model_copy(update={"training": config.training})
@@ -151,7 +187,7 @@ def _beside_trained(new: NetworkAligner, settings: NetworkSettings) -> NetworkAl
             is_print = name == "embedding_fingerprint"
             values = "another" if is_print else f"{expected[name]}, here {here[name]}"
             raise UserError(
-                f"{settings.out} holds a {other} network made for {config.base_model}: "
+                f"{out} holds a {other} network made for {config.base_model}: "
                 f"{name} is {values}; name another --out"
             )
     hidden = {name: size for name, size in config.sizes.items() if name.startswith(f"{other}_")}

@@ -6,14 +6,18 @@ from pathlib import Path
 from kvalign.aligners.network_sizes import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
 from kvalign.errors import UserError
-from kvalign.settings import Settings, option
+from kvalign.folders import folder_of
+from kvalign.settings import DEFAULT_MODEL, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
     """Base of the settings of `kvalign train`: what every kind of aligner reads."""
 
-    out: Path = option(help="folder of the aligner")
+    out: Path | None = option(
+        None,
+        help="folder of the aligner (default: kvalign-data/MODEL/KIND, or KIND beside --data)",
+    )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
     accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
@@ -25,15 +29,22 @@ class TrainSettings(Settings):
         """The vectors to realign: key, value or both."""
         return KV if self.target == "both" else (self.target,)
 
+    def folder(self, kind: str) -> Path:
+        """The folder of an aligner of this kind."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(TrainSettings):
     """Base of the settings of kinds that are trained on a model and text."""
 
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder of a causal LM")
+    model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     corpus: tuple[str, ...] = option(("python-docs",), help="text, comma-separated; equal shares")
     num_tokens: int = option(300_000, help="tokens of text", at_least=1)
     chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
+
+    def folder(self, kind: str) -> Path:
+        return self.out or folder_of(self.model) / kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ def run_trial(point: dict[str, Any], base: NetworkSettings, folder: Path) -> Non
 
 def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -> None:
     """Train one network from the weights that `train_network` starts from."""
+    assert settings.data is not None  # a sweep names it
     store = open_store(settings.data)
     torch.manual_seed(settings.seed)
     net = getattr(NetworkAligner(config_for(store, settings)), settings.target)

@@ -97,15 +97,16 @@ def train_on_text(
         ExistsError: `out` holds an aligner, and `overwrite` is not set.
         UserError: no such model, a corpus or a context that is too short.
     """
-    check_free(settings.out, settings.overwrite)
+    if loaded is not None:
+        settings = dataclasses.replace(settings, model=loaded.spec.name)
+    out = settings.folder(kind.kind)
+    check_free(out, settings.overwrite)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
         wanted = settings.accelerator
         on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
         loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
-    else:
-        settings = dataclasses.replace(settings, model=loaded.spec.name)
     model, longest = loaded.model, loaded.spec.context_len
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
@@ -142,7 +143,7 @@ def train_on_text(
     record["seconds"] = round(time.perf_counter() - start, 1)
     results = {kv: {**errors[kv], **record} for kv in settings.kvs}
     aligner.config.training.update(results)
-    save(aligner.cpu(), settings.out)
+    save(aligner.cpu(), out)
     return results
 
 

@@ -4,12 +4,13 @@ registry or from the config in its folder.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from kvalign import checkpoints
+from kvalign.folders import ROOT
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def methods() -> list[Row]:
 
 
 def aligners() -> list[Row]:
-    """The shipped aligners, then those of the hub's cache."""
+    """The shipped aligners, those trained here (see `kvalign.folders`), the hub cache's."""
     from kvalign.aligners import KINDS, Aligner
 
     def row(name: str, folder: Path) -> Row | None:
@@ -75,7 +76,8 @@ def aligners() -> list[Row]:
             "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }
 
-    return list(_rows(checkpoints.ALIGNERS, row))
+    here = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
+    return list(_rows(checkpoints.ALIGNERS, row, here))
 
 
 def corpora() -> list[Row]:
@@ -125,9 +127,14 @@ def show(as_json: bool, **tables: list[Row]) -> None:
         print_table(headings, [[_text(value) for value in row.values()] for row in rows])
 
 
-def _rows(shipped: tuple[str, ...], row: Callable[[str, Path], Row | None]) -> Iterator[Row]:
-    """The rows of the shipped folders and those of the hub's cache, less those without one."""
+def _rows(
+    shipped: tuple[str, ...],
+    row: Callable[[str, Path], Row | None],
+    here: Sequence[Path] = (),
+) -> Iterator[Row]:
+    """The rows of shipped folders, those here and the hub's cache, less folders without one."""
     folders = [(name, "shipped", checkpoints.FOLDER / name) for name in shipped]
+    folders += [(str(folder), "here", folder) for folder in here]
     folders += [(name, "cached", folder) for name, folder in cached("model")]
     for name, where, folder in folders:
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvalign.settings import ModelSettings, option
+from kvalign.errors import UserError
+from kvalign.settings import NUM_EVICTED, ModelSettings, option
+from kvalign.sizes import num_evicted_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvalign.models import LoadedModel
     from kvalign.text_stream import TextStream
 
@@ -18,16 +23,16 @@ class StreamSettings(ModelSettings):
 
     method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
-    num_evicted: int | None = option(
-        None, help="entries evicted at once (default: 1; discard-half: half the window)", at_least=1
-    )
+    num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
         None,
         help="evicted entries after which kvalign moves those that stay (default: 1)",
         at_least=1,
     )
     aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+        None,
+        help="aligner of kvalign: folder, hub id or shipped name (default: shipped; where none is, "
+        "the newest in kvalign-data/MODEL)",
     )
     compile: bool = option(
         False, help="compile the step with torch.compile: slow to begin, faster from then on"
@@ -42,6 +47,10 @@ class StreamSettings(ModelSettings):
     )
     stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
     seed: int = option(0, help="seed of the draws")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_evicted_of(self.num_evicted or 1, 2)
 
     def load(self) -> LoadedModel:
         """The model and its tokenizer.
@@ -71,7 +80,46 @@ class StreamSettings(ModelSettings):
             num_sinks=num_sinks,
             num_evicted=self.num_evicted,
             realign_every=self.realign_every,
-            aligner=self.aligner,
+            aligner=self._aligner(),
             compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )
+
+    def trained_here(self) -> Path | None:
+        """The folder of the aligner that was trained last for the model, of those in its folder
+        (`kvalign.folders`); None where there is none, or the method takes none.
+        """
+        from kvalign.aligners import AlignerConfig
+        from kvalign.aligners.base import CONFIG
+        from kvalign.files import read_checked
+        from kvalign.folders import newest_first
+        from kvalign.methods import METHODS
+
+        if not METHODS.find(self.method).takes_aligner:
+            return None
+        for path in newest_first(self.model, CONFIG):
+            try:
+                if read_checked(AlignerConfig, path).base_model == self.model:
+                    return path.parent
+            except UserError:  # a recording's, or another program's
+                continue
+        return None
+
+    def _aligner(self) -> str | None:
+        """The aligner to take: what is named, else what ships, else what was trained here."""
+        from kvalign import checkpoints
+
+        if self.aligner is not None or (trained := self.trained_here()) is None:
+            return self.aligner
+        shipped = checkpoints.default_aligner(self.model)
+        if shipped is None:
+            print(
+                f"{trained}, trained here, is taken: none ships for {self.model}", file=sys.stderr
+            )
+            return str(trained)
+        print(
+            f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
+            f"{shipped}",
+            file=sys.stderr,
+        )
+        return None

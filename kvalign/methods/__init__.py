@@ -40,7 +40,7 @@ def make_method(
     *,
     cache_size: int,
     num_sinks: int | None = None,
-    num_evicted: int | None = None,
+    num_evicted: int | str | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
@@ -50,7 +50,8 @@ def make_method(
     Args:
         name: key of `METHODS`.
         model: a causal LM of transformers.
-        cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default.
+        cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and
+            num_evicted may be `"half"`, of what follows the sinks.
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
@@ -93,7 +94,7 @@ def make_cache(
     cache_size: int,
     method: str = "kvalign",
     num_sinks: int | None = None,
-    num_evicted: int | None = None,
+    num_evicted: int | str | None = None,
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> StreamingCache:

@@ -16,7 +16,7 @@ from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
-from kvalign.sizes import CacheSizes
+from kvalign.sizes import CacheSizes, num_evicted_of
 
 
 class Method(ABC):
@@ -38,6 +38,7 @@ class Method(ABC):
     name: ClassVar[str]
     about: ClassVar[str]
     default_num_sinks: ClassVar[int] = 4
+    default_num_evicted: ClassVar[int | str] = 1
     takes_aligner: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
     """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
@@ -55,7 +56,7 @@ class Method(ABC):
         cls,
         cache_size: int,
         num_sinks: int | None = None,
-        num_evicted: int | None = None,
+        num_evicted: int | str | None = None,
         aligner: Aligner | None = None,
         realign_every: int | None = None,
     ) -> CacheSizes:
@@ -63,13 +64,10 @@ class Method(ABC):
         if num_sinks is None:
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
-            num_evicted = cls.default_num_evicted(cache_size, num_sinks)
+            num_evicted = cls.default_num_evicted
+        num_evicted = num_evicted_of(num_evicted, cache_size - num_sinks)
         every = 1 if realign_every is None else realign_every
         return CacheSizes(cache_size, num_sinks, num_evicted, every)
-
-    @classmethod
-    def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
-        return 1
 
     @property
     def aligner_name(self) -> str | None:

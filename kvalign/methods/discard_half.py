@@ -1,8 +1,12 @@
 """`discard-half`: when the cache is full, drop half of what follows the sinks and re-encode the
 rest once.
 
-The default of llama.cpp's and LLM Runtime's endless generation. Between two refills its entries are
-never stale, but a step sees only three quarters of the cache on average.
+LLM Runtime and its successor Neural Speed do so by default, for all models ("discard and
+re-evaluate": github.com/intel/neural-speed/blob/main/docs/infinite_inference.md). llama.cpp drops
+the same half and re-encodes nothing: its context shift, off by default since 2025
+(github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay. That is `streaming-llm` with
+`num_evicted="half"`. Between two refills the entries of `discard-half` are never stale, but a step
+sees only three quarters of the cache on average.
 """
 
 from collections.abc import Sequence
@@ -21,11 +25,8 @@ from kvalign.sizes import CacheSizes
 class DiscardHalf(Reencoding):
     name = "discard-half"
     about = "drops half of the window when full and re-encodes the rest"
+    default_num_evicted = "half"
     fixed = ("num_evicted",)
-
-    @classmethod
-    def default_num_evicted(cls, cache_size: int, num_sinks: int) -> int:
-        return max(1, (cache_size - num_sinks) // 2)
 
     def reset(self) -> None:
         super().reset()

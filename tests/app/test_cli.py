@@ -57,7 +57,6 @@ WRONG = [
     (["completion", "tcsh"], "SHELL must be one of bash, zsh, fish, got 'tcsh'"),
     (["generate", "--promt", "x"], "unrecognized arguments: --promt"),
     (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
-    (["generate"], "either --prompt or --prompt-file"),
     (["generate", *PROMPT, "--prompt-file", "x"], "either --prompt or --prompt-file"),
     (["generate", "--prompt", "  \n"], "the prompt is empty"),
     (["generate", "--prompt-file", "missing.txt"], "missing.txt"),
@@ -80,6 +79,8 @@ WRONG = [
     ),
     (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),
     (["generate", *PROMPT, "--num-evicted", "65"], "num_evicted must be between 1 and"),
+    (["generate", *PROMPT, "--num-evicted", "third"], "takes numbers or half, got 'third'"),
+    (["chat", "--num-evicted", "-1"], "takes numbers or half, got '-1'"),
     (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
     (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
     (
@@ -128,13 +129,12 @@ WRONG = [
     (["lanes", "--out", "d", "--method", "kv-align"], "did you mean kvalign?"),
     (["lanes", "--out", "d", "--cache-size", "25"], "at most 24 for this page"),
     (["lanes", "--out", "d", "--cache-size", "3"], "cache_size must be above num_sinks"),
-    (["gen-data"], "the following arguments are required: --out"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
     (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
+    (["train", "--out", "a"], "no finished recording of gpt2-mini in kvalign-data/gpt2-mini"),
     (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
     (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
-    (["train", "--out", "a"], "the following arguments are required: --data"),
     (["train", "--out", "a", "--data", "d", "--objective", "kl"], "is for --aligner-kind table"),
     (["train", "--out", "a", "--aligner-kind", "tables"], "unknown aligner kind 'tables'; did"),
     (
@@ -194,6 +194,30 @@ def test_json_is_one_document(capfd):
     document = json.loads(capfd.readouterr().out)
     assert document["num_tokens"] == len(document["token_ids"]) == 30
     assert document["settings"]["cache_size"] == 16 and document["ms_per_token"] > 0
+
+
+def test_half_of_the_window_is_evicted_by_any_command(capfd):
+    """4 sinks and 12 more: `half` is 6, what discard-half drops."""
+    sizes = ["--method", "streaming-llm", "--cache-size", "16", "--num-evicted"]
+    texts = {"half": [], "6": [], "1": []}
+    for num, found in texts.items():
+        flags = [*sizes, num, "--max-new-tokens", "40", "--json"]
+        for command in (["generate", *PROMPT], ["chat", "--say", "Who?"]):
+            assert main([*command, *flags]) == 0
+            document = json.loads(capfd.readouterr().out)
+            found.append(document.get("text") or document["answers"][0]["text"])
+    assert texts["half"] == texts["6"] != texts["1"]
+    argv = [
+        "eval",
+        "perplexity",
+        "--methods",
+        "streaming-llm,discard-half",
+        "--num-evicted",
+        "half",
+    ]
+    assert main([*argv, "--cache-sizes", "16", "--num-tokens", "20", "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert [row["num_evicted"] for row in rows] == [6, 6]
 
 
 def test_text_comes_on_stdout_timing_on_stderr(capfd):

@@ -6,7 +6,7 @@ from html import unescape
 import pytest
 
 from kvalign.app.commands.lanes import LanesSettings
-from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, frame, page
+from kvalign.app.pages.lanes import EVICTS, FAMILIES, MAX_CACHE_SIZE, frame, page
 from kvalign.methods import METHODS, make_method
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -21,6 +21,9 @@ HOSTILE = "</script><script>alert(1)</script>"
         (dict(method=None), "method must be a name"),
         (dict(family=HOSTILE), "family must be one of learned, rotary, alibi"),
         (dict(family={}), "family must be one of"),
+        (dict(evicts=HOSTILE), "evicts must be one of after, before"),
+        (dict(evicts="before", cache_size=4), "got 3, less the new token's place"),
+        (dict(evicts="before", cache_size=25), "at most 23 .* got 24, less the new token's place"),
         (dict(controls=HOSTILE), "controls must be True or False"),
         (dict(cache_size=HOSTILE), "cache_size must be a whole number"),
         (dict(cache_size=7.0), "cache_size must be a whole number"),
@@ -44,15 +47,25 @@ def test_wrong_arguments_are_refused(wrong, message):
 
 def test_page_holds_what_it_was_asked_for():
     source = page(
-        "window", cache_size=5, num_sinks=9, num_evicted=2, controls=False, family="alibi"
+        "window",
+        cache_size=5,
+        num_sinks=9,
+        num_evicted=2,
+        controls=False,
+        family="alibi",
+        evicts="before",
     )
     data = json.loads(source.split('id="data">')[1].split("</script>")[0])
     assert data["settings"] == dict(
-        method="window", family="alibi", cache_size=5, num_sinks=9, num_evicted=2
+        method="window", family="alibi", evicts="before", cache_size=5, num_sinks=9, num_evicted=2
     )
     assert data["controls"] is False and set(data["methods"]) == set(METHODS)
-    choices = LanesSettings.__dataclass_fields__["family"].metadata["choices"]
-    assert tuple(data["families"]) == FAMILIES == choices
+    for found, known, field in (
+        (data["families"], FAMILIES, "family"),
+        (data["evicts"], EVICTS, "evicts"),
+    ):
+        choices = LanesSettings.__dataclass_fields__[field].metadata["choices"]
+        assert tuple(found) == known == choices
     assert source.count("<script") == 2 and "://" not in source
 
 
@@ -65,6 +78,6 @@ def test_frame_has_the_sizes_of_a_method(models):
         found = frame(make_method("streaming-llm", models["llama"], **sizes))
         data = unescape(found).split('id="data">')[1].split("</script>")[0]
         assert json.loads(data)["settings"] == dict(
-            method="streaming-llm", family="rotary", **expected
+            method="streaming-llm", family="rotary", evicts="after", **expected
         )
         assert ("24 entries: it shows them in place of 40" in found) == (sizes["cache_size"] > 24)

@@ -86,6 +86,31 @@ def test_script_does_what_the_methods_do(opened):
         assert frames == real_frames(name, *sizes), (name, sizes)
 
 
+def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
+    """Its entries are those of the real cache of that size; nothing but the count is another."""
+    tab = opened(evicts="before")
+    assert [token for token, _, _ in shown(tab)] == [0, 1, 2, 4, 5, 6, 7]
+    assert "7 entries, the new token's with them" in tab.locator("#about").inner_text()
+    assert "--cache-size 6." in tab.locator("#about").inner_text()
+    assert said(tab).endswith("All 7 places are taken: entry 4 has to go before token 8 comes.")
+    tab.get_by_role("button", name="Step forward").click()
+    assert said(tab).startswith("To make room for token 8, entry 4 is evicted; entries 5 to 7 move")
+    found = tab.evaluate(
+        """(numTokens) => JSON.stringify(
+          laneFrames({ method: "streaming-llm", family: "learned", evicts: "before",
+                       cache_size: 7, num_sinks: 3, num_evicted: 2 }, numTokens)
+            .map(({ seen }) => seen.map(({ index, born, now }) => [index, born, now])))""",
+        NUM_TOKENS,
+    )
+    assert json.loads(found) == [seen for seen, _, _ in real_frames("streaming-llm", 6, 3, 2)]
+    tab.get_by_role("button", name="GPT-2, 3 sinks, 7 entries").click()
+    assert len(shown(tab)) == 8 and tab.locator("#evicts").input_value() == "after"
+    tab.get_by_role("button", name="the same, evicting before a step").click()
+    assert len(shown(tab)) == 7 and tab.locator("#evicts").input_value() == "before"
+    tab.locator("#cache_size").fill("2")
+    assert [tab.locator(f"#{name}").input_value() for name in SIZE_NAMES] == ["2", "0", "1"]
+
+
 def test_script_writes_where_the_cache_writes(opened):
     found = opened().evaluate(
         """([settings, numTokens]) => JSON.stringify(settings.map((some) =>

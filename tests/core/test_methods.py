@@ -65,6 +65,26 @@ def test_discard_half_is_recompute_that_drops_half(model, ids):
     assert torch.allclose(step(half, ids, first), step(oracle, ids, first), atol=1e-4)
 
 
+def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
+    """What llama.cpp shifts is what LLM Runtime re-encodes, but for what evicted tokens left in
+    deeper layers; learned positions it leaves stale.
+    """
+    first = CACHE_SIZE + 1
+    for kind, depth, is_same in (
+        ("llama", dict(num_hidden_layers=1), True),
+        ("llama", dict(num_hidden_layers=2), False),
+        ("gpt2", dict(n_layer=1), False),
+    ):
+        model = tiny_model(kind, **depth)
+        shifted, encoded = (
+            make("streaming-llm", model, num_evicted="half"),
+            make("discard-half", model),
+        )
+        assert shifted.sizes == encoded.sizes
+        alike = torch.allclose(step(shifted, ids, first), step(encoded, ids, first), atol=1e-4)
+        assert alike is is_same
+
+
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "llama"])
 @pytest.mark.parametrize("num_evicted", [1, 4])
 def test_one_layer_of_relative_positions_streams_exactly(kind, num_evicted, ids):

@@ -254,7 +254,8 @@ def test_numbers_that_do_not_fit_are_refused(wrap, settings):
 def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatch, capsys):
     monkeypatch.setattr("kvalign.data_gen.recording.load_model", lambda name, device: gpt2)
     gen_data.run(settings(), as_json=False)
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"recording: {settings().out}"
     store = open_store(settings().out)
     for line, split in zip(lines, SPLITS, strict=False):
         assert line.startswith(f"{split}: {store.manifest.num_rows[split]} rows each of key")

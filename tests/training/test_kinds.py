@@ -130,7 +130,6 @@ def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work)
         ("--aligner-kind tabel", "unknown aligner kind 'tabel'; did you mean table?"),
         ("--aligner-kind", "expected one argument"),
         ("--aligner-kind table --no-such-flag", "unrecognized arguments: --no-such-flag"),
-        ("", "the following arguments are required: --data"),
     ],
 )
 def test_flags_of_another_kind_are_refused(words, message, capsys):

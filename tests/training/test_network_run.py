@@ -210,11 +210,16 @@ def test_a_target_alone_equals_both(make_settings, tmp_path):
     assert alone.key.fc3.weight.abs().sum() == 0
 
 
-def test_finished_is_not_overwritten_unless_asked(make_settings):
-    train_network(make_settings(max_steps=3))
+def test_finished_is_not_overwritten_unless_asked(make_settings, monkeypatch):
+    results = train_network(make_settings(max_steps=3))
     before = weights(Aligner.from_pretrained(make_settings().out))
     with pytest.raises(FileExistsError, match="already holds a trained key and value network"):
-        train_network(make_settings(max_steps=3))
+        train_network(make_settings(max_steps=3, lr=1e-3))
+    with monkeypatch.context() as patch:
+        patch.setattr(network_run, "fit", None)  # the same once more trains nothing
+        assert train_network(make_settings(max_steps=3)) == results
+        assert train_network(make_settings(max_steps=3, target="value")).keys() == {"value"}
+    assert_equal(weights(Aligner.from_pretrained(make_settings().out)), before)
     train_network(make_settings(max_steps=3, lr=1e-3, overwrite=True))
     after = weights(Aligner.from_pretrained(make_settings().out))
     assert not torch.equal(after["key.fc3.weight"], before["key.fc3.weight"])
@@ -232,6 +237,13 @@ def test_unfinished_run_of_other_settings_is_kept_unless_asked(make_settings, mo
     with pytest.raises(FileExistsError, match=r"lr is 0\.0007 there, 0\.001 now"):
         train_network(make_settings(max_steps=3, lr=1e-3))
     train_network(make_settings(max_steps=3, lr=1e-3, resume=False))
+
+
+def test_both_after_one_trains_the_other(make_settings):
+    key = train_network(make_settings(max_steps=3, target="key"))["key"]
+    both = train_network(make_settings(max_steps=3))
+    assert list(both) == ["key", "value"] and both["key"] == key
+    assert Aligner.from_pretrained(make_settings().out).config.training == both
 
 
 def test_another_target_needs_the_same_data(make_settings, tmp_path):
@@ -285,8 +297,9 @@ def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
     assert main([*words, "--out", str(tmp_path / "b"), "--target", "value"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("value: val loss ")
-    assert printed.out.count("\n") == 1
-    assert printed.err == ""
+    assert printed.out.endswith(f"\naligner: {tmp_path / 'b'}\n")
+    assert printed.out.count("\n") == 2
+    assert [line[:13] for line in printed.err.splitlines()] == ["next: kvalign"] * 2
 
 
 def test_a_folder_of_something_else_is_left_alone(make_settings):

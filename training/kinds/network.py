@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalign.settings import keywords_of, option
+from kvalign.folders import folder_of
+from kvalign.settings import DEFAULT_MODEL, keywords_of, option
 from kvalign.training.settings import NetworkSizes, TrainSettings
 
 
@@ -19,7 +20,12 @@ class NetworkSettings(NetworkSizes, TrainSettings):
         kvalign train --data caches --max-steps 200 --out my-network
     """
 
-    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
+    data: Path | None = option(
+        None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
+    )
+    model: str | None = option(
+        None, help=f"base model of the caches (default: {DEFAULT_MODEL}, or what --data is of)"
+    )
     batch_size: int = option(1024, help="rows a step on each device", at_least=1)
     lr: float = option(7e-4, help="learning rate", above=0)
     weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0)
@@ -30,12 +36,17 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     devices: int = option(1, help="number of devices", at_least=1)
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
+    def folder(self, kind: str) -> Path:
+        beside = folder_of(self.model or DEFAULT_MODEL) if self.data is None else self.data.parent
+        return self.out or beside / kind
+
 
 @keywords_of(NetworkSettings)
 def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     """Train networks for keys, values or both, and save the aligner in `out`.
 
-    An interrupted run goes on at its last validation report when it is called again.
+    An interrupted run goes on at its last validation report when it is called again; what is in
+    the aligner by the same settings and data is not trained anew.
 
     Returns:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
@@ -45,10 +56,10 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
 
     Raises:
         NotFoundError: no recorded data.
-        ExistsError: `out` holds a trained network or another unfinished run, and `overwrite`
-            is not set.
-        UserError: unfinished data, an aligner in `out` that cannot take another network, a loss
-            that is not finite.
+        ExistsError: `out` holds a network of other settings or data, or another unfinished run,
+            and `overwrite` is not set.
+        UserError: data of another model, unfinished data, an aligner in `out` that cannot take
+            another network, a loss that is not finite.
     """
     from kvalign.training.network_run import train
 

@@ -9,16 +9,18 @@ def run(settings: RecordSettings, as_json: bool) -> None:
     import json
     import sys
 
+    from kvalign.app.next_steps import of_model, say_next
     from kvalign.data_gen.recording import record
     from kvalign.data_gen.store import MANIFEST
 
-    was_finished = (settings.out / MANIFEST).exists()
+    out = settings.folder
+    was_finished = (out / MANIFEST).exists()
     manifest = record(settings).manifest
     if was_finished:
-        print(f"{settings.out} is finished already: nothing to do", file=sys.stderr)
+        print(f"{out} is finished already: nothing to do", file=sys.stderr)
     if as_json:
         about = manifest.model_dump(mode="json", exclude={"shards"})
-        print(json.dumps({"out": str(settings.out), "finished_already": was_finished, **about}))
+        print(json.dumps({"out": str(out), "finished_already": was_finished, **about}))
         return
     for split, num_rows in manifest.num_rows.items():
         num_chunks = manifest.num_chunks[split]
@@ -26,3 +28,6 @@ def run(settings: RecordSettings, as_json: bool) -> None:
     for kv, by_shift in manifest.input_label_mse.items():
         for num_evicted, mse in by_shift.items():
             print(f"{kv}: input-label MSE {mse:.6g} (k={num_evicted})")
+    print(f"recording: {out}")
+    where = of_model(settings.model) if settings.out is None else ["--data", out]
+    say_next("train", "--target", "key", *where)

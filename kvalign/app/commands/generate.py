@@ -7,17 +7,23 @@ from kvalign.app.stream_settings import StreamSettings
 from kvalign.errors import UserError
 from kvalign.settings import NUM_SINKS, option
 
+PROMPT = "The history of the island"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(StreamSettings):
     """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
+
+    Without a prompt it takes what is piped into it, or begins with one of its own.
 
     Example:
         kvalign generate --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
     """
 
     prompt: str | None = option(None, help="text to continue")
-    prompt_file: Path | None = option(None, help="file with the text to continue")
+    prompt_file: Path | None = option(
+        None, help="file with the text to continue; -: standard input, to its end"
+    )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
 
 
@@ -30,8 +36,14 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
 
     from tqdm.auto import tqdm
 
-    prompt = read_prompt(settings.prompt, settings.prompt_file)
-    text_stream = settings.stream(settings.load(), prompt, settings.num_sinks)
+    from kvalign.app.standard_input import piped_text
+
+    given = read_prompt(settings.prompt, settings.prompt_file)
+    loaded = settings.load()
+    if given is None:
+        given = piped_text()
+    prompt = given if given.strip() else PROMPT
+    text_stream = settings.stream(loaded, prompt, settings.num_sinks)
     if not as_json:
         print(prompt, end="", flush=True)
     bar = tqdm(total=len(text_stream.ids), desc="prompt", unit="token", delay=1, leave=False)
@@ -54,22 +66,39 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         "ms/token".format(method=text_stream.method.title, **timing),
         file=sys.stderr,
     )
+    if not as_json and prompt is not given:  # a first try
+        _say_next(settings)
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from one of the two flags.
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """The prompt from one of the two flags; None if neither is given.
 
     Raises:
-        UserError: both or neither are given, or there is no text in it.
+        UserError: both are given, or there is no text in it.
     """
-    if (prompt is None) == (prompt_file is None):
+    if prompt is not None and prompt_file is not None:
         raise UserError("give the text to continue with either --prompt or --prompt-file")
-    if prompt_file is not None:
+    if prompt_file == Path("-"):
+        from kvalign.app.standard_input import whole_text
+
+        prompt = whole_text()
+    elif prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{prompt_file} is not UTF-8 text: {error}") from None
-    assert prompt is not None
-    if not prompt.strip():
+    if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     return prompt
+
+
+def _say_next(settings: GenerateSettings) -> None:
+    """To compare: the shipped aligner, and what was trained here."""
+    from kvalign import checkpoints
+    from kvalign.app.next_steps import of_model, say_next
+
+    names = [settings.aligner, checkpoints.default_aligner(settings.model), settings.trained_here()]
+    found = dict.fromkeys(str(name) for name in names if name)
+    aligners = ["--aligner", ",".join(found)] if found else []
+    model = of_model(settings.model)
+    say_next("eval", "perplexity", *model, *aligners, "--reference", "recompute")

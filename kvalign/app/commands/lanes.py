@@ -26,6 +26,11 @@ class LanesSettings(Settings):
     cache_size: int = option(7, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int = option(3, help="first entries that stay", at_least=0)
     num_evicted: int = option(1, help="entries evicted at once", at_least=1)
+    evicts: str = option(
+        "after",
+        help="when: after a step, as KV-Align does, or before it, which then sees an entry less",
+        choices=("after", "before"),
+    )
     controls: bool = option(True, help="let the reader choose method and sizes")
     overwrite: bool = option(False, help="replace the file")
 
@@ -49,6 +54,7 @@ def run(settings: LanesSettings, as_json: bool) -> None:
         settings.num_evicted,
         settings.controls,
         settings.family,
+        settings.evicts,
     )
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(settings.out, source)

@@ -1,13 +1,16 @@
 """`kvalign train`: train an aligner; each kind has flags of its own."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 
 from kvalign.aligners.kinds import KINDS
+from kvalign.aligners.network_sizes import KV
 from kvalign.app.arguments import OneLineParser
 from kvalign.errors import UserError
 from kvalign.settings import Settings, fields_of, option
 from kvalign.training.kinds import trainer_of
+from kvalign.training.settings import TrainSettings
 
 DEFAULT_KIND = "network"
 
@@ -40,9 +43,13 @@ def run(settings: Settings, as_json: bool) -> None:
     import json
 
     values = {field.name: getattr(settings, field.name) for field in fields_of(type(settings))}
-    trainer = trainer_of(values.pop("aligner_kind"))
-    results = trainer.train(trainer.SETTINGS(**values))
-    if as_json and results:
+    kind = values.pop("aligner_kind")
+    trainer = trainer_of(kind)
+    one = trainer.SETTINGS(**values)
+    results = trainer.train(one)
+    if not results:  # of a process that helps another
+        return
+    if as_json:
         print(json.dumps(results))
         return
     for kv, result in results.items():
@@ -53,6 +60,24 @@ def run(settings: Settings, as_json: bool) -> None:
             f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
             + ("" if result["used"] else "; not used: entries stay as they are")
         )
+    print(f"aligner: {one.folder(kind)}")
+    _say_next(one, kind)
+
+
+def _say_next(settings: TrainSettings, kind: str) -> None:
+    """The other network, where one is trained at a time and that is left; then, to stream."""
+    from kvalign.aligners import AlignerConfig
+    from kvalign.aligners.base import CONFIG
+    from kvalign.app.next_steps import of_model, say_next
+    from kvalign.files import read_checked
+
+    out = settings.folder(kind)
+    config = read_checked(AlignerConfig, out / CONFIG)
+    for kv in KV:
+        if kind == "network" and kv not in config.training:
+            other = dataclasses.replace(settings, target=kv)
+            say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
+    say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
 
 
 def _with_kind(cls: type[Settings]) -> type[Settings]:

@@ -21,6 +21,7 @@ from kvalign.models import Family, ModelSpec
 MAX_CACHE_SIZE = 24
 SCRIPTS = ("frames.js", "words.js", "lanes.js")
 FAMILIES = typing.get_args(Family)
+EVICTS = ("after", "before")
 
 
 def page(
@@ -30,8 +31,10 @@ def page(
     num_evicted: int = 1,
     controls: bool = True,
     family: str = "learned",
+    evicts: str = "after",
 ) -> str:
-    """The page's source: a lane of cache_size + 1 slots and what a method does to it.
+    """The page's source: a lane of slots, one for each entry that a step sees, and what a method
+    does to it.
 
     Args:
         method: key of `METHODS`. Sizes that it sets itself are taken from it.
@@ -40,9 +43,13 @@ def page(
         num_evicted: entries evicted at once.
         controls: offer other methods, sizes and examples; play, step and restart are always there.
         family: how the model encodes positions: learned, rotary or alibi.
+        evicts: `after` a step, which sees one entry more than the cache keeps, as KV-Align does;
+            or `before`, as other walk-throughs have it: room is made first, and a step sees
+            cache_size entries, the new token's with them.
 
     Raises:
-        UserError: unknown method or family, or sizes that do not fit together or into the lane.
+        UserError: unknown method, family or order of steps, or sizes that do not fit together or
+            into the lane.
     """
     sizes = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
     for name, size in sizes.items():
@@ -54,14 +61,20 @@ def page(
         raise UserError(f"family must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
     if not isinstance(method, str):
         raise UserError(f"method must be a name, got {method!r:.80}")
-    cls = METHODS.find(method)
-    cls.sizes_for(
-        cache_size,
-        None if "num_sinks" in cls.fixed else num_sinks,
-        None if "num_evicted" in cls.fixed else num_evicted,
-    ).check_fits(
-        ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, MAX_CACHE_SIZE + 1)
-    )
+    if not isinstance(evicts, str) or evicts not in EVICTS:
+        raise UserError(f"evicts must be one of {', '.join(EVICTS)}, got {evicts!r:.80}")
+    cls, of_token = METHODS.find(method), EVICTS.index(evicts)  # the new token's place is counted
+    length = MAX_CACHE_SIZE + 1 - of_token
+    spec = ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, length)
+    try:
+        cls.sizes_for(
+            cache_size - of_token,
+            None if "num_sinks" in cls.fixed else num_sinks,
+            None if "num_evicted" in cls.fixed else num_evicted,
+        ).check_fits(spec)
+    except UserError as error:
+        counted = ", less the new token's place" if of_token else ""
+        raise UserError(f"{error}{counted}") from None
     script = Markup("\n").join(map(source, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(
@@ -70,11 +83,12 @@ def page(
         script=script,
         script_hash=f"sha256-{digest}",
         data={
-            "settings": {"method": method, "family": family, **sizes},
+            "settings": {"method": method, "family": family, "evicts": evicts, **sizes},
             "controls": controls,
             "max_cache_size": MAX_CACHE_SIZE,
             "methods": {name: cls.about for name, cls in METHODS.items()},
             "families": FAMILIES,
+            "evicts": EVICTS,
         },
     )
 

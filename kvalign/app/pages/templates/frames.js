@@ -8,13 +8,16 @@ const FIXED = {
   "discard-half": { num_evicted: (cacheSize, numSinks) => Math.max(1, Math.floor((cacheSize - numSinks) / 2)) },
 };
 
-// The settings with sizes that fit together, as CacheSizes of kvalign/sizes.py asks for.
-function fitted({ method, family, cache_size, num_sinks, num_evicted }) {
+// The settings with sizes that fit together, as CacheSizes of kvalign/sizes.py asks for, which has `num_kept` for a cache size: entries
+// that a token finds. A cache that evicts `after` a step keeps all of its own and sees one more; `before` a step it makes room first.
+function fitted({ method, family, evicts = "after", cache_size, num_sinks, num_evicted }) {
   const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
   const fixed = FIXED[method] || {};
-  const sinks = fixed.num_sinks ? fixed.num_sinks() : clamp(num_sinks, 0, cache_size - 1);
-  const evicted = fixed.num_evicted ? fixed.num_evicted(cache_size, sinks) : clamp(num_evicted, 1, cache_size - sinks);
-  return { method, family, cache_size, num_sinks: sinks, num_evicted: evicted };
+  const size = evicts === "before" ? Math.max(cache_size, 2) : cache_size;
+  const kept = evicts === "before" ? size - 1 : size;
+  const sinks = fixed.num_sinks ? fixed.num_sinks() : clamp(num_sinks, 0, kept - 1);
+  const evicted = fixed.num_evicted ? fixed.num_evicted(kept, sinks) : clamp(num_evicted, 1, kept - sinks);
+  return { method, family, evicts, cache_size: size, num_kept: kept, num_sinks: sinks, num_evicted: evicted };
 }
 
 /* One frame a token: `seen`, the entries it attends to, itself the last of them; `going`, those that are dropped before the
@@ -22,18 +25,18 @@ function fitted({ method, family, cache_size, num_sinks, num_evicted }) {
    place of its token in the stream (`index`), the positions it was `born` at and has `now`, and a `state`.
    A pure function: kvalign/sizes.py and kvalign/methods/base.py (Reencoding.keep) in a few lines. */
 function laneFrames(settings, numTokens) {
-  const { method, family, cache_size, num_sinks, num_evicted } = fitted(settings);
+  const { method, family, num_kept, num_sinks, num_evicted } = fitted(settings);
   const reencodes = method === "recompute" || method === "discard-half";
   const moved = method === "kvalign" ? "realigned" : { learned: "stale", rotary: "rotated", alibi: "by-slot" }[family];
   const frames = [];
   let stored = [];
   let refill = false;
   for (let token = 0; token < numTokens; token++) {
-    const isFull = method === "dense" && stored.length > cache_size;
+    const isFull = method === "dense" && stored.length > num_kept;
     if (isFull) break; // the context length, here that of the lane
     const seen = [...stored, { index: token, born: stored.length, now: stored.length, state: "in-place" }];
     if (method === "recompute") for (const entry of seen) entry.state = "reencoded";
-    const excess = method === "dense" ? 0 : Math.max(0, seen.length - cache_size);
+    const excess = method === "dense" ? 0 : Math.max(0, seen.length - num_kept);
     const numGoing = Math.ceil(excess / num_evicted) * num_evicted;
     const rest = [...seen.slice(0, num_sinks), ...seen.slice(num_sinks + numGoing)];
     stored = rest.map(({ index, born, state }, now) => {
@@ -56,8 +59,8 @@ window.laneFrames = laneFrames;
 /* Where entries lie: kvalign/buffer.py, and how kvalign/cache.py writes the sinks. One frame a token: what the buffer `held`, up to its
    end, with the token and `before` it, and whether what is kept was `copied` to the front for it. What is read are the last of them. */
 function bufferFrames(settings, frames) {
-  const { cache_size, num_sinks } = fitted(settings);
-  const size = cache_size + 1 + Math.max(1, Math.floor((cache_size + 1) / 4));
+  const { num_kept, num_sinks } = fitted(settings);
+  const size = num_kept + 1 + Math.max(1, Math.floor((num_kept + 1) / 4));
   let held = [];
   let numGone = 0;
   return frames.map(({ token, seen, going }) => {

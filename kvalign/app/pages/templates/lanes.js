@@ -6,8 +6,9 @@ const MOMENT_MS = 1500;
 const BUFFERED = ["window", "streaming-llm", "kvalign"];
 const CELL_PX = { least: 36, most: 104, wordy: 66 };
 const PRESETS = {
-  "figure-4": [{ method: "streaming-llm", family: "rotary", cache_size: 7, num_sinks: 4, num_evicted: 1 }, 9],
-  "gpt-2": [{ method: "streaming-llm", family: "learned", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
+  "figure-4": [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 7, num_sinks: 4, num_evicted: 1 }, 9],
+  "gpt-2": [{ method: "streaming-llm", family: "learned", evicts: "after", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
+  "gpt-2-before": [{ method: "streaming-llm", family: "learned", evicts: "before", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
 };
 
 const $ = (id) => document.getElementById(id);
@@ -48,10 +49,12 @@ function choose(change, token = null) {
 }
 
 function showSettings() {
-  const { method, family, cache_size, num_sinks, num_evicted } = settings;
+  const { method, family, evicts, cache_size, num_kept, num_sinks, num_evicted } = settings;
   $("method").value = method;
   $("family").value = family;
-  const limits = { cache_size: [1, data.max_cache_size], num_sinks: [0, cache_size - 1], num_evicted: [1, cache_size - num_sinks] };
+  $("evicts").value = evicts;
+  const least = cache_size - num_kept + 1;
+  const limits = { cache_size: [least, data.max_cache_size], num_sinks: [0, num_kept - 1], num_evicted: [1, num_kept - num_sinks] };
   for (const name of sizes) {
     const slider = $(name);
     [slider.min, slider.max] = limits[name];
@@ -61,7 +64,9 @@ function showSettings() {
   }
   const sinks = count(num_sinks, "sink");
   $("about").textContent = `${method} ${data.methods[method]}.` + (data.controls ? "" :
-    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${num_evicted} evicted at once.`);
+    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${num_evicted} evicted at once.`) + (evicts === "after" ? "" :
+    ` It evicts before a step: that sees ${count(cache_size, "entry", "entries")}, the new token's with them. KV-Align evicts after a step, and does these steps` +
+    ` with --cache-size ${num_kept}.`);
   drawSlots();
   const seen = moments.flatMap((moment) => moment.entries.map((entry) => tagOf(entry, moment, num_sinks)));
   const found = new Set([...seen, ...moments.flatMap((moment) => moment.entries.map((entry) => entry.state))]);
@@ -77,9 +82,9 @@ function showSettings() {
 
 // What lies behind the entries: a place for each position, and what the places are for.
 function drawSlots() {
-  const { method, cache_size, num_sinks } = settings;
-  $("lane").style.setProperty("--slots", cache_size + 1);
-  $("slots").replaceChildren(...Array.from({ length: cache_size + 1 }, (_, position) => {
+  const { method, num_kept, num_sinks } = settings;
+  $("lane").style.setProperty("--slots", num_kept + 1);
+  $("slots").replaceChildren(...Array.from({ length: num_kept + 1 }, (_, position) => {
     const slot = make("span", "slot");
     slot.style.setProperty("--slot", position);
     slot.append(make("span", "word", "position "), make("b", "", position));
@@ -91,10 +96,10 @@ function drawSlots() {
     element.style.setProperty("--length", length);
     return element;
   };
-  const zones = method === "dense" ? [zone("everything", 0, cache_size + 1)] : [
+  const zones = method === "dense" ? [zone("everything", 0, num_kept + 1)] : [
     ...(num_sinks ? [zone("sinks", 0, num_sinks)] : []),
-    zone("window", num_sinks, cache_size - num_sinks),
-    zone("new", cache_size, 1),
+    zone("window", num_sinks, num_kept - num_sinks),
+    zone("new", num_kept, 1),
   ];
   $("zones").replaceChildren(...zones);
   fit();
@@ -102,7 +107,7 @@ function drawSlots() {
 
 // Cells as wide as the page has room for; below a width the lane scrolls, and words shrink to signs.
 function fit() {
-  const room = $("scroll").clientWidth / (settings.cache_size + 1);
+  const room = $("scroll").clientWidth / (settings.num_kept + 1);
   const width = Math.min(Math.max(Math.floor(room), CELL_PX.least), CELL_PX.most);
   $("lane").style.setProperty("--cell", `${width}px`);
   $("lane").classList.toggle("narrow", width < CELL_PX.wordy);
@@ -110,7 +115,7 @@ function fit() {
 
 // Keep the newest entry in sight where the lane is wider than the page.
 function scroll() {
-  const end = (moments[at].entries.length / (settings.cache_size + 1)) * $("lane").offsetWidth;
+  const end = (moments[at].entries.length / (settings.num_kept + 1)) * $("lane").offsetWidth;
   $("scroll").scrollLeft = end - $("scroll").clientWidth;
 }
 
@@ -239,8 +244,9 @@ function step(by) {
 }
 
 function setUp() {
-  for (const [id, names] of [["method", Object.keys(data.methods)], ["family", data.families]]) {
-    $(id).replaceChildren(...names.map((name) => new Option(name)));
+  const evicts = data.evicts.map((name) => [`${name} a step`, name]);
+  for (const [id, names] of [["method", Object.keys(data.methods)], ["family", data.families], ["evicts", evicts]]) {
+    $(id).replaceChildren(...names.map((name) => new Option(...[name].flat())));
     $(id).addEventListener("change", (event) => choose({ [id]: event.target.value }, moments[at].frame.token));
   }
   for (const name of sizes) $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));

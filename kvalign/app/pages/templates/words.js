@@ -18,7 +18,7 @@ const AFTER = {
 
 // What happens in a moment, in words.
 function told({ kind, frame, entries }, settings) {
-  const { method, cache_size, num_sinks } = settings;
+  const { method, evicts, cache_size, num_sinks } = settings;
   const { token, seen, going, stored, encoded } = frame;
   if (kind === "stops") return `Token ${token + 1} does not fit: the context length, ${seen.length} here, is reached. The stream stops.`;
   if (kind === "arrives") {
@@ -26,8 +26,11 @@ function told({ kind, frame, entries }, settings) {
     const stale = numStale ? `, ${numStale} of them stale` : "";
     let text = `Token ${token} arrives at position ${seen.length - 1} and attends to ${count(seen.length, "entry", "entries")}${stale}. `;
     if (encoded > 1) text += `All ${encoded} tokens are encoded anew, at the positions they have now. `;
-    if (going.length && method === "discard-half") return `${text}The cache is full: half of the window, ${named(going)}, has to go.`;
-    if (going.length) return `${text}The cache keeps ${cache_size}: ${named(going)} ${going.length === 1 ? "has" : "have"} to go.`;
+    if (going.length) {
+      const full = evicts === "before" ? `All ${cache_size} places are taken` : method === "discard-half" ? "The cache is full" : `The cache keeps ${cache_size}`;
+      const what = method === "discard-half" ? `half of the window, ${named(going)}, has` : `${named(going)} ${going.length === 1 ? "has" : "have"}`;
+      return `${text}${full}: ${what} to go${evicts === "before" ? ` before token ${token + 1} comes` : ""}.`;
+    }
     return text + (token ? "There is room: nothing is evicted." : "The cache was empty.");
   }
   const who = entries.slice(num_sinks).map((entry) => entry.index);
@@ -35,7 +38,8 @@ function told({ kind, frame, entries }, settings) {
     `${going.length === 1 ? "one place" : `${going.length} places`} left. `;
   const again = "No key or value is moved: the tokens that stay are encoded anew, together with the next one.";
   const state = stored[stored.length - 1].state;
-  return text[0].toUpperCase() + text.slice(1) + (state === "reencoded" ? again : AFTER[state]);
+  const first = evicts === "before" ? `To make room for token ${token + 1}, ${text}` : text;
+  return first[0].toUpperCase() + first.slice(1) + (state === "reencoded" ? again : AFTER[state]);
 }
 
 // What the buffer does in a moment, in words.

@@ -1,0 +1,232 @@
+"""The three commands that the toolkit is known by, as they stand: in an empty folder, twice, for a
+model that is not the default, and what each refuses.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.smaller import INSIDE, TEXT
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.app import standard_input
+from kvalign.app.cli import main
+from kvalign.app.commands.generate import PROMPT
+
+COMMANDS = ["gen-data", "train --target key", "generate --method kvalign"]
+NETWORK = "kvalign-data/gpt2-mini/network"
+TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
+
+
+@pytest.fixture
+def kvalign(tmp_path, monkeypatch, capfd):
+    """Runs a command in an empty folder, with little text; returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    documentation = "kvalign.data_gen.python_docs.python_docs"
+    monkeypatch.setattr(documentation, lambda split: [{"text": TEXT[:12_000]}])
+
+    def run(command, code=0):
+        assert main(command.split()) == code
+        return capfd.readouterr()
+
+    return run
+
+
+def says_next(printed):
+    return [line for line in printed.err.splitlines() if line.startswith("next: ")]
+
+
+@pytest.mark.slow
+def test_the_three_commands_in_an_empty_folder(tmp_path):
+    """With all of their text, in processes of their own."""
+    printed = []
+    for command in COMMANDS:
+        words = [sys.executable, "-m", "kvalign", *command.split()]
+        done = subprocess.run(
+            words, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append((done.stdout, done.stderr))
+    (recorded, to_train), (trained, to_stream), (text, at_last) = printed
+    assert "recording: kvalign-data/gpt2-mini/caches\n" in recorded
+    assert to_train.endswith("next: kvalign train --target key\n")
+    assert f"aligner: {NETWORK}\n" in trained
+    assert to_stream.endswith(f"next: kvalign train --target value\nnext: {TAKE}\n")
+    assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
+    assert f"--aligner {NETWORK} takes it in place of the shipped" in at_last
+    assert at_last.splitlines()[-1].startswith("next: kvalign eval perplexity ")
+
+
+def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
+    recorded = kvalign("gen-data")
+    assert says_next(recorded) == ["next: kvalign train --target key"]
+    key = kvalign("train --target key")
+    assert says_next(key) == ["next: kvalign train --target value", f"next: {TAKE}"]
+    value = kvalign("train --target value")
+    assert says_next(value) == [f"next: {TAKE}"]
+    aligner = Aligner.from_pretrained(tmp_path / NETWORK)
+    assert aligner.config.training.keys() == {"key", "value"}
+    assert "--data kvalign-data/gpt2-mini/caches" in aligner.config.training["key"]["command"]
+    assert kvalign("generate --max-new-tokens 20").out.startswith(PROMPT)
+    taken = kvalign(f"generate --max-new-tokens 20 --aligner {NETWORK}")
+    assert "20 tokens by kvalign (network)" in taken.err and "was trained here" not in taken.err
+
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    for command, before in (
+        ("gen-data", recorded),
+        ("train --target key", key),
+        ("train --target value", value),
+    ):
+        again = kvalign(command)
+        assert again.out == before.out and "finished" in again.err
+        assert len(says_next(again)) == 1, "with both networks there, only to stream is left"
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+
+
+def test_json_is_machine_clean(kvalign):
+    out = "kvalign-data/gpt2-mini/caches"
+    assert json.loads(kvalign("gen-data --json").out)["out"] == out
+    printed = kvalign("train --target key --max-steps 2 --json")
+    assert json.loads(printed.out).keys() == {"key"} and not says_next(printed)
+    printed = kvalign("generate --max-new-tokens 5 --json")
+    assert json.loads(printed.out)["prompt"] == PROMPT and not says_next(printed)
+
+
+def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
+    assert says_next(kvalign("gen-data --out caches")) == [
+        "next: kvalign train --target key --data caches"
+    ]
+    printed = kvalign("train --target key --data caches --max-steps 2")
+    assert says_next(printed) == [
+        "next: kvalign train --target value --data caches --max-steps 2",
+        "next: kvalign generate --method kvalign --aligner network",
+    ]
+    assert (tmp_path / "network/config.json").exists(), "beside the recording"
+    printed = kvalign("train --target value --data caches --max-steps 2 --out mine")
+    assert says_next(printed)[-1].endswith("--aligner mine")
+
+
+def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_path):
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
+    kvalign("generate --model you/mine", code=2)
+    assert says_next(kvalign("gen-data --model you/mine")) == [
+        "next: kvalign train --target key --model you/mine"
+    ]
+    printed = kvalign("train --target key --model you/mine --max-steps 2")
+    to_stream = "generate --method kvalign --model you/mine --aligner kvalign-data/mine/network"
+    assert says_next(printed)[-1] == f"next: kvalign {to_stream}"
+    printed = kvalign("generate --model you/mine --max-new-tokens 20")
+    assert "kvalign-data/mine/network, trained here, is taken" in printed.err
+    assert "by kvalign (network)" in printed.err
+    assert "network" not in kvalign("generate --model you/mine --method window").err
+
+
+def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_path):
+    for number, name in enumerate(("old", "newest", "unfinished")):
+        folder = tmp_path / "kvalign-data/gpt2-mini" / name
+        kvalign(f"gen-data --num-tokens 2560 --seed {number} --out {folder}")
+        os.utime(folder / "manifest.json", (number, number))
+    (folder / "manifest.json").unlink()
+    shutil.copytree(folder.with_name("newest"), tmp_path / "kvalign-data/llama-mini/stray")
+    printed = kvalign("train --target key --max-steps 2")
+    assert "recording: kvalign-data/gpt2-mini/newest\n" in printed.err
+    assert "no finished recording of llama-mini" in kvalign("train --model llama-mini", code=2).err
+
+
+REFUSED = {
+    "train --target key": "make one with kvalign gen-data, or",
+    "train --model llama-mini": "make one with kvalign gen-data --model llama-mini, or",
+    "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
+    "train --target key --data data --lr 0.1": "already holds a trained key network",
+    "train --data data --model llama-mini": "data was recorded of gpt2-mini",
+    "generate --prompt-file nothing.txt": "nothing.txt",
+}
+
+
+def test_what_is_refused_is_one_line(kvalign, tmp_path):
+    kvalign("gen-data --num-tokens 2560 --out data")
+    kvalign("train --target key --data data --max-steps 2")
+    for command, message in REFUSED.items():
+        if command.startswith("gen-data"):
+            kvalign("gen-data --num-tokens 2560")
+        printed = kvalign(command, code=2)
+        assert message in printed.err and printed.err.count("\n") == 1, command
+        assert printed.out == ""
+
+
+def test_tables_have_a_folder_of_their_own(kvalign, tmp_path):
+    printed = kvalign("train --aligner-kind table --num-tokens 2600")
+    assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out
+    (line,) = says_next(printed)
+    assert line.endswith("--aligner kvalign-data/gpt2-mini/table")
+    assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
+    assert "already holds an aligner" in kvalign("train --aligner-kind table", code=2).err
+
+
+@pytest.fixture
+def standing_in(monkeypatch):
+    """Puts a file in the place of standard input."""
+    opened = []
+
+    def put(file):
+        monkeypatch.setattr("sys.stdin", file)
+        opened.append(file)
+
+    yield put
+    for file in opened:
+        if file:
+            file.close()
+
+
+def pipe(text=b"", closed=True):
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    if closed:
+        os.close(writer)
+    return os.fdopen(reader, encoding="utf-8"), writer
+
+
+def test_a_prompt_is_read_where_it_is_piped(standing_in, tmp_path, kvalign):
+    standing_in(pipe(b"The king of the sea\n")[0])
+    printed = kvalign("generate --max-new-tokens 5")
+    assert printed.out.startswith("The king of the sea ") and not says_next(printed)
+    (tmp_path / "prompt.txt").write_text("In the harbour\n")
+    standing_in((tmp_path / "prompt.txt").open())
+    assert kvalign("generate --max-new-tokens 5").out.startswith("In the harbour ")
+    standing_in(pipe(b"From a slow program")[0])
+    printed = kvalign("generate --max-new-tokens 5 --prompt-file -")
+    assert printed.out.startswith("From a slow program")
+    for text, flag, message in (
+        (b"\xff\xfe", "", "standard input is not UTF-8 text"),
+        (b" \n", " --prompt-file -", "the prompt is empty"),
+    ):
+        standing_in(pipe(text)[0])
+        assert message in kvalign("generate" + flag, code=2).err
+
+
+def test_nothing_that_gives_no_prompt_is_waited_for(standing_in, monkeypatch, capfd):
+    standing_in(None)
+    assert standard_input.piped_text() == "" == standard_input.whole_text()
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert standard_input.piped_text() == ""
+    standing_in(pipe()[0])
+    assert standard_input.piped_text() == ""
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(standard_input, "QUIET_S", 0.01)
+    monkeypatch.setattr(standard_input, "WAIT_S", 0.1)
+    reader, writer = pipe(closed=False)
+    standing_in(reader)
+    assert standard_input.piped_text() == ""
+    assert "waiting 0.1 s for a prompt on standard input" in capfd.readouterr().err
+    os.close(writer)
+    terminal, other = os.openpty()
+    standing_in(os.fdopen(terminal))
+    assert standard_input.piped_text() == ""
+    os.close(other)
