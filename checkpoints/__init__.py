@@ -9,7 +9,11 @@ MODELS = ("gpt2-mini", "llama-mini")
 ALIGNERS = (
     "kvalign-gpt2-mini-table",
     "kvalign-gpt2-mini-table-kl",
+    "kvalign-gpt2-mini-anchored",
     "kvalign-gpt2-mini-network",
+    "kvalign-gpt2-mini-network-tuned",
+    "kvalign-gpt2-mini-network-rollout",
+    "kvalign-gpt2-mini-network-rollout8",
     "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
 )

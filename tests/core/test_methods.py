@@ -134,24 +134,26 @@ def test_aligner_changes_what_is_predicted(model, ids):
 def test_two_moves_of_one_are_one_move_of_two(models):
     aligner = network(models["gpt2"], train=True)
     x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
-    one, two = (Move(shift, first=4, now=torch.arange(4, 34)) for shift in (1, 2))
-    twice = aligner.realign(1, *aligner.realign(1, x, x, one), one)
-    once = aligner.realign(1, x, x, two)
+    first, second = (Move(1, place, torch.arange(place, place + 30)) for place in (5, 4))
+    twice = aligner.realign(1, *aligner.realign(1, x, x, first), second)
+    once = aligner.realign(1, x, x, Move(2, first=4, now=second.now))
     assert torch.equal(twice[0], once[0]) and torch.equal(twice[1], once[1])
     assert not torch.equal(once[0], x)
 
 
-@pytest.mark.parametrize(("num_evicted", "applied"), [(4, 1), (6, 1), (8, 2), (12, 2)])
-def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, applied):
-    """Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest that nothing covers."""
+@pytest.mark.parametrize(
+    ("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])]
+)
+def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
+    """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest that nothing covers."""
     model = models["gpt2"]
     aligner = network(model, train=True, shifts=(4, 6))
     make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
     move = Move(num_evicted, first=4, now=torch.arange(4, 20))
     x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
     expected = x
-    for _ in range(applied):
-        expected = expected + aligner.key.correction(expected, 2)
+    for first in places:
+        expected = expected + aligner.key.correction(expected, 2, first)
     assert torch.equal(aligner.realign(2, x, x, move)[0], expected)
 
 
@@ -237,7 +239,7 @@ def test_aligner_of_other_weights_or_sizes_is_refused(models):
         make("kvalign", other, aligner=network(model))
     with pytest.raises(ValueError, match="cache_size must be at most 31 with this aligner"):
         make("kvalign", model, cache_size=40, aligner=network(model, chunk_len=32))
-    with pytest.raises(ValueError, match="num_evicted must be a multiple of 4 with"):
+    with pytest.raises(ValueError, match="num_evicted or realign_every must be a multiple of 4 with"):
         make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
     with pytest.raises(ValueError, match="no aligner ships.*take method discard-half"):
         make_method("kvalign", model, cache_size=20)
