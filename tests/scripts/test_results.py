@@ -19,7 +19,6 @@ from scripts import results
 # not made yet. A name that no longer is must go.
 TO_MAKE = {
     "anchored/perplexity",
-    "gpt2-mini/c240",
     "gpt2-mini/evicted-1",
     "gpt2-mini/evicted-32",
     "gpt2-mini/evicted-8",
@@ -30,7 +29,6 @@ TO_MAKE = {
     "gpt2-mini/realign-every",
     "latency/batch32-again",
     "latency/recompute",
-    "llama-mini/network",
     "llama-mini/perplexity",
     "llama-mini/python-docs",
     "scripts/long-prompts",
