@@ -141,9 +141,7 @@ def test_two_moves_of_one_are_one_move_of_two(models):
     assert not torch.equal(once[0], x)
 
 
-@pytest.mark.parametrize(
-    ("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])]
-)
+@pytest.mark.parametrize(("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])])
 def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
     """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest that nothing covers."""
     model = models["gpt2"]
@@ -239,7 +237,9 @@ def test_aligner_of_other_weights_or_sizes_is_refused(models):
         make("kvalign", other, aligner=network(model))
     with pytest.raises(ValueError, match="cache_size must be at most 31 with this aligner"):
         make("kvalign", model, cache_size=40, aligner=network(model, chunk_len=32))
-    with pytest.raises(ValueError, match="num_evicted or realign_every must be a multiple of 4 with"):
+    with pytest.raises(
+        ValueError, match="num_evicted or realign_every must be a multiple of 4 with"
+    ):
         make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
     with pytest.raises(ValueError, match="no aligner ships.*take method discard-half"):
         make_method("kvalign", model, cache_size=20)

@@ -10,6 +10,8 @@ import torch
 from scripts import endurance
 from scripts.endurance import EnduranceSettings, endure, faults
 
+pytestmark = pytest.mark.slow
+
 # A few pages of memory come and go, which is much for a stream as short as this one.
 SHORT_SLOPE = 2e6  # bytes per 1000 tokens
 
