@@ -143,7 +143,7 @@ def test_two_moves_of_one_are_one_move_of_two(models):
 
 @pytest.mark.parametrize(("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])])
 def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
-    """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest that nothing covers."""
+    """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest."""
     model = models["gpt2"]
     aligner = network(model, train=True, shifts=(4, 6))
     make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
