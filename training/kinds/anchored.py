@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.settings import keywords_of
+from kvalign.settings import keywords_of, option
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.settings import NetworkSizes
 
@@ -21,6 +21,13 @@ class AnchoredSettings(NetworkSizes, TableSettings):
     Example:
         kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
     """  # noqa: E501
+
+    objective: str = option(
+        "mse",
+        help="of the networks. mse: pairs of encodings; nll: the LM's own loss on the text; kl: "
+        "divergence from the LM that re-encodes at each step",
+        choices=("mse", "nll", "kl"),
+    )
 
 
 @keywords_of(AnchoredSettings)
