@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-# What a model's generation_config may say of it.
-OF_MODEL = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# What says from which tokens one is drawn, and what a model's generation_config may say.
+DRAWS = ("temperature", "top_k", "top_p", "min_p")
+OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
     "temperature": ("at least 0", lambda x: x >= 0),
@@ -73,6 +74,12 @@ class Sampling:
         check_keywords(function, keywords, (field.name for field in fields(cls)))
         return cls(**keywords)
 
+    @staticmethod
+    def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
+        """What a model's generation_config says of it, by field."""
+        said = config.to_diff_dict()
+        return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
+
     @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
@@ -109,11 +116,16 @@ class Sampling:
 
     def in_flags(self) -> str:
         """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
-        draws = ["temperature", "top_k", "top_p", "min_p"]
-        names = [*([] if self.is_greedy else draws), "repetition_penalty", "no_repeat_ngram_size"]
-        words = ["--no-do-sample"] if self.is_greedy else []
-        for name in names:
-            value = getattr(self, name)
-            if name == "top_k" or value != getattr(Sampling, name):
-                words.append(f"{flag(name)} {value:g}")
-        return " ".join(words if self.is_greedy else [*words, f"--seed {self.seed}"])
+        if not self.do_sample:
+            words = ["--no-do-sample"]
+        elif self.is_greedy:
+            words = ["--temperature 0"] if self.temperature == 0 else ["--top-k 1"]
+        else:
+            is_told = [name for name in DRAWS if name == "top_k" or self._differs(name)]
+            words = [f"{flag(name)} {getattr(self, name):g}" for name in is_told]
+            words.append(f"--seed {self.seed}")
+        penalties = filter(self._differs, ("repetition_penalty", "no_repeat_ngram_size"))
+        return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
+
+    def _differs(self, name: str) -> bool:
+        return getattr(self, name) != getattr(Sampling, name)

@@ -35,6 +35,7 @@ class SavedStream(BaseModel):
         embedding_fingerprint: of the base model (`probe` in files of version 0.1).
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
+        notes: see `TextStream`.
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -53,6 +54,7 @@ class SavedStream(BaseModel):
     device: str
     num_fed: Count
     num_new: Count
+    notes: dict[str, str] = {}
 
 
 def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> None:

@@ -43,6 +43,7 @@ class TextStream:
         token_ids: those generated since the last input.
         text: their text.
         times_s: seconds that each of them took, the input included in the first.
+        notes: texts by name that are saved with the stream, for whoever goes on with it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
@@ -50,6 +51,12 @@ class TextStream:
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
         self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
         self.generator = sampling.generator(method.model.device)
+        self.notes: dict[str, str] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was said: the next input begins a text. Draws go on."""
+        self.method.reset()
         self.ids: list[int] = []
         self.num_fed = 0
         self._is_whole = True
@@ -126,6 +133,7 @@ class TextStream:
             device=model.device.type,
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
+            notes=self.notes,
         )
         tensors = {_STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
@@ -251,7 +259,7 @@ def load_stream(
         aligner: that the stream was made with, if it was another than the shipped default.
         compile: as in `kvalign.make_method`.
         sampling: what is chosen otherwise from here on, as in `kvalign.stream`; the rest is as
-            saved.
+            saved, and draws go on unless the seed is another.
 
     Raises:
         NotFoundError: no such file.
@@ -273,9 +281,11 @@ def load_stream(
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
         state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
         method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
-        if saved.device == model.device.type and sampling.get("seed") is None:
+        same_seed = sampling.get("seed") in (None, saved.sampling.get("seed"))
+        if saved.device == model.device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"cannot go on with the stream in {path}: {error}") from error
+    loaded.notes = saved.notes
     loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
     return loaded

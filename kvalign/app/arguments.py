@@ -97,7 +97,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         default = field.default
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         help_text += f" (default: {default})"
-    if hint is bool and field.default:
+    if hint is bool and field.default is not False:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     if hint is bool:
         return {"action": "store_const", "const": True, "help": help_text}

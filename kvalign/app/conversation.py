@@ -11,20 +11,25 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from kvalign.app.stream_settings import StreamSettings
+from kvalign.app.stream_settings import MAX_NEW_TOKENS, StreamSettings
 from kvalign.errors import UserError
+from kvalign.sampling import Sampling
 from kvalign.settings import flag, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
     from kvalign.text_stream import TextStream
 
+SYSTEM = "system"  # the note of a stream that holds --system
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationSettings(StreamSettings):
     """Hold one endless conversation in the terminal, with the model's chat template if it has one.
 
-    Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, each line of stdin is a turn.
+    Ctrl-C stops an answer, Ctrl-D ends, /help lists what else can be typed. Without a terminal,
+    each line of stdin is a turn. Where no flag says how to sample, the model's generation_config
+    does; in a conversation that goes on, what is saved with it.
 
     Example:
         kvalign chat --say "Who lived on the island?" --max-new-tokens 30 --state talk.safetensors
@@ -41,11 +46,17 @@ class ConversationSettings(StreamSettings):
         help="first entries that stay; auto: what comes before the user's first word if there is a "
         "--system, else the method's default",
     )
-    max_new_tokens: int = option(200, help="tokens of an answer at most", at_least=1)
-    stop_at_end: bool = option(True, help="an answer ends at the model's end-of-text token")
+    max_new_tokens: int | None = option(
+        None, help=f"tokens of an answer at most (default: {MAX_NEW_TOKENS})", at_least=1
+    )
+    stop_at_end: bool | None = option(
+        None, help="an answer ends at the model's end-of-text token (the default)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.say is not None and not self.say.strip():
+            raise UserError("--say is empty: give at least one word")
         if self.num_sinks != "auto" and not (self.num_sinks.isascii() and self.num_sinks.isdigit()):
             raise UserError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
 
@@ -57,12 +68,16 @@ class Conversation:
         settings: what the stream is, and the file to keep it in.
         loaded: the model and its tokenizer.
 
+    Attributes:
+        stream: that of the whole conversation.
+        path: the file that is written after each answer; None: none is.
+
     Raises:
         UserError: sizes that do not fit, or settings that the conversation in the file contradicts.
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
-        self.settings, self.tokenizer = settings, loaded.tokenizer
+        self.tokenizer, self.path = loaded.tokenizer, settings.state
         is_resumed = settings.state is not None and settings.state.exists()
         self.stream = (_resume if is_resumed else _begin)(settings, loaded)
 
@@ -72,24 +87,38 @@ class Conversation:
 
         stream = self.stream
         with _interruption() as interrupted:
-            stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, self.settings.system))
+            system = stream.notes.get(SYSTEM)
+            stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, system))
             for piece in stream:
                 yield piece
                 if interrupted.is_set():
                     break
-        if self.settings.state:
-            stream.save(self.settings.state)
+        if self.path:
+            stream.save(self.path)
+
+    def about(self) -> str:
+        """What it is, in a line: model, method, sizes, sampling, file."""
+        stream, sizes = self.stream, self.stream.method.sizes
+        sampling, says = stream.sampling, Sampling.of_model(stream.method.model.generation_config)
+        flags = sampling.in_flags()
+        taken = [
+            flag(name)
+            for name, value in says.items()
+            if flag(name) in flags.split() and getattr(sampling, name) == value
+        ]
+        by_model = f" ({', '.join(taken)}: of the model's generation_config)" if taken else ""
+        goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
+        kept = f"; kept in {self.path}{goes_on}" if self.path else ""
+        return (
+            f"{stream.method.spec.name} by {stream.method.title}, cache of {sizes.cache_size} "
+            f"entries, {sizes.num_sinks} sinks; --max-new-tokens {sampling.max_new_tokens} "
+            f"{flags}{by_model}{kept}"
+        )
 
 
 def turns(say: str | None = None) -> Iterator[str]:
-    """What the user says, without empty turns: `say` alone, or else what stdin has.
-
-    Raises:
-        UserError: `say` is empty.
-    """
+    """What the user says, without empty turns: `say` alone, or else what stdin has."""
     if say is not None:
-        if not say.strip():
-            raise UserError("--say is empty: give at least one word")
         yield say
         return
     if not sys.stdin.isatty():
@@ -118,7 +147,11 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
                 f"--system takes {num_sinks} entries, so --cache-size must be above that, got "
                 f"{settings.cache_size}"
             )
-    return settings.stream(loaded, num_sinks=num_sinks)
+    defaults = {"stop_at_end": True, **Sampling.of_model(loaded.model.generation_config)}
+    stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
+    if settings.system is not None:
+        stream.notes[SYSTEM] = settings.system
+    return stream
 
 
 def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
@@ -131,9 +164,10 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
         loaded.tokenizer,
         aligner=settings.aligner,
         compile=settings.compile,
+        **settings.sampling(),
     )
-    saved = asdict(stream.sampling) | asdict(stream.method.sizes)
-    saved |= {"method": stream.method.name, "system": None}
+    saved = asdict(stream.method.sizes) | {"method": stream.method.name}
+    saved[SYSTEM] = stream.notes.get(SYSTEM)
     for name, value in settings.changed().items():
         if name in saved and str(value) != str(saved[name]):
             raise UserError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
-from kvalign.sampling import Sampling
+from kvalign.sampling import DRAWS, Sampling
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
 from kvalign.sizes import num_evicted_of
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from kvalign.models import LoadedModel
     from kvalign.text_stream import TextStream
+
+MAX_NEW_TOKENS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,47 +41,52 @@ class StreamSettings(ModelSettings):
     compile: bool = option(
         False, help="compile the step with torch.compile: slow to begin, faster from then on"
     )
-    max_new_tokens: int = option(200, help="tokens to generate at most", at_least=1)
-    do_sample: bool = option(
-        Sampling.do_sample, help="draw each token; --no-do-sample takes the most likely one"
+    max_new_tokens: int | None = option(
+        None, help=f"tokens to generate at most (default: {MAX_NEW_TOKENS})", at_least=1
     )
-    temperature: float = option(
-        Sampling.temperature,
-        help="divides the logits before drawing; 0 takes the most likely token",
+    do_sample: bool | None = option(
+        None, help="draw each token (the default); --no-do-sample takes the most likely one"
+    )
+    temperature: float | None = option(
+        None,
+        help="divides the logits before drawing; 0 takes the most likely token "
+        f"(default: {Sampling.temperature:g})",
         at_least=0,
     )
-    top_k: int = option(
-        Sampling.top_k,
-        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all",
+    top_k: int | None = option(
+        None,
+        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all "
+        f"(default: {Sampling.top_k})",
         at_least=0,
     )
-    top_p: float = option(
-        Sampling.top_p,
-        help="draw from the fewest tokens whose probabilities add up to this; 1: off",
+    top_p: float | None = option(
+        None,
+        help="draw from the fewest tokens whose probabilities add up to this "
+        f"(default: {Sampling.top_p:g}, off)",
         above=0,
         at_most=1,
     )
-    min_p: float = option(
-        Sampling.min_p,
-        help="draw from tokens of at least this times the most likely one's probability; 0: off",
+    min_p: float | None = option(
+        None,
+        help="draw from tokens of at least this times the most likely one's probability "
+        f"(default: {Sampling.min_p:g}, off)",
         at_least=0,
         at_most=1,
     )
-    repetition_penalty: float = option(
-        Sampling.repetition_penalty,
-        help="above 1, tokens that were there before, evicted ones too, are less likely; 1: off",
+    repetition_penalty: float | None = option(
+        None,
+        help="above 1, tokens that were there before, evicted ones too, are less likely "
+        f"(default: {Sampling.repetition_penalty:g}, off)",
         above=0,
     )
-    no_repeat_ngram_size: int = option(
-        Sampling.no_repeat_ngram_size,
-        help="never repeat an n-gram of this size; 0: off",
+    no_repeat_ngram_size: int | None = option(
+        None,
+        help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
         at_least=0,
     )
-    stop_at_end: bool = option(Sampling.stop_at_end, help="stop at the model's end-of-text token")
+    stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
     seed: int | None = option(
-        Sampling.seed,
-        help="seed of the draws (default: a random one, which is printed)",
-        at_least=0,
+        None, help="seed of the draws (default: a random one, which is printed)", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -98,9 +106,15 @@ class StreamSettings(ModelSettings):
         return load_model(self.model, self.device, self.dtype)
 
     def stream(
-        self, loaded: LoadedModel, prompt: str = "", num_sinks: int | None = None
+        self,
+        loaded: LoadedModel,
+        prompt: str = "",
+        num_sinks: int | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> TextStream:
-        """A new stream, as `kvalign.stream` makes it."""
+        """A new stream, as `kvalign.stream` makes it; `defaults` of sampling are for what no flag
+        says.
+        """
         from kvalign.text_stream import stream
 
         return stream(
@@ -114,8 +128,14 @@ class StreamSettings(ModelSettings):
             realign_every=self.realign_every,
             aligner=self._aligner(),
             compile=self.compile,
-            **{field.name: getattr(self, field.name) for field in fields(Sampling)},
+            **{"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()},
         )
+
+    def sampling(self) -> dict[str, Any]:
+        """What the flags say of sampling; one that says how to draw says that tokens are drawn."""
+        values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        given = {name: value for name, value in values.items() if value is not None}
+        return {"do_sample": True, **given} if given.keys() & set(DRAWS) else given
 
     def trained_here(self) -> Path | None:
         """The folder of the aligner that was trained last for the model, of those in its folder

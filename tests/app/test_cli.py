@@ -205,7 +205,7 @@ def test_half_of_the_window_is_evicted_by_any_command(capfd):
     sizes = ["--method", "streaming-llm", "--cache-size", "16", "--num-evicted"]
     texts = {"half": [], "6": [], "1": []}
     for num, found in texts.items():
-        flags = [*sizes, num, "--max-new-tokens", "40", "--json"]
+        flags = [*sizes, num, "--max-new-tokens", "40", "--seed", "0", "--json"]
         for command in (["generate", *PROMPT], ["chat", "--say", "Who?"]):
             assert main([*command, *flags]) == 0
             document = json.loads(capfd.readouterr().out)

@@ -109,10 +109,12 @@ def test_rows_of_a_batch_take_the_same_names(loaded):
 
 
 def test_the_command_line_has_the_same_names_and_defaults():
-    flags = {field.name: field.default for field in fields(StreamSettings)}
-    for field in fields(Sampling):
-        if field.name != "max_new_tokens":
-            assert flags[field.name] == field.default, field.name
+    flags = {field.name for field in fields(StreamSettings)}
+    assert {field.name for field in fields(Sampling)} <= flags
+    settings = StreamSettings()
+    assert settings.sampling() == {}, "the defaults are those of Sampling"
+    assert StreamSettings(top_p=0.5).sampling() == {"top_p": 0.5, "do_sample": True}
+    assert StreamSettings(do_sample=False, top_p=0.5).sampling()["do_sample"] is False
     assert set(OF_MODEL) <= GenerationConfig().to_dict().keys(), "transformers' names"
 
 
@@ -121,4 +123,8 @@ def test_flags_that_choose_so_again():
     warm = Sampling(seed=7, top_k=0, temperature=0.7, top_p=0.95)
     assert warm.in_flags() == "--temperature 0.7 --top-k 0 --top-p 0.95 --seed 7"
     greedy = replace(warm, temperature=0, repetition_penalty=1.1)
-    assert greedy.in_flags() == "--no-do-sample --repetition-penalty 1.1"
+    assert greedy.in_flags() == "--temperature 0 --repetition-penalty 1.1"
+    assert Sampling(do_sample=False, temperature=0).in_flags() == "--no-do-sample"
+    assert (
+        Sampling(top_k=1, no_repeat_ngram_size=3).in_flags() == "--top-k 1 --no-repeat-ngram-size 3"
+    )

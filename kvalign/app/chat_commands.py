@@ -1,0 +1,72 @@
+"""What can be typed in a conversation that is no turn: `/help`, `/save talk.safetensors`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.errors import ExistsError, UserError
+from kvalign.registry import unknown
+
+if TYPE_CHECKING:
+    from kvalign.app.conversation import Conversation
+
+COMMANDS = {
+    "/help": "this list",
+    "/tokens": "how long the conversation is, and what of it is in the cache",
+    "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
+    "/reset": "begin anew, with the same --system",
+    "/exit": "leave, as Ctrl-D does",
+}
+
+
+def is_command(line: str) -> bool:
+    """Whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
+    return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
+
+
+def obey(line: str, conversation: Conversation) -> str:
+    """Do what a command says, except `/exit`, and answer.
+
+    Raises:
+        UserError: an unknown command, or one that cannot be done.
+    """
+    name, _, rest = line.partition(" ")
+    names = [usage.split()[0] for usage in COMMANDS]
+    if name not in names:
+        raise UserError(unknown("command", name, names))
+    if name == "/save":
+        return _save(conversation, rest.strip())
+    if rest.strip():
+        raise UserError(f"{name} takes nothing, got {rest.strip()!r}")
+    if name == "/tokens":
+        return _tokens(conversation)
+    if name == "/reset":
+        conversation.stream.reset()
+        until = (
+            f"; {conversation.path} is written after the next answer" if conversation.path else ""
+        )
+        return f"the conversation begins anew{until}"
+    return "\n".join(f"{usage:14}{about}" for usage, about in COMMANDS.items())
+
+
+def _save(conversation: Conversation, name: str) -> str:
+    path = Path(name) if name else conversation.path
+    if path is None:
+        raise UserError("/save needs a file: /save talk.safetensors")
+    if path != conversation.path and path.exists():
+        raise ExistsError(f"{path} exists: name another file")
+    conversation.stream.save(path)
+    conversation.path = path
+    return f"saved: {path}; kvalign chat --state {path} goes on"
+
+
+def _tokens(conversation: Conversation) -> str:
+    stream = conversation.stream
+    method, num_fed = stream.method, stream.num_fed
+    fill = method.fill if num_fed else 0
+    return (
+        f"{len(stream.ids)} tokens; in the cache: {fill}, of {method.sizes.cache_size} at most; "
+        f"evicted: {num_fed - fill}"
+    )
