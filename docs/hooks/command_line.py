@@ -44,17 +44,17 @@ def _row(field: dataclasses.Field, hint: Any, settings: type[Settings]) -> str:
     name = field.name.upper() if field.metadata["positional"] else flag(field.name)
     cells = [
         f"`{name}`",
-        _takes(hint, field.metadata, field.default is True),
+        _takes(hint, field.metadata, field.default is not False),
         _default(field),
         field.metadata["help"],
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _takes(hint: Any, metadata: Any, is_on: bool) -> str:
+def _takes(hint: Any, metadata: Any, has_no: bool) -> str:
     hint = without_none(hint)
     if hint is bool:
-        return "nothing; `--no-` turns it off" if is_on else "nothing"
+        return "nothing; `--no-` turns it off" if has_no else "nothing"
     if metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in metadata["choices"])
     if typing.get_origin(hint) is tuple:

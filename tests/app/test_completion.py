@@ -102,7 +102,8 @@ def test_every_flag_is_offered(command, monkeypatch):
     one, offered = Command(command), {"--help", "--debug"}
     for cls in one.all_settings().values():
         offered |= cls.flags()
-        offered |= {"--no-" + flag(f.name)[2:] for f in fields_of(cls) if f.default is True}
+        bools = [f for f in fields_of(cls) if "bool" in str(f.type) and f.default is not False]
+        offered |= {"--no-" + flag(f.name)[2:] for f in bools}
     offered |= {"--json"} if one.has_json else set()
     assert offers(f"kvalign {command} --", monkeypatch) == offered
 
