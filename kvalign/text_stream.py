@@ -267,6 +267,8 @@ def load_stream(
         KeywordError: an unknown setting, with the nearest one.
     """
     Sampling.of(load_stream, sampling)
+    if sampling.get("seed") is None:
+        sampling.pop("seed", None)
     saved, tensors = stream_file.read(Path(path))
     try:
         stream_file.check_fits(saved, tensors, model)
@@ -281,7 +283,7 @@ def load_stream(
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
         state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
         method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
-        same_seed = sampling.get("seed") in (None, saved.sampling.get("seed"))
+        same_seed = loaded.sampling.seed == saved.sampling.get("seed")
         if saved.device == model.device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:

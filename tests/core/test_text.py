@@ -112,6 +112,62 @@ def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path)
     assert list(again) == list(stream) and again.text == stream.text != ""
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stream_that_is_reset_is_a_new_one(name, gpt2, tmp_path):
+    stream = begin(gpt2, "Ships came", method=name, top_k=1, max_new_tokens=20)
+    "".join(stream)
+    stream.reset()
+    assert (stream.ids, stream.num_fed, stream.text) == ([], 0, "")
+    stream.save(tmp_path / "talk")
+    for one in (stream, kvalign.load_stream(tmp_path / "talk", gpt2.model, gpt2.tokenizer)):
+        one.feed(PROMPT)
+        assert list(one) == list(begin(gpt2, method=name, top_k=1, max_new_tokens=20))
+        assert one.ids == [*gpt2.tokenizer(PROMPT)["input_ids"], *one.token_ids]
+
+
+def test_a_loaded_stream_takes_other_sampling(gpt2, tmp_path):
+    """Draws go on unless there is another seed; a seed makes it repeatable."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2, seed=4, temperature=0.9, max_new_tokens=20)
+    "".join(stream)
+    stream.notes["by"] = "us"
+    stream.save(path)
+    stream.feed(" and")
+
+    def goes_on(**sampling):
+        again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, **sampling)
+        assert again.notes == {"by": "us"} and again.sampling.temperature == 0.9
+        assert again.sampling.seed == (sampling.get("seed") or 4)
+        again.feed(" and")
+        "".join(again)
+        return again.token_ids
+
+    "".join(stream)
+    assert goes_on() == goes_on(seed=4) == goes_on(seed=None) == stream.token_ids
+    assert goes_on(max_new_tokens=5) == stream.token_ids[:5]
+    assert goes_on(seed=5) == goes_on(seed=5) != stream.token_ids
+    assert len(set(goes_on(repetition_penalty=50.0, max_new_tokens=50))) == 50
+    with pytest.raises(ValueError, match="top_k must be at least 0, got -1"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, top_k=-1)
+
+
+def test_a_stream_of_before_is_read(gpt2, tmp_path):
+    """Of a version with fewer settings."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+
+    def older(tensors, about):
+        del about["notes"]
+        for name in ("do_sample", "top_p", "min_p", "repetition_penalty"):
+            del about["sampling"][name]
+
+    _changed(path, older)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    assert list(again) == list(stream) and again.sampling == stream.sampling
+
+
 def test_a_stream_saved_before_its_first_token(gpt2, tmp_path):
     path = tmp_path / "talk.safetensors"
     begin(gpt2).save(path)
