@@ -59,7 +59,7 @@ def _save(conversation: Conversation, name: str) -> str:
         raise ExistsError(f"{path} exists: name another file")
     conversation.stream.save(path)
     conversation.path = path
-    return f"saved: {path}; kvalign chat --state {path} goes on"
+    return f"saved: {path}; it goes on with {conversation.to_go_on()}"
 
 
 def _tokens(conversation: Conversation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
+from kvalign.app.next_steps import of_model
 from kvalign.app.stream_settings import MAX_NEW_TOKENS, StreamSettings
 from kvalign.errors import UserError
 from kvalign.sampling import Sampling
@@ -77,7 +79,7 @@ class Conversation:
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
-        self.tokenizer, self.path = loaded.tokenizer, settings.state
+        self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
         is_resumed = settings.state is not None and settings.state.exists()
         self.stream = (_resume if is_resumed else _begin)(settings, loaded)
 
@@ -95,6 +97,13 @@ class Conversation:
                     break
         if self.path:
             stream.save(self.path)
+
+    def to_go_on(self) -> str:
+        """The command that takes it up from its file."""
+        settings = self.settings
+        aligner = ["--aligner", settings.aligner] if settings.aligner else []
+        words = ["chat", *of_model(settings.model), *aligner, "--state", str(self.path)]
+        return shlex.join(["kvalign", *words])
 
     def about(self) -> str:
         """What it is, in a line: model, method, sizes, sampling, file."""

@@ -222,7 +222,7 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
         "/save [FILE]  keep the conversation in FILE, from now on after each answer",
         "34 tokens; in the cache: 33, of 40 at most; evicted: 0",
         "/save needs a file: /save talk.safetensors",
-        "saved: kept; kvalign chat --state kept goes on",
+        "saved: kept; it goes on with kvalign chat --state kept",
         "unknown command '/sav'; did you mean /save? (known: /help, /tokens, ",
         "the conversation begins anew; kept is written after the next answer",
         "0 tokens; in the cache: 0, of 40 at most; evicted: 0",
