@@ -37,7 +37,7 @@ def variety(settings: VarietySettings, *, loaded: LoadedModel | None = None) -> 
     settings, loaded = load(settings, loaded)
     rows = []
     for method in make_grid(settings, loaded.model):
-        sampling = Sampling(max_new_tokens=settings.num_tokens)
+        sampling = Sampling(max_new_tokens=settings.num_tokens, seed=0)
         stream = TextStream(loaded.tokenizer, method, sampling)
         stream.feed("The history of the island")
         "".join(stream)
