@@ -46,7 +46,7 @@ def make_grid(
         UserError: as `kvalign.make_method`.
     """
     aligners = aligners or settings.aligner or _at_hand(settings, model)
-    left_out = () if aligners else _left_out(settings, model)
+    left_out = set() if aligners else _left_out(settings, model)
     methods = [
         make_method(
             name,
@@ -61,7 +61,7 @@ def make_grid(
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
         for name in settings.methods
-        if name not in left_out
+        if (name, cache_size) not in left_out
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
     ]
@@ -75,28 +75,29 @@ def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[s
     takes_any = any(METHODS.find(name).takes_aligner for name in settings.methods)
     if not takes_any or not lack_of_aligner(model):
         return None
-    trained = trained_here(model, settings.model)
+    asked = "methods" in settings.changed()
+    trained = trained_here(model, settings.model, must_help=not asked)
     if trained is None:
         return None
     log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
     return (str(trained),)
 
 
-def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> list[str]:
-    """The default methods that lack an aligner on this model, unless they are asked for."""
+def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
+    """Which of the default methods lack an aligner at which cache sizes, unless asked for."""
     if "methods" in settings.changed():
-        return []
-    lacking = obstacles(model, cache_size=max(settings.cache_sizes))
-    names = [name for name in settings.methods if name in lacking]
-    if names and getattr(settings, "reference", None) not in names:
-        why = "; ".join(dict.fromkeys(lacking[name] for name in names))
-        log.warning(
-            "%s is left out: %s (--aligner names one, kvalign train makes one)",
-            ", ".join(names),
-            why,
-        )
-        return names
-    return []
+        return set()
+    asked = getattr(settings, "reference", None)
+    lacking = {
+        (name, size): why
+        for size in settings.cache_sizes
+        for name, why in obstacles(model, cache_size=size).items()
+        if name in settings.methods and name != asked
+    }
+    for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
+        todo = "--aligner names another, kvalign train makes one"
+        log.warning("%s is left out: %s (%s)", name, why, todo)
+    return set(lacking)
 
 
 def sizes_of(method: Method) -> Row:

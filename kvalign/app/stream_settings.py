@@ -74,7 +74,8 @@ class StreamSettings(ModelSettings):
         if method == AUTO:
             choice = choose(loaded.model, cache_size=self.cache_size, aligner=aligner)
             method = choice.method
-            print(f"method {method}: {choice.why} (--method names another)", file=sys.stderr)
+            if aligner == self.aligner:  # else it is said already what was trained here
+                print(f"method {method}: {choice.why} (--method names another)", file=sys.stderr)
         return stream(
             loaded.model,
             loaded.tokenizer,
@@ -100,7 +101,7 @@ class StreamSettings(ModelSettings):
             return self.aligner
         if self.method != AUTO and not METHODS.find(self.method).takes_aligner:
             return None
-        trained = trained_here(loaded.model, self.model)
+        trained = trained_here(loaded.model, self.model, must_help=self.method == AUTO)
         if trained is None:
             return None
         shipped = checkpoints.default_aligner(self.model)

@@ -156,7 +156,7 @@ def make_cache(
         if method == AUTO:
             raise UserError(
                 f"no cache stays right on {_described(model)}: {lack_of_aligner(model, cache_size)}; "
-                "train one (kvalign train --model NAME) and name its folder as aligner, or name "
+                "train one (kvalign train --model) and name its folder as aligner, or name "
                 "streaming-llm as method, which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
@@ -178,7 +178,7 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     if name is None:
         raise UserError(
             f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            "needs none, or train one (kvalign train --model NAME) and name its folder as aligner"
+            "needs none, or train one (kvalign train --model) and name its folder as aligner"
         )
     return Aligner.from_pretrained(name)
 

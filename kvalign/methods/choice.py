@@ -52,8 +52,8 @@ def choose(
     if not lack:
         return Choice("kvalign", f"with {_shipped(model)}, which ships for {spec.name}")
     if spec.family != "learned":
-        return Choice("streaming-llm", f"{spec.family} positions need no aligner")
-    return Choice("discard-half", f"it needs none, positions are learned and {lack}")
+        return Choice("streaming-llm", f"{spec.family} positions need no aligner, and {lack}")
+    return Choice("discard-half", f"learned positions, and {lack}: kvalign train makes one")
 
 
 def obstacles(
@@ -80,14 +80,15 @@ def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> st
     return ""
 
 
-def trained_here(model: PreTrainedModel, name: str) -> Path | None:
+def trained_here(model: PreTrainedModel, name: str, *, must_help: bool = True) -> Path | None:
     """The folder of the aligner that was trained last for a model, of those in its folder
-    (`kvalign.folders`); None where there is none, or none that changes anything. Commands, training
-    and evaluations look there; what takes a model alone, as `kvalign.stream`, does not.
+    (`kvalign.folders`); None where there is none. Commands, training and evaluations look there;
+    what takes a model alone, as `kvalign.stream`, does not.
 
     Args:
         model: the model itself: one of the same name with other weights is another.
         name: as the user gave it.
+        must_help: pass over those that did not help and were saved as ones that change nothing.
     """
     for path in newest_first(name, CONFIG):
         try:
@@ -95,8 +96,8 @@ def trained_here(model: PreTrainedModel, name: str) -> Path | None:
         except UserError:  # a recording's, or another program's
             continue
         parts = [part for part in config.training.values() if isinstance(part, dict)]
-        is_used = any(part.get("used", True) for part in parts)
-        if is_used and has_fingerprint(model, config.embedding_fingerprint):
+        helps = any(part.get("used", True) for part in parts)
+        if (helps or not must_help) and has_fingerprint(model, config.embedding_fingerprint):
             return path.parent
     return None
 
