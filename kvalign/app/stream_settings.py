@@ -70,13 +70,12 @@ class StreamSettings(ModelSettings):
         from kvalign.sampling import Sampling
         from kvalign.text_stream import stream
 
-        method, aligner = self.method, self.aligner_for(loaded)
+        aligner = self.aligner_for(loaded)
+        method, why = self.method, ""
         if method == AUTO:
             choice = choose(loaded.model, cache_size=self.cache_size, aligner=aligner)
-            method = choice.method
-            if aligner == self.aligner:  # else it is said already what was trained here
-                print(f"method {method}: {choice.why} (--method names another)", file=sys.stderr)
-        return stream(
+            method, why = choice.method, choice.why
+        text_stream = stream(
             loaded.model,
             loaded.tokenizer,
             prompt,
@@ -89,6 +88,9 @@ class StreamSettings(ModelSettings):
             compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )
+        if why and aligner is None:  # one that is named or was trained here needs no more words
+            print(f"method {method}: {why} (--method names another)", file=sys.stderr)
+        return text_stream
 
     def aligner_for(self, loaded: LoadedModel) -> str | None:
         """The aligner to take: what is named, else None for what ships, else what was trained here;

@@ -72,7 +72,11 @@ WRONG = [
         ["generate", *PROMPT, "--cache-size", "512", "--method", "window"],
         "at most 511 for gpt2-mini (its",
     ),
-    (["generate", *PROMPT, "--cache-size", "300"], "at most 255 with this aligner"),
+    (
+        ["generate", *PROMPT, "--method", "kvalign", "--cache-size", "300"],
+        "at most 255 with this aligner",
+    ),
+    (["generate", *PROMPT, "--method", "autoo"], "did you mean auto? (known: auto, dense, window"),
     (
         ["generate", *PROMPT, "--cache-size", "4", "--num-sinks", "4"],
         "cache_size must be above num_sinks",

@@ -123,10 +123,29 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
     printed = kvalign("train --target key --model you/mine --max-steps 2")
     to_stream = "generate --method kvalign --model you/mine --aligner kvalign-data/mine/network"
     assert says_next(printed)[-1] == f"next: kvalign {to_stream}"
-    printed = kvalign("generate --model you/mine --max-new-tokens 20")
+    printed = kvalign("generate --model you/mine --max-new-tokens 20 --method kvalign")
     assert "kvalign-data/mine/network, trained here, is taken" in printed.err
     assert "by kvalign (network)" in printed.err
     assert "network" not in kvalign("generate --model you/mine --method window").err
+    idle = kvalign("generate --model you/mine --max-new-tokens 20")
+    assert "by discard-half" in idle.err, "two steps do not help: auto leaves the network"
+
+
+def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
+    trained = tmp_path / "kvalign-data/mine/table"
+    shutil.copytree(checkpoints.FOLDER / "kvalign-gpt2-mini-table", trained)
+    talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
+    for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
+        printed = kvalign(command)
+        assert "kvalign-data/mine/table, trained here, is taken" in printed.err
+        assert "by kvalign (table)" in printed.err and "method " not in printed.err
+    compare = "eval perplexity --model you/mine --num-tokens 8 --json"
+    assert "kvalign" in [row["method"] for row in json.loads(kvalign(compare).out)["rows"]]
+    shutil.rmtree(tmp_path / "you/mine")
+    shutil.copytree(checkpoints.model_path("llama-mini"), tmp_path / "you/mine")
+    other = kvalign("generate --model you/mine --max-new-tokens 20")
+    assert "method streaming-llm: rotary positions need no aligner" in other.err
 
 
 def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_path):
