@@ -52,7 +52,7 @@ def choose(
     if not lack:
         return Choice("kvalign", f"with {_shipped(model)}, which ships for {spec.name}")
     if spec.family != "learned":
-        return Choice("streaming-llm", f"{spec.family} positions need no aligner, and {lack}")
+        return Choice("streaming-llm", f"{spec.family} positions need no aligner")
     return Choice("discard-half", f"learned positions, and {lack}: kvalign train makes one")
 
 
