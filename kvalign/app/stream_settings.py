@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
 from kvalign.sizes import num_evicted_of
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 class StreamSettings(ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
-    method: str = option(AUTO, help="streaming method, by kvalign methods; auto: what fits the model")
+    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(

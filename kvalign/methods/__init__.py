@@ -154,10 +154,11 @@ def make_cache(
     )
     if not isinstance(streaming, Cached):
         if method == AUTO:
+            lack = lack_of_aligner(model, cache_size)
             raise UserError(
-                f"no cache stays right on {_described(model)}: {lack_of_aligner(model, cache_size)}; "
-                "train one (kvalign train --model) and name its folder as aligner, or name "
-                "streaming-llm as method, which leaves entries stale"
+                f"no cache stays right on {_described(model)}: {lack}; train one (kvalign "
+                "train --model) and name its folder as aligner, or take method streaming-llm, "
+                "which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
         raise UserError(

@@ -157,12 +157,13 @@ def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_pat
     shutil.copytree(folder.with_name("newest"), tmp_path / "kvalign-data/llama-mini/stray")
     printed = kvalign("train --target key --max-steps 2")
     assert "recording: kvalign-data/gpt2-mini/newest\n" in printed.err
-    assert "no finished recording of llama-mini" in kvalign("train --target value --model llama-mini", code=2).err
+    refused = kvalign("train --target key --model llama-mini", code=2)
+    assert "no finished recording of llama-mini" in refused.err
 
 
 REFUSED = {
     "train --target key": "make one with kvalign gen-data, or",
-    "train --target both --model llama-mini": "make one with kvalign gen-data --model llama-mini, or",
+    "train --target key --model llama-mini": "make one with kvalign gen-data --model llama-mini,",
     "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
     "train --target key --data data --lr 0.1": "already holds a trained key network",
     "train --data data --model llama-mini": "data was recorded of gpt2-mini",

@@ -1,12 +1,12 @@
-"""`auto`: what it takes on each family with and without an aligner, and that a name overrides it."""
+"""`auto`: what it takes on each family, with an aligner and without; a name overrides it."""
 
 import logging
 
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, network, tables
-from helpers.tiny_models import KINDS, tiny_model
 from helpers.tiny_models import CONTEXT_LEN as LONGEST
+from helpers.tiny_models import KINDS, tiny_model
 
 import kvalign
 from kvalign import load_model, make_cache, make_method

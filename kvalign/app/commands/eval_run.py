@@ -22,8 +22,8 @@ class RunSettings(Settings):
     out: Path = option(help="folder for results and report; finished cells in it are kept")
     override: str = option(
         "",
-        help='flags that replace those of the cells which have them, as "--device cuda"; a cell that '
-        "gets another --model loses the aligners that it names",
+        help='flags that replace those of the cells which have them, as "--device cuda"; with '
+        "another --model a cell loses the aligners that it names",
     )
     variables: str = option(
         "", help='the suite\'s variables that change, as "corpus=text:mine.txt num_labels=500"'
