@@ -13,6 +13,7 @@ import pytest
 from kvalign.app import suite, suite_cells
 from kvalign.app.cli import main
 from kvalign.app.commands.eval_run import RunSettings
+from kvalign.app.suite_cells import parse_suite, read_suite
 from kvalign.eval.results_folder import read
 from kvalign.eval.suite_file import parse_suite_text
 
@@ -75,6 +76,14 @@ def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
     useless = ["--override", "--num-tokens 15 --num-turns 3"]
     assert main(["eval", "run", "own.yaml", "--out", "other", *useless]) == 2
     assert "has no cell with --num-turns" in capfd.readouterr().err
+
+
+def test_another_model_leaves_the_aligners_of_a_suite_behind():
+    for model, keeps in (("gpt2-mini", True), ("llama-mini", False)):
+        cells = parse_suite(read_suite("quick"), "quick", f"--model {model}")
+        assert {"--aligner" in cell.command for cell in cells} == {keeps}
+    named = "--model llama-mini --aligner kvalign-llama-mini-table"
+    assert all(named in cell.command for cell in parse_suite(read_suite("quick"), "quick", named))
 
 
 def test_variables_are_filled_in_and_changed(own, tmp_path, capfd):

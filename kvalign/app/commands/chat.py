@@ -48,5 +48,5 @@ def run(settings: ConversationSettings, as_json: bool) -> None:
                 "".format(method=stream.method.title, num_ids=len(stream.ids), **timing)
             )
     if as_json:
-        used = settings.as_dict() | asdict(stream.sampling)
-        print(json.dumps({"settings": used, "answers": answers}))
+        taken = {"method": stream.method.name, **asdict(stream.sampling)}
+        print(json.dumps({"settings": settings.as_dict() | taken, "answers": answers}))

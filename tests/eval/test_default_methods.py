@@ -1,0 +1,67 @@
+"""The default methods of evaluations on a model without an aligner: those that need none, and what
+was trained here; methods that are named are taken or refused.
+"""
+
+import pytest
+from helpers.methods import tables
+from helpers.tiny_models import CONTEXT_LEN
+
+from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
+from kvalign.eval.grid import make_grid
+from kvalign.eval.latency_models import untrained_aligners
+from kvalign.methods import METHODS
+
+DEFAULT = PerplexitySettings.__dataclass_fields__["methods"].default
+SIZES = {"cache_sizes": (16, 20), "model": "mine"}
+
+
+def names(methods):
+    return [method.name for method in methods]
+
+
+def test_what_lacks_an_aligner_is_left_out_and_said_once(model, caplog):
+    methods = make_grid(PerplexitySettings(**SIZES), model)
+    without = [name for name in DEFAULT if not METHODS[name].takes_aligner]
+    assert names(methods) == 2 * without
+    (said,) = caplog.messages
+    assert said.startswith("kvalign is left out: no aligner ships for this model (--aligner names")
+
+
+def test_a_size_beyond_the_shipped_aligner_lacks_it_alone(caplog):
+    from kvalign import load_model
+
+    model = load_model("gpt2-mini").model
+    methods = make_grid(PerplexitySettings(cache_sizes=(64, 300)), model)
+    sizes = {method.sizes.cache_size for method in methods if method.name == "kvalign"}
+    assert sizes == {64} and len(methods) == 2 * len(DEFAULT) - 1
+    (said,) = caplog.messages
+    assert "is for at most 255 entries" in said
+
+
+@pytest.mark.parametrize("asked", [{"methods": ("kvalign", "window")}, {"reference": "kvalign"}])
+def test_what_is_asked_for_is_refused(asked, models):
+    with pytest.raises(ValueError, match="no aligner ships for this model"):
+        make_grid(PerplexitySettings(**SIZES, **asked), models["gpt2"])
+
+
+def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
+    methods = make_grid(PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"])
+    assert names(methods) == ["kvalign", "kvalign"]
+    assert "kvalign-data/mine/table, trained here, is taken" in caplog.text
+    caplog.clear()
+    assert names(make_grid(PerplexitySettings(**SIZES, methods=("window",)), models["gpt2"]))
+    given = tables(models["gpt2"], scale=0.1, chunk_len=CONTEXT_LEN)
+    (first, *_) = make_grid(
+        PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"], [given]
+    )
+    assert first.aligner is given and not caplog.messages
+
+
+def test_times_need_no_trained_aligner(models, caplog):
+    settings = LatencySettings(**SIZES)
+    aligners = untrained_aligners(models["gpt2"], settings)
+    assert names(make_grid(settings, models["gpt2"], aligners)).count("kvalign") == 4
+    assert not caplog.messages
