@@ -2,6 +2,8 @@
 the paper's figures beside ours.
 """
 
+from dataclasses import replace
+
 from kvalign.console import Entry
 from kvalign.errors import UserError
 from kvalign.eval import sweeps
@@ -20,15 +22,18 @@ def summary(results: Results) -> list[Table]:
     together; of rows of one label, and of subjects, the first counts.
     """
     columns = {
-        f"{name}.{key}": column
+        f"{name}.{key}": _prefixed(name, column)
         for name, evaluation in EVALUATIONS.items()
         for key, column in evaluation.summary_columns.items()
     }
+    references: dict[str, str | None] = {}
     # By model and size, by evaluation: what was measured first, and its rows by label.
     measured: dict[tuple[str, int], dict[str, tuple[str, dict[str, Row]]]] = {}
     for name, evaluation in EVALUATIONS.items():
         for document in evaluation.chosen(results.of(name)).values():
-            subject = evaluation.title(document)
+            subject, settings = evaluation.title(document), document["settings"]
+            if any(column.by_reference for column in evaluation.summary_columns.values()):
+                references.setdefault(settings["model"], settings.get("reference"))
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
                 by_name = measured.setdefault((document["settings"]["model"], cache_size), {})
@@ -44,8 +49,15 @@ def summary(results: Results) -> list[Table]:
                 figures = {f"{name}.{key}": value for key, value in row.items()}
                 lines[label] = figures | lines.get(label, row)
         if len(by_name) > 1 or most == 1:
-            tables.append(table(f"{model}, C = {cache_size}", list(lines.values()), columns))
+            title, reference = f"{model}, C = {cache_size}", references.get(model)
+            tables.append(table(title, list(lines.values()), columns, reference))
     return tables
+
+
+def _prefixed(name: str, column: Column) -> Column:
+    """A column of an evaluation where the rows' figures have its name before theirs."""
+    ends = column.ends and (f"{name}.{column.ends[0]}", f"{name}.{column.ends[1]}")
+    return replace(column, ends=ends)
 
 
 def sections(results: Results) -> list[Section]:

@@ -135,7 +135,7 @@ CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, rea
 COLUMNS = {
     "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
     "num_readable": Column("readable chunks", is_optional=True),
-    "num_chunks": Column("chunks", is_optional=True),
+    "num_chunks": Column("chunks", is_optional=True, weight=2),
     **MEAN_COLUMNS,
 }
 ABOUT_TEXTS = (
