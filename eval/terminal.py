@@ -94,7 +94,7 @@ def _widths(table: Table, width: int) -> list[int]:
     what a row is called does if it takes more than its share.
     """
     names, *figures = zip(*([entry.line for entry in row] for row in table.rows), strict=True)
-    label = min(_longest(names), max(LABEL, width // 3))
+    label = min(_longest(names), max(min(LABEL, width // 2), width // 3))
     titles = [column.title + ARROWS[column.better] for column in table.columns[1:]]
     for headings in ([[title] for title in titles], [title.split() for title in titles]):
         pairs = zip(headings, figures, strict=True)

@@ -274,7 +274,7 @@ def test_several_batch_sizes_are_drawn_against_tokens_a_second(run, tmp_path):
     flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
     document = run(*flags, "--batch-sizes", "1,2")
     assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
-    figure, _ = EVALUATION.batches_figure(document)
+    figure, *_ = EVALUATION.batches_figure(document)
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == ["gpt2-mini, C = 12", "gpt2-mini, C = 20"]
     for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
@@ -300,7 +300,7 @@ def test_the_floor_is_marked_as_one_and_never_the_best(run):
 
 
 def test_documents_from_before_the_floor_are_read(run, tmp_path):
-    document = run("--cache-sizes", "12", "--batch-sizes", "1,2", "--methods", "streaming-llm")
+    document = run(*TWO_SIZES, "--batch-sizes", "1,2", "--methods", "streaming-llm")
     new = ("max_ms", "bare_mean_ratio", "bare_ratio", "tokens_per_s")
     document["rows"] = [{k: v for k, v in row.items() if k not in new} for row in document["rows"]]
     (tmp_path / "old.json").write_text(json.dumps(document))
