@@ -87,8 +87,8 @@ def means(rows: Iterable[Row], figures: Collection[str], by: Collection[str] = (
     """
     same = (*SIZES, *by)
     return [
-        {name: group[0][name] for name in same}
+        {name: group[0].get(name) for name in same}
         | {"num_passages": len(group)}
         | {name: fmean(row[name] for row in group) for name in figures}
-        for group in grouped(rows, itemgetter(*same)).values()
+        for group in grouped(rows, lambda row: tuple(map(row.get, same))).values()
     ]
