@@ -23,8 +23,22 @@ Documents = Mapping[str, Document]
 Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
-SIZES = ("method", "aligner", "cache_size", "num_sinks", "num_evicted")
-"""What tells a row of results from others: the first columns of every evaluation."""
+SIZES = (
+    "method",
+    "aligner",
+    "aligner_label",
+    "aligner_path",
+    "aligner_revision",
+    "cache_size",
+    "num_sinks",
+    "num_evicted",
+    "realign_every",
+)
+"""What tells a row of results from others, the first columns of every evaluation: the method; its
+aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
+lack the label, path, revision and `realign_every`.
+"""
 
 FLOOR = "bare"
 """`method` of a row that is no method's but a floor under all: marked as one, never the best."""

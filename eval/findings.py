@@ -10,6 +10,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
+from kvalign.eval.aligner_names import identity_of, renamed
 from kvalign.eval.evaluation import FLOOR, Document, Row
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
@@ -59,11 +60,21 @@ def findings(results: Results) -> list[Finding]:
 
 
 def _of_model(results: Results, model: str) -> Finding:
-    """As in the summary the first subject of each evaluation counts."""
+    """As in the summary the first subject of each evaluation counts, and aligners are named beside
+    all that were measured.
+    """
 
     def of(name: str) -> list[Document]:
         chosen = EVALUATIONS[name].chosen(results.of(name)).values()
         return [document for document in chosen if document["settings"]["model"] == model]
+
+    rows = [
+        r for d in results.documents.values() if d["settings"]["model"] == model for r in d["rows"]
+    ]
+    names = {identity_of(row): row["aligner"] for row in renamed(rows)}
+
+    def named(rows: Iterable[Row]) -> list[Row]:
+        return [row | {"aligner": names[identity_of(row)]} for row in rows]
 
     headline, sentences, fit, reference = "", list[Sentence](), list[str](), None
     if documents := of("perplexity"):
@@ -75,21 +86,18 @@ def _of_model(results: Results, model: str) -> Finding:
             if evaluation.title(document) == title
             and document["settings"]["reference"] == reference
         ]
-        rows = [rows[0] for rows in grouped(chain(*same), _identity).values()]
+        rows = named(group[0] for group in grouped(chain(*same), identity_of).values())
         headline, sentences = quality(rows, reference, title.removeprefix(f"{model}, "))
         fit = _fit(rows, reference)
     for document in of("latency")[:1]:
-        sentences += cost(EVALUATIONS["latency"].summary_rows(document), fit, reference)
+        rows = named(EVALUATIONS["latency"].summary_rows(document))
+        sentences += cost(rows, fit, reference)
     for name, what in (("readability", "Passages"), ("chat", "Answers in one conversation")):
         for document in of(name)[:1]:
-            sentences += writing(EVALUATIONS[name].summary_rows(document), what)
+            sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
     for document in of("streameval")[:1]:
-        sentences += answers(document["rows"])
+        sentences += answers(named(document["rows"]))
     return Finding(model, headline, sentences)
-
-
-def _identity(row: Row) -> tuple[str, int]:
-    return label_of(row), row["cache_size"]
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from kvalign import checkpoints
 from kvalign.aligners import Aligner
+from kvalign.eval.aligner_names import names_of
 from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import METHODS, make_method
@@ -35,11 +38,13 @@ def make_grid(
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
     """Methods at every cache size and number evicted; of `kvalign` one for each aligner, those
-    given in place of those that the settings name.
+    given in place of those that the settings name. Each is there once, and no two aligners have
+    one name.
 
     Raises:
         UserError: as `kvalign.make_method`.
     """
+    loaded = aligners or _loaded(settings)
     methods = [
         make_method(
             name,
@@ -53,24 +58,44 @@ def make_grid(
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
         for name in settings.methods
-        for aligner in (
-            (aligners or settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,)
-        )
+        for aligner in (loaded if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
     ]
-    # `discard-half` evicts what it does at any setting, and is wanted once.
-    once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}
-    return list(once.values())
+    # What was asked for twice is wanted once; so is `discard-half`, which evicts what it does at
+    # any setting.
+    methods = list({tuple(sizes_of(method).values()): method for method in methods}.values())
+    for method, name in zip(methods, names_of(list(map(sizes_of, methods))), strict=True):
+        method.aligner_name = name
+    return methods
+
+
+def _loaded(settings: ComparisonSettings) -> Sequence[Aligner | None]:
+    """The aligners that the settings name, each once, whatever it is called; [None]: the shipped
+    one, or no method takes any.
+    """
+    if not settings.aligner or not any(METHODS[name].takes_aligner for name in settings.methods):
+        return [None]
+    names: dict[Path, str] = {}
+    for name in settings.aligner:
+        names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
+    return [Aligner.from_pretrained(name) for name in names.values()]
 
 
 def sizes_of(method: Method) -> Row:
-    """What tells a method's row from others: the first columns of every table of results."""
+    """What tells a method's row from others (`SIZES`): the first columns of every table of
+    results.
+    """
+    aligner: Aligner | None = getattr(method, "aligner", None)
     return {
         "method": method.name,
         "aligner": method.aligner_name,
+        "aligner_label": aligner and aligner.label,
+        "aligner_path": aligner and aligner.source,
+        "aligner_revision": aligner and aligner.revision,
         "cache_size": method.sizes.cache_size,
         "num_sinks": method.sizes.num_sinks,
         "num_evicted": method.sizes.num_evicted,
+        "realign_every": method.sizes.realign_every if aligner else None,
     }
 
 

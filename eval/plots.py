@@ -1,10 +1,12 @@
 """Figures of results: drawn once, saved as PNG and SVG, put into pages in the page's colours."""
 
 import io
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +43,10 @@ _STYLES = {
     "network": ("#C46A9C", "P"),
     "anchored": ("#C27F00", "X"),
 }
+_OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
+_OTHER_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # the floor alone is "--"
+
+Style = tuple[str, str, Any]  # colour, marker, line style
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Series:
     """
 
     label: str
-    style: tuple[str, str]  # colour, marker
+    style: Style
     x: list[float]
     y: list[float]
     high: list[float] | None = None
@@ -58,15 +64,21 @@ class Series:
     low: list[float] | None = None
 
 
-def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
-    """A line for each method of two columns of its rows."""
-    lines = []
+def series(
+    rows: Iterable[Row],
+    x: str,
+    y: str,
+    high: str | None = None,
+    styles: Mapping[str, Style] | None = None,
+) -> list[Series]:
+    """A line for each method of two columns of its rows, in the styles given by label."""
+    rows, lines = list(rows), []
+    styles = styles_of(rows) if styles is None else styles
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
-        style = _STYLES.get(group[0]["aligner"] or group[0]["method"], (INK, "."))
         x_values, y_values = ([row[name] for row in group] for name in (x, y))
         ends = [row[high] for row in group] if high and not is_floor else None
-        lines.append(Series(label, style, x_values, y_values, ends, is_floor))
+        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor))
     return lines
 
 
@@ -93,7 +105,26 @@ def panels_by(
     name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
-    return {f"{title}{v}": series(group, x, y, high) for v, group in grouped(rows, name).items()}
+    rows = list(rows)
+    styles, groups = styles_of(rows), grouped(rows, name)
+    return {f"{title}{v}": series(group, x, y, high, styles) for v, group in groups.items()}
+
+
+def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
+    """The style of each line by its label: colour and marker of its method or its aligner's kind;
+    a second line of these has another marker, and dashes.
+    """
+    styles: dict[str, Style] = {}
+    drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
+    for label, (row, *_) in grouped(rows, label_of).items():
+        name = row.get("aligner_label") or row["aligner"] or row["method"]
+        names = (name, name.partition("-every-")[0], name.partition("-")[0])
+        color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
+        dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
+        again = drawn[first]
+        styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]
+        drawn[first] += 1
+    return styles
 
 
 def draw(
@@ -164,12 +195,9 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
-    color, marker = line.style
-    style: dict[str, Any] = dict(color=color, marker=marker)
-    if line.is_floor:
-        style |= dict(linestyle="--", zorder=1.5)
-    else:
-        style |= dict(zorder=3 if "(" in line.label else 2)  # before what it is compared with
+    style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
+    compared = 3 if "(" in line.label else 2  # before what it is compared with
+    style |= dict(zorder=1.5 if line.is_floor else compared)
     if line.high is None:
         axes.plot(line.x, line.y, label=line.label, **style)
         return
@@ -177,7 +205,7 @@ def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
     down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
     x = [apart * value for value in line.x]
     axes.errorbar(x, line.y, [down, up], label="_", capsize=3, elinewidth=1, **style)
-    axes.plot([], [], color=color, marker=marker, label=line.label)
+    axes.plot([], [], label=line.label, **style)
 
 
 def _double(axes: Axes, x: list[float]) -> None:

@@ -131,9 +131,9 @@ def means(
     """
     same = (*SIZES, *by)
     return [
-        {name: group[0][name] for name in same}
+        {name: group[0].get(name) for name in same}
         | {"num_passages": len(group)}
         | {name: fmean(row[name] for row in group) for name in figures}
         | {name: sum(row[name] for row in group) for name in sums}
-        for group in grouped(rows, itemgetter(*same)).values()
+        for group in grouped(rows, lambda row: tuple(map(row.get, same))).values()
     ]

@@ -17,6 +17,7 @@ from kvalign.app.cli import main
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval import latency_models
 from kvalign.eval.bare_step import BareStep
+from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.generation import stream_tokens
 from kvalign.methods import make_method
@@ -27,7 +28,7 @@ from kvalign.sampling import Sampling
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TWO_SIZES = ["--cache-sizes", "12,20"]
 TINY = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
-COLUMNS = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "batch_size", "num_steps"]
+COLUMNS = [*SIZES, "batch_size", "num_steps"]
 COLUMNS += ["mean_ms", "median_ms", "p90_ms", "p99_ms", "max_ms", "ratio"]
 COLUMNS += ["bare_mean_ratio", "bare_ratio", "tokens_per_s", "ttft_ms", "peak_mb"]
 
