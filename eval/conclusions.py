@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from kvalign.eval.evaluation import FLOOR, Row
 from kvalign.eval.tables import grouped, label_of
-from kvalign.eval.verdicts import Verdict, apart, in_words, listed, share_interval, spread, verdict
+from kvalign.eval.verdicts import (
+    FAR,
+    Verdict,
+    apart,
+    in_words,
+    listed,
+    share_interval,
+    spread,
+    verdict,
+)
 
 CLIMBS = 1.2  # last segment's ratio by the first one's
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
@@ -29,7 +38,8 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
     if any(said):
         return " ".join(filter(None, said))
     ratios = [row["ratio"] for group in others.values() for row in group]
-    return f"Between {spread(ratios, 2)} times {reference}'s." if ratios else ""
+    told = f"none is shown to be as good at every C, none to be above {FAR:g}"
+    return f"{spread(ratios, 2)} times {reference}'s: {told}." if ratios else ""
 
 
 def by_segment(rows: Sequence[Row], judged: str) -> str:

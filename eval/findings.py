@@ -166,7 +166,7 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
     for size, group in grouped(rows, "cache_size").items():
         low = min(group, key=itemgetter("perplexity"))
         near = [r for r in group if not apart((r["low"], r["high"]), (low["low"], low["high"]))]
-        tied = f", interval shared with {len(near) - 1} more" if len(near) > 1 else ""
+        tied = f", its interval overlaps {len(near) - 1} more" if len(near) > 1 else ""
         said.append(f"{in_words(label_of(low))} at C = {size} ({low['perplexity']:.1f}{tied})")
     headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."
     return headline, [Sentence("Lowest perplexity", f"{'; '.join(said)}.")]

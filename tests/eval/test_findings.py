@@ -111,7 +111,7 @@ def test_few_labels_judge_nothing():
 def test_without_a_reference_no_ratio_is_said():
     headline, (sentence,) = quality([row("window"), row("recompute", 0.9)], None, "text")
     assert "no reference" in headline and "--reference recompute" in headline
-    assert sentence.text == "recompute with 0 sinks at C = 32 (72.0, interval shared with 1 more)."
+    assert sentence.text == "recompute with 0 sinks at C = 32 (72.0, its interval overlaps 1 more)."
     headline, (sentence,) = quality([row("window")], None, "text")
     assert headline.endswith("window with 0 sinks was measured alone.")
     assert sentence.text == "window with 0 sinks 80.0."
@@ -194,6 +194,8 @@ def test_plots_have_conclusions():
     assert conclusions.by_size(rows[::2], None) == (
         "Lowest at C = 32: recompute with 0 sinks (80.0)."
     )
+    middling = [REFERENCE, row("window", 1.1, 0.9, 1.4)]
+    assert conclusions.by_size(middling, "recompute").startswith("1.10 times recompute's: none is")
     assert conclusions.by_segment(rows[1:], "ratio") == (
         "By the last segment these have climbed: window with 0 sinks (at C = 32 from 1.10 to 1.90)."
         " The others grow by less than 20 %."
