@@ -59,7 +59,7 @@ def _range(column: Column, interval: tuple[float, float] | None) -> str:
     """An interval as it stands beside its figure; that of the reference by itself is none."""
     if interval is None or not math.isfinite(interval[1]) or interval[0] == interval[1]:
         return ""
-    return " to ".join(map(column.text, interval))
+    return "\N{EN DASH}".join(map(column.text, interval))
 
 
 def tables_by_cache(

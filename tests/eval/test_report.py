@@ -113,7 +113,7 @@ def test_best_is_marked_in_its_direction(results):
         titles = [column.title for column in one.columns]
         perplexity = titles.index("perplexity")
         assert not any(row[perplexity].is_best for row in one.rows)  # their intervals overlap
-        assert all(row[perplexity].more == "9.00 to 30.00" for row in one.rows)
+        assert all(row[perplexity].more == "9.00\N{EN DASH}30.00" for row in one.rows)
     assert best([1, 3, 3, None], "higher") == {1, 2}
     assert best([1, 3], "lower") == {0}
     assert best([1, 3], "") == best([2, 2], "lower") == set()
@@ -135,7 +135,7 @@ def test_the_reference_is_not_the_best_and_infinite_intervals_are_explained():
     shown = table("T", rows, columns, "recompute")
     assert [entry.is_best for entry in shown.rows[0]] == [False] * 4
     assert [entry.is_best for entry in shown.rows[1]] == [False, False, True, True]
-    assert shown.rows[0][3].more == "" and shown.rows[1][3].more == "1.050 to 1.150"
+    assert shown.rows[0][3].more == "" and shown.rows[1][3].more == "1.050\N{EN DASH}1.150"
     assert shown.note == ""
     for one in rows:
         one |= dict(low=0.0, high=math.inf, ratio_low=0.0, ratio_high=math.inf)
