@@ -169,7 +169,10 @@ def draw(
         all_axes[0].set_ylabel(y)
         legends = [axes.get_legend_handles_labels()[0] for axes in all_axes]
         handles = {handle.get_label(): handle for legend in legends for handle in legend}
-        place: dict[str, Any] = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        longest = max(map(len, handles), default=0) + 6  # with its line
+        num_columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+        place: dict[str, Any] = dict(loc="outside lower center", fontsize=8, frameon=False)
+        place |= dict(ncols=num_columns)
         figure.legend(handles.values(), handles.keys(), **place)
     return figure
 

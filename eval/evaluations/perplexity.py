@@ -43,7 +43,9 @@ class PerplexitySettings(ComparisonSettings):
     )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
     reference: str | None = option(
-        None, help="method to give each row's ratio to, with its 95 % interval"
+        None,
+        help="method to give each row's ratio to, with its 95 % interval; of several aligners the "
+        "first",
     )
     keep: Path | None = option(
         None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
@@ -74,13 +76,14 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """
     from kvalign.eval.document import document
     from kvalign.eval.grid import load, make_grid
+    from kvalign.eval.perplexity_hints import hint_at_wrong_text
     from kvalign.eval.perplexity_scores import read_ids, score_methods
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
-    longest = max(settings.cache_sizes) + 1 + settings.num_tokens
-    rows = score_methods(methods, read_ids(loaded, settings.corpus, longest), settings)
+    rows = score_methods(methods, read_ids(loaded, settings), settings)
+    hint_at_wrong_text(rows, methods, loaded, settings.corpus)
     result = document("eval perplexity", settings, rows, started=started)
     if settings.plot:
         from kvalign.eval.plots import save
