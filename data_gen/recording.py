@@ -6,7 +6,7 @@ evicted is in a worker's memory.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from tqdm.auto import tqdm
@@ -74,16 +74,15 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     )
     if run.state() == "finished":
         return open_store(settings.folder)
-    pieces = equal_shares(
-        [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus],
-        settings.num_tokens,
-    )
-    chunks = cut_chunks(pieces, settings.chunk_len, config.settings.stride)
+    chunks = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
     first_chunks = list(islice(chunks, num_needed))
     if len(first_chunks) < num_needed:
+        num_ids = sum(map(len, _pieces(settings, loaded)))
+        most = f" ({num_ids // 2} at most)" if settings.stride is None and num_ids > 32 else ""
         raise UserError(
-            f"corpus {', '.join(settings.corpus)} has less than the {needed_len} tokens of a "
-            "chunk in both train and val: lower --chunk-len or name a longer corpus"
+            f"corpus {', '.join(settings.corpus)} is too short: it has {num_ids} tokens, "
+            f"{needed_len} are needed for a chunk of --chunk-len {settings.chunk_len} in both "
+            f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
     with locked(settings.folder):
         if run.state() == "new":
@@ -91,6 +90,12 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
         run.finish(_manifest(shards, config).model_dump(mode="json"))
     return open_store(settings.folder)
+
+
+def _pieces(settings: RecordSettings, loaded: LoadedModel) -> Iterator[list[int]]:
+    """The ids that are recorded, of each corpus its share."""
+    pieces = [token_pieces(spec, loaded.tokenizer, "train") for spec in settings.corpus]
+    return equal_shares(pieces, settings.num_tokens)
 
 
 def _record_shards(

@@ -2,14 +2,18 @@
 the paper's figures beside ours.
 """
 
+from collections.abc import Hashable
+from dataclasses import replace
+
 from kvalign.console import Entry
 from kvalign.errors import UserError
 from kvalign.eval import sweeps
+from kvalign.eval.aligner_names import identity_of, renamed
 from kvalign.eval.evaluation import Column, Panel, Row, Section
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
 from kvalign.eval.suite_file import PaperTable
-from kvalign.eval.tables import METHOD, Table, grouped, label_of, method_name, table
+from kvalign.eval.tables import METHOD, Table, grouped, method_name, table
 
 
 def summary(results: Results) -> list[Table]:
@@ -17,35 +21,46 @@ def summary(results: Results) -> list[Table]:
     more than one of them has measured.
 
     Documents of one evaluation and one subject (`Evaluation.title`: a text, a word list) are put
-    together; of rows of one label, and of subjects, the first counts.
+    together; of rows of one method with the same aligner and sizes, and of subjects, the first
+    counts. Aligners are named anew beside all that a table has.
     """
     columns = {
-        f"{name}.{key}": column
+        f"{name}.{key}": _prefixed(name, column)
         for name, evaluation in EVALUATIONS.items()
         for key, column in evaluation.summary_columns.items()
     }
-    # By model and size, by evaluation: what was measured first, and its rows by label.
-    measured: dict[tuple[str, int], dict[str, tuple[str, dict[str, Row]]]] = {}
+    references: dict[str, str | None] = {}
+    # By model and size, by evaluation: what was measured first, and its rows by what they are of.
+    measured: dict[tuple[str, int], dict[str, tuple[str, dict[Hashable, Row]]]] = {}
     for name, evaluation in EVALUATIONS.items():
         for document in evaluation.chosen(results.of(name)).values():
-            subject = evaluation.title(document)
+            subject, settings = evaluation.title(document), document["settings"]
+            if any(column.by_reference for column in evaluation.summary_columns.values()):
+                references.setdefault(settings["model"], settings.get("reference"))
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
                 by_name = measured.setdefault((document["settings"]["model"], cache_size), {})
-                first, by_label = by_name.setdefault(name, (subject, {}))
+                first, by_identity = by_name.setdefault(name, (subject, {}))
                 if first == subject:
-                    by_label |= {label_of(row): row for row in rows} | by_label
+                    by_identity |= {identity_of(row): row for row in rows} | by_identity
     most = max(map(len, measured.values()), default=0)
     tables = []
     for (model, cache_size), by_name in measured.items():
-        lines: dict[str, Row] = {}
-        for name, (_, by_label) in by_name.items():
-            for label, row in by_label.items():
+        lines: dict[Hashable, Row] = {}
+        for name, (_, by_identity) in by_name.items():
+            for identity, row in by_identity.items():
                 figures = {f"{name}.{key}": value for key, value in row.items()}
-                lines[label] = figures | lines.get(label, row)
+                lines[identity] = figures | lines.get(identity, row)
         if len(by_name) > 1 or most == 1:
-            tables.append(table(f"{model}, C = {cache_size}", list(lines.values()), columns))
+            title, reference = f"{model}, C = {cache_size}", references.get(model)
+            tables.append(table(title, renamed(lines.values()), columns, reference))
     return tables
+
+
+def _prefixed(name: str, column: Column) -> Column:
+    """A column of an evaluation where the rows' figures have its name before theirs."""
+    ends = column.ends and (f"{name}.{column.ends[0]}", f"{name}.{column.ends[1]}")
+    return replace(column, ends=ends)
 
 
 def sections(results: Results) -> list[Section]:
@@ -85,7 +100,9 @@ def _beside(paper: PaperTable, results: Results) -> Table:
     name = document["kind"].removeprefix("eval ") if document else ""
     column = _column(paper, name)
     rows = EVALUATIONS[name].rows(document) if document else []
-    ours = {(method_name(row), row["cache_size"]): row.get(paper.metric) for row in rows}
+    ours = {  # of several settings of a method the first
+        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in reversed(rows)
+    }
     columns, lines = [METHOD], {method: [Entry(method)] for method in paper.rows}
     for size in dict.fromkeys(size for figures in paper.rows.values() for size in figures):
         columns.append(Column(f"C = {size}, paper", column.digits, column.better))

@@ -23,8 +23,22 @@ Documents = Mapping[str, Document]
 Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
-SIZES = ("method", "aligner", "cache_size", "num_sinks", "num_evicted")
-"""What tells a row of results from others: the first columns of every evaluation."""
+SIZES = (
+    "method",
+    "aligner",
+    "aligner_label",
+    "aligner_path",
+    "aligner_revision",
+    "cache_size",
+    "num_sinks",
+    "num_evicted",
+    "realign_every",
+)
+"""What tells a row of results from others, the first columns of every evaluation: the method; its
+aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
+lack the label, path, revision and `realign_every`.
+"""
 
 FLOOR = "bare"
 """`method` of a row that is no method's but a floor under all: marked as one, never the best."""
@@ -40,6 +54,10 @@ class Column:
         better: which direction is; "": it is a description.
         about: what the figure is.
         is_optional: a row may lack it.
+        ends: names of the ends of its interval in a row: shown beside it, and where intervals
+            overlap none is the best.
+        by_reference: the reference is what it is measured by, so that is never the best.
+        weight: where there is no room columns of less are left out first.
     """
 
     title: str
@@ -47,6 +65,9 @@ class Column:
     better: Literal["lower", "higher", ""] = ""
     about: str = ""
     is_optional: bool = False
+    ends: tuple[str, str] | None = None
+    by_reference: bool = False
+    weight: int = 1
 
     @property
     def is_number(self) -> bool:
@@ -55,13 +76,25 @@ class Column:
     def text(self, value: Any) -> str:
         return "" if value is None else f"{value:.{self.digits}f}"
 
+    def interval(self, row: Row) -> tuple[float, float] | None:
+        """Its interval in a row, if it has one; infinite where labels were too few."""
+        low, high = (row.get(name) for name in self.ends or ("", ""))
+        return None if low is None or high is None else (low, high)
+
 
 class Plot(NamedTuple):
-    """A figure, its file name without ending, and what it shows, for those who cannot see it."""
+    """A figure, its file name without ending, what it shows, for those who cannot see it, and what
+    is seen in it, in a sentence made of its numbers.
+    """
 
     name: str
     figure: Figure
     caption: str
+    conclusion: str = ""
+
+
+Drawing = tuple["Figure", str] | tuple["Figure", str, str]
+"""A figure, its caption and, if there is one, its conclusion: what follows a plot's name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +113,7 @@ class Section:
         documents: Documents,
         title: str,
         about: str,
-        figure: Callable[[Document], tuple[Figure, str] | None],
+        figure: Callable[[Document], Drawing | None],
         tables: Callable[[Document], list[Table]] = lambda document: [],
         suffix: str = "",
     ) -> Section:
@@ -177,10 +210,11 @@ class Evaluation:
         """A table for each cache size."""
         from kvalign.eval.tables import tables_by_cache
 
-        return tables_by_cache(self.title(document), self.rows(document), self.columns)
+        reference = document["settings"].get("reference")
+        return tables_by_cache(self.title(document), self.rows(document), self.columns, reference)
 
-    def figure(self, document: Document) -> tuple[Figure, str] | None:
-        """A figure for the report and what it shows, if there is one."""
+    def figure(self, document: Document) -> Drawing | None:
+        """A figure for the report, what it shows and what is seen in it, if there is one."""
         return None
 
     def sections(self, documents: Documents) -> list[Section]:

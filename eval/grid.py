@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from kvalign import checkpoints
 from kvalign.aligners import Aligner
+from kvalign.eval.aligner_names import names_of
 from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import METHODS, make_method
@@ -40,12 +43,13 @@ def make_grid(
 ) -> list[Method]:
     """Methods at every cache size and number evicted; of `kvalign` one for each aligner: those
     given, or else those that the settings name, what ships, or what was trained here. Where there
-    is none, the default methods are those that need none.
+    is none, the default methods are those that need none. Each method is there once, and no two
+    aligners have one name.
 
     Raises:
         UserError: as `kvalign.make_method`.
     """
-    aligners = aligners or settings.aligner or _at_hand(settings, model)
+    aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
     methods = [
         make_method(
@@ -65,20 +69,34 @@ def make_grid(
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
     ]
-    # `discard-half` evicts what it does at any setting, and is wanted once.
-    once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}
-    return list(once.values())
+    # What was asked for twice is wanted once; so is `discard-half`, which evicts what it does at
+    # any setting.
+    methods = list({tuple(sizes_of(method).values()): method for method in methods}.values())
+    for method, name in zip(methods, names_of(list(map(sizes_of, methods))), strict=True):
+        method.aligner_name = name
+    return methods
 
 
-def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str] | None:
-    """What was trained here, where none ships and a method takes it; None: what ships, if any."""
-    takes_any = any(METHODS.find(name).takes_aligner for name in settings.methods)
-    if not takes_any or not lack_of_aligner(model):
-        return None
+def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
+    """The aligners that the settings name, or what was trained here, each once, whatever it is
+    called; none: the shipped one, or no method takes any.
+    """
+    if not any(METHODS.find(name).takes_aligner for name in settings.methods):
+        return []
+    names: dict[Path, str] = {}
+    for name in settings.aligner or _at_hand(settings, model):
+        names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
+    return [Aligner.from_pretrained(name) for name in names.values()]
+
+
+def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str]:
+    """What was trained here, where none ships."""
+    if not lack_of_aligner(model):
+        return ()
     asked = "methods" in settings.changed()
     trained = trained_here(model, settings.model, must_help=not asked)
     if trained is None:
-        return None
+        return ()
     log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
     return (str(trained),)
 
@@ -101,13 +119,20 @@ def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple
 
 
 def sizes_of(method: Method) -> Row:
-    """What tells a method's row from others: the first columns of every table of results."""
+    """What tells a method's row from others (`SIZES`): the first columns of every table of
+    results.
+    """
+    aligner: Aligner | None = getattr(method, "aligner", None)
     return {
         "method": method.name,
         "aligner": method.aligner_name,
+        "aligner_label": aligner and aligner.label,
+        "aligner_path": aligner and aligner.source,
+        "aligner_revision": aligner and aligner.revision,
         "cache_size": method.sizes.cache_size,
         "num_sinks": method.sizes.num_sinks,
         "num_evicted": method.sizes.num_evicted,
+        "realign_every": method.sizes.realign_every if aligner else None,
     }
 
 

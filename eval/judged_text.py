@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Row, Section
 from kvalign.eval.rules import RULES
 from kvalign.eval.settings import ComparisonSettings
+from kvalign.eval.verdicts import share_interval
 from kvalign.settings import option
 
 if TYPE_CHECKING:
@@ -41,16 +42,26 @@ class WritingSettings(ComparisonSettings):
 
 
 MEASURES = {
-    "readable": Column("readable", 3, "higher", "share of chunks, half of whose tokens are words"),
+    "readable": Column(
+        "readable",
+        3,
+        "higher",
+        "share of chunks, half of whose tokens are words; 95 %, chunks taken as independent",
+        ends=("readable_low", "readable_high"),
+        weight=4,
+    ),
     "distinct_1": Column("distinct-1", 3, about="different words by all words"),
     "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
-    "repetition": Column("repetition", 3, "lower", "share of 4-grams that were there before"),
+    "repetition": Column(
+        "repetition", 3, "lower", "share of 4-grams that were there before", weight=3
+    ),
     "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
     "dense_perplexity": Column(
-        "dense perplexity", 1, about="under the model, nothing evicted", is_optional=True
+        "dense perplexity", 1, about="under the model, nothing evicted", is_optional=True, weight=2
     ),
 }
-MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True), **MEASURES}
+MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True, weight=0), **MEASURES}
+COUNTS = ("num_readable", "num_chunks")
 JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
 
 
@@ -72,7 +83,11 @@ class JudgedText(Evaluation):
     def rows(self, document: Document) -> list[Row]:
         from kvalign.eval.tables import means
 
-        return means(document["rows"], MEASURES, self.by)
+        rows = means(document["rows"], MEASURES, self.by, COUNTS)
+        for row in rows:
+            if interval := share_interval(row["readable"], row["num_chunks"]):
+                row["readable_low"], row["readable_high"] = interval
+        return rows
 
     def sections(self, documents: Documents) -> list[Section]:
         """As of any evaluation, with the rules and the word lists that the documents used."""

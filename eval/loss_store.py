@@ -6,6 +6,7 @@ earlier one has left there, however that ended. A longer run serves a shorter on
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from kvalign.errors import UserError
-from kvalign.eval.grid import sizes_of
 from kvalign.files import checked, write_whole
 from kvalign.methods.base import Method
 
@@ -69,9 +69,13 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     model = method.model
     weight = model.get_input_embeddings().weight
     weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
-    aligner = getattr(method, "aligner", None)
+    aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
+    if sizes["realign_every"] == 1:
+        del sizes["realign_every"]  # so that files of before it was there still serve
     return {
-        **sizes_of(method),
+        "method": method.name,
+        "aligner": aligner and aligner.label,  # not its name, which depends on those beside it
+        **sizes,
         "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
         "model_type": method.spec.model_type,
         "model_sha256": _digest(weights),

@@ -19,15 +19,26 @@ from kvalign.models import LoadedModel
 from kvalign.scoring import score, score_stepwise
 
 
-def read_ids(loaded: LoadedModel, corpus: str, num_ids: int) -> Tensor:
-    """The first tokens of a corpus's test part: [1, num_ids] int64 on the model's device."""
+def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
+    """The first tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 of the largest
+    cache, on the model's device.
+
+    Raises:
+        UserError: it has fewer.
+    """
     ids: list[int] = []
-    for piece in token_pieces(corpus, loaded.tokenizer, "test"):
+    largest, num_labels = max(settings.cache_sizes), settings.num_tokens
+    num_ids = largest + 1 + num_labels
+    for piece in token_pieces(settings.corpus, loaded.tokenizer, "test"):
         ids += piece
         if len(ids) >= num_ids:
             return torch.tensor([ids[:num_ids]], device=loaded.model.device)
+    most = len(ids) - largest - 1
+    smaller = f"--num-tokens {most} at most" if most > 0 else "smaller --cache-sizes"
     raise UserError(
-        f"corpus {corpus!r} has {len(ids)} tokens, {num_ids} are needed: lower --num-tokens"
+        f"corpus {settings.corpus!r} is too short: it has {len(ids)} tokens, {num_ids} are needed "
+        f"for --num-tokens {num_labels} after a first input of {largest + 1} (--cache-sizes "
+        f"{largest}): name a longer text, or {smaller}"
     )
 
 

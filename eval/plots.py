@@ -1,12 +1,14 @@
 """Figures of results: drawn once, saved as PNG and SVG, put into pages in the page's colours."""
 
 import io
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from kvalign.escape import escape_controls
 from kvalign.eval.evaluation import FLOOR, Row
@@ -41,39 +43,88 @@ _STYLES = {
     "network": ("#C46A9C", "P"),
     "anchored": ("#C27F00", "X"),
 }
+_OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
+_OTHER_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # the floor alone is "--"
+
+Style = tuple[str, str, Any]  # colour, marker, line style
 
 
 @dataclass(frozen=True)
 class Series:
-    """One method's line: values at x, with the upper ends of its whiskers if it has any. That of a
-    floor is dashed and has none.
+    """One method's line: values at x, with the ends of its whiskers if it has any, the lower ones
+    at the values unless given. That of a floor is dashed and has none.
     """
 
     label: str
-    style: tuple[str, str]  # colour, marker
+    style: Style
     x: list[float]
     y: list[float]
     high: list[float] | None = None
     is_floor: bool = False
+    low: list[float] | None = None
 
 
-def series(rows: Iterable[Row], x: str, y: str, high: str | None = None) -> list[Series]:
-    """A line for each method of two columns of its rows."""
-    lines = []
+def series(
+    rows: Iterable[Row],
+    x: str,
+    y: str,
+    high: str | None = None,
+    styles: Mapping[str, Style] | None = None,
+) -> list[Series]:
+    """A line for each method of two columns of its rows, in the styles given by label."""
+    rows, lines = list(rows), []
+    styles = styles_of(rows) if styles is None else styles
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
-        style = _STYLES.get(group[0]["aligner"] or group[0]["method"], (INK, "."))
         x_values, y_values = ([row[name] for row in group] for name in (x, y))
         ends = [row[high] for row in group] if high and not is_floor else None
-        lines.append(Series(label, style, x_values, y_values, ends, is_floor))
+        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor))
     return lines
+
+
+def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
+    """Lines of perplexities with whiskers: 95 % of the ratio to the reference where rows have one,
+    since that tells methods apart, and else of the perplexity; none where labels were too few.
+    """
+    ends: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        y: float = row["perplexity"]
+        low, high = row["low"], row["high"]
+        if "ratio_low" in row:
+            low, high = (y / row["ratio"] * row[name] for name in ("ratio_low", "ratio_high"))
+        span = (low, high) if math.isfinite(high) else (y, y)
+        ends.setdefault(label_of(row), []).append(span)
+    return [
+        replace(line, low=[low for low, _ in span], high=[high for _, high in span])
+        for line in lines
+        for span in [ends[line.label]]
+    ]
 
 
 def panels_by(
     name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
-    return {f"{title}{v}": series(group, x, y, high) for v, group in grouped(rows, name).items()}
+    rows = list(rows)
+    styles, groups = styles_of(rows), grouped(rows, name)
+    return {f"{title}{v}": series(group, x, y, high, styles) for v, group in groups.items()}
+
+
+def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
+    """The style of each line by its label: colour and marker of its method or its aligner's kind;
+    a second line of these has another marker, and dashes.
+    """
+    styles: dict[str, Style] = {}
+    drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
+    for label, (row, *_) in grouped(rows, label_of).items():
+        name = row.get("aligner_label") or row["aligner"] or row["method"]
+        names = (name, name.partition("-every-")[0], name.partition("-")[0])
+        color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
+        dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
+        again = drawn[first]
+        styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]
+        drawn[first] += 1
+    return styles
 
 
 def draw(
@@ -98,8 +149,9 @@ def draw(
         figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
         all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
-            for line in lines:
-                _draw_line(axes, line)
+            for number, line in enumerate(lines):
+                apart = 1.012 ** (number - (len(lines) - 1) / 2)  # so that whiskers do not cover
+                _draw_line(axes, line, apart if line.low and doubling_x else 1.0)
             x_values = [v for line in lines for v in line.x]
             if doubling_x:
                 _double(axes, x_values)
@@ -111,12 +163,16 @@ def draw(
             axes.grid(alpha=0.25)
         if log_y:
             all_axes[0].set_yscale("log")
-            y_values = [v for lines in panels.values() for line in lines for v in line.y]
+            all_lines = [line for lines in panels.values() for line in lines]
+            y_values = [v for line in all_lines for v in (*line.y, *(line.high or ()))]
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
         legends = [axes.get_legend_handles_labels()[0] for axes in all_axes]
         handles = {handle.get_label(): handle for legend in legends for handle in legend}
-        place: dict[str, Any] = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        longest = max(map(len, handles), default=0) + 6  # with its line
+        num_columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+        place: dict[str, Any] = dict(loc="outside lower center", fontsize=8, frameon=False)
+        place |= dict(ncols=num_columns)
         figure.legend(handles.values(), handles.keys(), **place)
     return figure
 
@@ -141,19 +197,18 @@ def inline_svg(figure: Figure, name: str) -> str:
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", source)
 
 
-def _draw_line(axes: Axes, line: Series) -> None:
-    color, marker = line.style
-    style: dict[str, Any] = dict(color=color, marker=marker)
-    if line.is_floor:
-        style |= dict(linestyle="--", zorder=1.5)
-    else:
-        style |= dict(zorder=3 if "(" in line.label else 2)  # before what it is compared with
+def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
+    style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
+    compared = 3 if "(" in line.label else 2  # before what it is compared with
+    style |= dict(zorder=1.5 if line.is_floor else compared)
     if line.high is None:
         axes.plot(line.x, line.y, label=line.label, **style)
         return
     up = [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)]
-    axes.errorbar(line.x, line.y, [[0.0] * len(up), up], label="_", capsize=3, **style)
-    axes.plot([], [], color=color, marker=marker, label=line.label)
+    down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
+    x = [apart * value for value in line.x]
+    axes.errorbar(x, line.y, [down, up], label="_", capsize=3, elinewidth=1, **style)
+    axes.plot([], [], label=line.label, **style)
 
 
 def _double(axes: Axes, x: list[float]) -> None:
@@ -161,17 +216,27 @@ def _double(axes: Axes, x: list[float]) -> None:
     axes.minorticks_off()
     ticks = {v for v in x if math.log2(v).is_integer()} or {min(x), max(x)}
     ticks |= {255.0} & set(x)  # the largest cache of GPT-2's kin: 256 less the new token
-    axes.set_xticks(sorted(ticks), [f"{value:g}" for value in sorted(ticks)], minor=False)
+    if len(ticks) < 3:
+        ticks |= {min(x), max(x)}
+    if len(ticks) < 3:
+        low, high = min(ticks), max(ticks)
+        ticks |= {low / 2, 2 * low} if low == high else {(low + high) / 2}
+    axes.set_xticks(sorted(ticks), [f"{value:.3g}" for value in sorted(ticks)], minor=False)
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:
-    """Ticks at round values between the ends of a log axis, enough to read it by."""
-    low, high = 0.95 * min(values), 1.05 * max(values)
+    """Ticks at round values between the ends of a log axis, three at least and about eight at most;
+    those of a narrow one are even.
+    """
+    low, high = 0.97 * min(values), 1.03 * max(values)
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]
     ticks = [tick for tick in ticks if low <= tick <= high]
     ticks = ticks[:: max(1, math.ceil(len(ticks) / 8))]
-    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    if len(ticks) < 4:
+        even = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ticks = [tick for tick in even if low <= tick <= high]
+    axis.set_ticks(ticks, labels=[f"{tick:.6g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
 

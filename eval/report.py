@@ -13,8 +13,10 @@ from markupsafe import Markup
 from kvalign.escape import escape_controls
 from kvalign.eval.contents import panels, paper_tables, sections, summary
 from kvalign.eval.evaluation import Plot, Row, Section
+from kvalign.eval.findings import findings
 from kvalign.eval.plots import inline_svg, save
 from kvalign.eval.results_folder import Results, read
+from kvalign.eval.verdicts import MEANING
 from kvalign.files import write_text
 from kvalign.methods import METHODS
 
@@ -64,6 +66,8 @@ def render(results: Results, contents: list[Section]) -> str:
     return templates.get_template("report.html").render(
         suite=results.suite,
         documents=results.documents,
+        findings=findings(results),
+        meaning=MEANING,
         summary=summary(results),
         sections=contents,
         panels=panels(results),

@@ -85,6 +85,10 @@ class _Row(BaseModel, extra="allow"):
     cache_size: int = Field(ge=1)
     num_sinks: int
     num_evicted: int
+    aligner_label: str | None = None
+    aligner_path: str | None = None
+    aligner_revision: str | None = None
+    realign_every: int | None = None
 
 
 class _Settings(BaseModel, extra="allow"):

@@ -9,8 +9,9 @@ import math
 import torch
 from torch import Tensor
 
+from kvalign.eval.verdicts import MIN_LABELS
+
 BLOCK_FACTOR = 8  # blocks of 8 n^(1/3) labels: 217 of 20 000, 100 of 2000
-MIN_LABELS = 200
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
 

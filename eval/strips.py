@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvalign.escape import escape_controls
-from kvalign.eval.evaluation import Document, Row
+from kvalign.eval.conclusions import readable
+from kvalign.eval.evaluation import Document, Drawing, Row
 from kvalign.eval.plots import THEME
 from kvalign.eval.tables import grouped, label_of
 
@@ -18,13 +19,14 @@ GOOD, BAD = "#2da06b", "#d1495b"
 _HEIGHTS = {True: 0.8, False: 0.4}
 
 
-def figures(document: Document) -> dict[str, tuple[Figure, str]]:
+def figures(document: Document) -> dict[str, Drawing]:
     """A figure of the strips for each cache size and prompt, the n-gram rules below each other.
 
     Returns:
-        figures and what they show, by the endings of their names.
+        figures, what they show and what is seen in them, by the endings of their names.
     """
-    model, drawn = document["settings"]["model"], {}
+    model = document["settings"]["model"]
+    drawn: dict[str, Drawing] = {}
     groups = grouped(document["rows"], itemgetter("cache_size", "prompt"))
     for (cache_size, prompt), rows in groups.items():
         by_ngram = grouped(rows, "no_repeat_ngram_size")
@@ -32,7 +34,12 @@ def figures(document: Document) -> dict[str, tuple[Figure, str]]:
         of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
         ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
         rule = document["rule"].get("name")
-        drawn[ending] = draw_strips(panels), f"Chunks in their order: {of}, rule {rule}"
+        said = [
+            f"{title}: {readable(group)}" if title else readable(group)
+            for title, group in panels.items()
+        ]
+        caption = f"Chunks in their order: {of}, rule {rule}"
+        drawn[ending] = draw_strips(panels), caption, " ".join(said)
     return drawn
 
 

@@ -1,18 +1,26 @@
 """Results in a terminal: tables, and every passage as a strip of its chunks."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvalign.console import Heading, console_for, print_table
+from kvalign.console import ROW_WIDTH, Heading, console_for, print_table
 from kvalign.escape import escape_controls
 from kvalign.eval.contents import panels, paper_tables, sections, summary
 from kvalign.eval.evaluation import Panel
+from kvalign.eval.findings import Finding, findings
 from kvalign.eval.results_folder import read
 from kvalign.eval.tables import Table
+from kvalign.eval.verdicts import MEANING
 
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
+LABEL = 30  # columns that are left to what a row is called, at least
+GAP = 3  # columns between two of a table
+LESS = 3  # weight that an interval has less than its figure
 
 
 def show(folder: Path, console: Console | None = None) -> None:
@@ -23,6 +31,7 @@ def show(folder: Path, console: Console | None = None) -> None:
     """
     results = read(folder)
     console = console or console_for()
+    _print_findings(findings(results), console)
     parts = [("Summary", summary(results))]
     parts += [(section.title, section.tables) for section in sections(results)]
     parts += [("Beside the paper", paper_tables(results))]
@@ -35,9 +44,81 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 
 def print_tables(tables: list[Table], console: Console | None = None) -> None:
+    """Print tables, without the columns for which there is no room; it is said which."""
+    console = console or console_for(pipe_width=ROW_WIDTH)
     for table in tables:
-        headings = [Heading(c.title + ARROWS[c.better], c.is_number) for c in table.columns]
-        print_table(headings, table.rows, title=table.title, console=console)
+        shown, left_out = fitted(table, console.width)
+        widths = _widths(shown, console.width)
+        headings = [
+            Heading(column.title + ARROWS[column.better], column.is_number, width=width)
+            for column, width in zip(shown.columns, widths, strict=True)
+        ]
+        print_table(headings, shown.rows, title=shown.title, console=console)
+        if left_out:
+            note = f"left out at {console.width} columns: {'; '.join(left_out)}"
+            console.print(Text(note, "dim"))
+        if table.note:
+            console.print(Text(table.note, "dim"))
+
+
+def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
+    """A table as far as there is room, and what is left out: columns and intervals, those of the
+    least weight first, among equals the last. One column of figures is always left.
+    """
+    columns = set(range(1, len(table.columns)))
+    intervals = {i for i in columns if any(row[i].more for row in table.rows)}
+    droppable = [(table.columns[i].weight, -i, "") for i in columns]
+    droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
+    left_out = list[str]()
+    for _, place, what in sorted(droppable):
+        shown = _part(table, columns, intervals)
+        if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns) == 1:
+            break
+        (intervals if what else columns).discard(-place)
+        title = table.columns[-place].title
+        left_out = [name for name in left_out if name != f"intervals of {title}"]
+        left_out.append(what + title)
+    return _part(table, columns, intervals), left_out
+
+
+def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:
+    kept = [0, *sorted(columns)]
+    rows = [
+        [row[i] if i in intervals else replace(row[i], more="") for i in kept] for row in table.rows
+    ]
+    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+
+
+def _widths(table: Table, width: int) -> list[int]:
+    """Of the columns: figures are never cut; headings wrap where there is no room for them, and
+    what a row is called does if it takes more than its share.
+    """
+    names, *figures = zip(*([entry.line for entry in row] for row in table.rows), strict=True)
+    label = min(_longest(names), max(min(LABEL, width // 2), width // 3))
+    titles = [column.title + ARROWS[column.better] for column in table.columns[1:]]
+    for headings in ([[title] for title in titles], [title.split() for title in titles]):
+        pairs = zip(headings, figures, strict=True)
+        widths = [label, *(_longest([*heading, *column]) for heading, column in pairs)]
+        if sum(widths) + GAP * len(titles) <= width:
+            break
+    return widths
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(cell_len(escape_controls(" ".join(text.split()))) for text in texts)
+
+
+def _print_findings(found: list[Finding], console: Console) -> None:
+    if found:
+        console.rule(Text("What was found"))
+    for finding in found:
+        headline = f"{finding.model}: {finding.headline}" if finding.headline else finding.model
+        console.print(Text(escape_controls(headline), "bold"), soft_wrap=False)
+        for sentence in finding.sentences:
+            line = Text("- ").append(escape_controls(sentence.lead), "bold")
+            console.print(line.append(": " + escape_controls(sentence.text)))
+    if any(finding.judges for finding in found):
+        console.print(Text(MEANING, "dim"))
 
 
 def print_passages(panels: list[Panel], console: Console | None = None) -> None:

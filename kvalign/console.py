@@ -1,5 +1,6 @@
 """Tables in a terminal, a file or a pipe, by rich; text of models and users acts nowhere."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,30 +12,44 @@ from rich.text import Text
 from kvalign.escape import escape_controls
 
 PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
-_ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
+ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
 
 
 @dataclass(frozen=True)
 class Heading:
-    """The heading of a column; numbers are aligned to the right."""
+    """The heading of a column; numbers are aligned to the right. A column of a given width wraps
+    where it must; the first one does not otherwise.
+    """
 
     text: str = ""
     is_number: bool = False
     min_width: int = 0
+    width: int | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry; the best of a column is marked, and not by colour alone."""
+    """One entry; the best of a column is marked, and not by colour alone. `more` is less important
+    than the text: an interval.
+    """
 
     text: str
     is_best: bool = False
+    more: str = ""
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        mark = " ★" if self.is_best else ""
+        return f"{self.text}{mark} ({self.more})" if self.more else self.text + mark
 
 
 def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
-    """A console as wide as the terminal, or as a file or a pipe is taken to be."""
+    """A console as wide as COLUMNS says, as the terminal is, or as a file or a pipe is taken to
+    be.
+    """
     console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, pipe_width)
     return console
 
@@ -68,15 +83,16 @@ def print_table(
             Text(escape_controls(column.text)),
             justify="right" if column.is_number else "left",
             min_width=column.min_width or None,
-            no_wrap=number == 0,  # what a row is of is read at once
+            width=column.width,
+            no_wrap=number == 0 and not column.width,  # what a row is of is read at once
             overflow="fold",
         )
     for row in rows:
         table.add_row(*map(_text, row))
-    (console or console_for(pipe_width=_ROW_WIDTH)).print(table)
+    (console or console_for(pipe_width=ROW_WIDTH)).print(table)
 
 
 def _text(cell: Entry | str) -> Text:
     cell = Entry(cell) if isinstance(cell, str) else cell
-    text = escape_controls(" ".join(cell.text.split()))
-    return Text(f"{text} ★" if cell.is_best else text, "bold green" if cell.is_best else "")
+    text = escape_controls(" ".join(cell.line.split()))
+    return Text(text, "bold green" if cell.is_best else "")

@@ -74,6 +74,8 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)
     mix = open_mix(settings, tokenizer, work_dir)
+    if settings.eval_corpus:  # what is wrong with it is said before the work, not after
+        eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
     model = build_model(settings, tokenizer).to(settings.device)
@@ -126,6 +128,23 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
     return transformers.LlamaForCausalLM(config)
 
 
+def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int) -> Tensor:
+    """The first blocks of a corpus's test part: [at most 60, context_len] int64.
+
+    Raises:
+        UserError: it is shorter than one.
+    """
+    tokens = itertools.chain.from_iterable(token_pieces(corpus, tokenizer, "test"))
+    ids = list(itertools.islice(tokens, EVAL_BLOCKS * context_len))
+    num_blocks = len(ids) // context_len
+    if num_blocks == 0:
+        raise UserError(
+            f"corpus {corpus!r} is too short: it has {len(ids)} tokens, {context_len} are needed "
+            "(--context-len): name a longer --eval-corpus"
+        )
+    return torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
+
+
 @torch.no_grad()
 def bits_per_byte(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int
@@ -133,13 +152,7 @@ def bits_per_byte(
     """NLL in bits over the bytes of the labels, in the first 60 blocks of `context_len` tokens,
     each read separately.
     """
-    tokens = itertools.chain.from_iterable(token_pieces(corpus, tokenizer, "test"))
-    ids = list(itertools.islice(tokens, EVAL_BLOCKS * context_len))
-    num_blocks = len(ids) // context_len
-    if num_blocks == 0:
-        raise UserError(f"corpus {corpus!r} is shorter than one block of {context_len} tokens")
-    blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
-    nll = 0.0
+    blocks, nll = eval_blocks(tokenizer, corpus, context_len), 0.0
     for block in blocks.to(model.device).split(4):
         logits = model(input_ids=block, use_cache=False).logits[:, :-1].float()
         labels = block[:, 1:].flatten()

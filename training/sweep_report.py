@@ -88,7 +88,7 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
 def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> Series:
     style, label = _STYLES["best" if is_best else trial.state]
     points = [point for point in points if math.isfinite(point[1])]
-    return Series(label, style, [x for x, _ in points], [y for _, y in points])
+    return Series(label, (*style, "-"), [x for x, _ in points], [y for _, y in points])
 
 
 def _is_wide(lines: list[Series]) -> bool:

@@ -1,6 +1,7 @@
 """Training an aligner on a model and text: all but the training itself, for any kind."""
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,9 +69,17 @@ def read(
         ids = torch.tensor([token for piece in pieces for token in piece])
         num_val = int(len(ids) * VAL_SHARE)
         if num_val < row_len:
+            needed = math.ceil(row_len / VAL_SHARE)
+            if len(ids) < num_tokens // len(corpora):
+                more, mend = "is too short: it has", "name a longer text"
+            else:
+                more = f"gives with --num-tokens {num_tokens}"
+                mend = f"--num-tokens {needed * len(corpora)} at least"
+            if num_val >= 8:  # the smallest that --chunk-len takes
+                mend += f", or --chunk-len {num_val} at most"
             raise UserError(
-                f"corpus {corpus!r} gives {num_val} tokens for validation, {row_len} are needed: "
-                "raise --num-tokens or lower --chunk-len"
+                f"corpus {corpus!r} {more} {len(ids)} tokens, {needed} are needed for --chunk-len "
+                f"{row_len} (a share of {VAL_SHARE} is for validation): {mend}"
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])

@@ -79,8 +79,9 @@ def open_mix(
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:
             raise UserError(
-                f"corpus {spec!r} has {len(ids[-1])} tokens, more than --context-len "
-                f"({settings.context_len}) are needed"
+                f"corpus {spec!r} is too short: it has {len(ids[-1])} tokens, more than "
+                f"--context-len {settings.context_len} are needed: name a longer text, or lower "
+                "--context-len"
             )
     return TokenMix(ids, np.array(list(mix.values())))
 

@@ -8,16 +8,14 @@ writes word salad whatever it was asked.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvalign.eval.evaluation import Column, Document
+from kvalign.eval.evaluation import Column, Document, Drawing
 from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.models import LoadedModel
 
 
@@ -86,21 +84,29 @@ class Chat(JudgedText):
         "by its words, not by whether it is right."
     )
     columns = MEAN_COLUMNS
-    row_fields = (("answer", int), ("text", str))
+    row_fields = (("answer", int), ("text", str), ("num_readable", int), ("num_chunks", int))
     document_fields = JUDGED_BY
 
     @property
     def summary_columns(self) -> dict[str, Column]:
         about = "share of readable chunks of the answers"
-        return {"readable": Column("readable in chat", 3, "higher", about)}
+        return {
+            "readable": replace(
+                MEAN_COLUMNS["readable"], title="readable in chat", about=about, weight=3
+            )
+        }
 
-    def figure(self, document: Document) -> tuple[Figure, str]:
-        from kvalign.eval.plots import draw, panels_by
+    def figure(self, document: Document) -> Drawing:
+        from kvalign.eval.conclusions import readable
+        from kvalign.eval.heat import draw_heat
+        from kvalign.eval.tables import grouped
 
-        title, y = document["settings"]["model"], "readable chunks of the answer"
-        rows = [row | {"number": row["answer"] + 1} for row in document["rows"]]
-        panels = panels_by("cache_size", rows, f"{title}, C = ", "number", "readable")
-        return draw(panels, x="answer", y=y), f"{y}, one after another: {title}"
+        title, rows = document["settings"]["model"], document["rows"]
+        panels = {
+            f"{title}, C = {size}": group for size, group in grouped(rows, "cache_size").items()
+        }
+        caption = f"Readable chunks of each answer, in %, one after another: {title}"
+        return draw_heat(panels), caption, readable(self.rows(document), "chunks of all answers")
 
 
 EVALUATION = Chat()

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import FLOOR, Column, Document, Documents, Evaluation, Row, Section
+from kvalign.eval.evaluation import (
+    FLOOR,
+    Column,
+    Document,
+    Documents,
+    Drawing,
+    Evaluation,
+    Row,
+    Section,
+)
 from kvalign.eval.settings import ComparisonSettings, check_plot
 from kvalign.settings import keywords_of, option
 
@@ -128,23 +137,29 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     if settings.plot:
         from kvalign.eval.plots import save
 
-        drawn = EVALUATION.batches_figure(result) or EVALUATION.figure(result)
-        save(drawn[0], settings.plot)
+        drawn = EVALUATION.batches_figure(result)
+        save(drawn[0] if drawn else _by_size(result), settings.plot)
     return result
 
 
 BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
-    "batch_size": Column("batch"),
-    "mean_ms": Column("ms/token", 2, "lower", "mean of whole periods: what a stream pays"),
+    "batch_size": Column("batch", weight=6),
+    "mean_ms": Column(
+        "ms/token", 2, "lower", "mean of whole periods: what a stream pays", weight=4
+    ),
     "median_ms": Column("median ms", 2, "lower", "half of the steps are faster"),
     "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
     "max_ms": Column("worst ms", 2, "lower", "the slowest step", True),
-    "ratio": Column("ratio", 3, "lower", "mean by the reference's mean on the same work"),
-    "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True),
+    "ratio": Column(
+        "ratio", 3, "lower", "mean by the reference's mean on the same work", by_reference=True
+    ),
+    "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True, weight=5),
     "bare_ratio": Column("median by bare", 3, "lower", f"median {BARE}", True),
-    "tokens_per_s": Column("tokens/s", 1, "higher", "of all streams together, by the mean", True),
-    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits"),
+    "tokens_per_s": Column(
+        "tokens/s", 1, "higher", "of all streams together, by the mean", True, weight=2
+    ),
+    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits", weight=2),
     "peak_mb": Column("peak MB", 1, "lower", "most memory held beyond the weights", True),
 }
 MORE_COLUMNS = {"p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster")}
@@ -177,17 +192,18 @@ class Latency(Evaluation):
         first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
         return [row for row in first if row["method"] != FLOOR]
 
-    def figure(self, document: Document) -> tuple[Figure, str]:
-        from kvalign.eval.plots import draw, panels_by
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.conclusions import cost
 
-        title, figures = self.title(document), ("cache_size", "mean_ms", "p99_ms")
-        panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
-        x, y = "cache size (entries)", "ms/token (lower is better)"
-        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"Time per token: {title}"
+        rows = document["rows"]
+        if len({row["cache_size"] for row in rows}) == 1:
+            return None
+        caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
+        return _by_size(document), caption, cost(rows)
 
-    def batches_figure(self, document: Document) -> tuple[Figure, str] | None:
+    def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens a second over batch sizes, if there are several: a panel a cache size."""
+        from kvalign.eval.conclusions import by_batch
         from kvalign.eval.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
@@ -198,13 +214,23 @@ class Latency(Evaluation):
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"Tokens a second over batch sizes: {title}"
+        return figure, f"Tokens a second over batch sizes: {title}", by_batch(rows)
 
     def sections(self, documents: Documents) -> list[Section]:
         batches = Section.of(
             documents, "Tokens a second", BATCHES, self.batches_figure, suffix="-batches"
         )
         return [*super().sections(documents), batches]
+
+
+def _by_size(document: Document) -> Figure:
+    """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
+    from kvalign.eval.plots import draw, panels_by
+
+    title, figures = EVALUATION.title(document), ("cache_size", "mean_ms", "p99_ms")
+    panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
+    x, y = "cache size (entries)", "ms/token (lower is better)"
+    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Latency()

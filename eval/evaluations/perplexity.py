@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Section
+from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Section
 from kvalign.eval.settings import ComparisonSettings, check_plot
 from kvalign.settings import keywords_of, option
 
@@ -43,7 +43,9 @@ class PerplexitySettings(ComparisonSettings):
     )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
     reference: str | None = option(
-        None, help="method to give each row's ratio to, with its 95 % interval"
+        None,
+        help="method to give each row's ratio to, with its 95 % interval; of several aligners the "
+        "first",
     )
     keep: Path | None = option(
         None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
@@ -74,13 +76,14 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """
     from kvalign.eval.document import document
     from kvalign.eval.grid import load, make_grid
+    from kvalign.eval.perplexity_hints import hint_at_wrong_text
     from kvalign.eval.perplexity_scores import read_ids, score_methods
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
-    longest = max(settings.cache_sizes) + 1 + settings.num_tokens
-    rows = score_methods(methods, read_ids(loaded, settings.corpus, longest), settings)
+    rows = score_methods(methods, read_ids(loaded, settings), settings)
+    hint_at_wrong_text(rows, methods, loaded, settings.corpus)
     result = document("eval perplexity", settings, rows, started=started)
     if settings.plot:
         from kvalign.eval.plots import save
@@ -90,16 +93,33 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 
 
 COLUMNS = {
-    "num_labels": Column("labels"),
-    "perplexity": Column("perplexity", 2, "lower", "exp of the mean loss of the labels"),
-    "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
-    "high": Column("95 % to", 2, about="moving-block bootstrap over the labels"),
-    "ratio": Column("ratio", 3, "lower", "by the reference's, on the same labels", True),
-    "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
-    "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
-    "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True),
+    "num_labels": Column("labels", weight=0),
+    "perplexity": Column(
+        "perplexity",
+        2,
+        "lower",
+        "exp of the mean loss of the labels; 95 %, moving-block bootstrap over them",
+        ends=("low", "high"),
+        by_reference=True,
+        weight=6,
+    ),
+    "ratio": Column(
+        "ratio",
+        3,
+        "lower",
+        "by the reference's, on the same labels; 95 %, paired moving blocks",
+        is_optional=True,
+        ends=("ratio_low", "ratio_high"),
+        by_reference=True,
+        weight=7,
+    ),
+    "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True, weight=3),
 }
 MORE_COLUMNS = {
+    "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
+    "high": Column("95 % to", 2, about="moving-block bootstrap over the labels"),
+    "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
+    "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
     "seconds": Column("total s", 1, "lower", "time of the whole run"),
 }
@@ -152,10 +172,14 @@ class Perplexity(Evaluation):
         num_labels = document["rows"][0]["num_labels"]
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
-    def figure(self, document: Document) -> tuple[Figure, str] | None:
-        if len({row["cache_size"] for row in document["rows"]}) == 1:
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.conclusions import by_size
+
+        rows, reference = document["rows"], document["settings"]["reference"]
+        if len({row["cache_size"] for row in rows}) == 1:
             return None
-        return _by_size(document), f"Perplexity against cache size: {self.title(document)}"
+        caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
+        return _by_size(document), caption, by_size(rows, reference)
 
     def sections(self, documents: Documents) -> list[Section]:
         chosen = self.chosen(documents)
@@ -165,7 +189,8 @@ class Perplexity(Evaluation):
         timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
         return [*super().sections(chosen), drift, timed]
 
-    def _drift(self, document: Document) -> tuple[Figure, str] | None:
+    def _drift(self, document: Document) -> Drawing | None:
+        from kvalign.eval.conclusions import by_segment
         from kvalign.eval.plots import draw, panels_by
 
         settings, judged = document["settings"], _judged(document)
@@ -182,21 +207,32 @@ class Perplexity(Evaluation):
         y += f" by {reference}'s" if reference else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+        caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+        rows = [row for row in document["rows"] if row["method"] != reference]
+        return figure, caption[0].upper() + caption[1:], by_segment(rows, judged)
 
-    def _by_time(self, document: Document) -> tuple[Figure, str]:
-        from kvalign.eval.plots import draw, series
+    def _by_time(self, document: Document) -> Drawing:
+        from kvalign.eval.conclusions import by_time
+        from kvalign.eval.plots import draw, series, with_intervals
 
-        title = self.title(document)
-        lines = {title: series(document["rows"], "seconds", "perplexity")}
+        title, rows = self.title(document), document["rows"]
+        lines = with_intervals(series(rows, "seconds", "perplexity"), rows)
         x, y = "total time, s", "perplexity (lower is better)"
-        figure = draw(lines, x=x, y=y, log_x=True, log_y=True)
-        return figure, f"Perplexity against total time: {title}"
+        figure = draw({title: lines}, x=x, y=y, log_x=True, log_y=True)
+        caption = f"Perplexity against total time: {title}; {_bars(document)}"
+        return figure, caption, by_time(rows)
 
     def _time_tables(self, document: Document) -> list[Table]:
         from kvalign.eval.tables import tables_by_cache
 
-        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS)
+        reference = document["settings"]["reference"]
+        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS, reference)
+
+
+def _bars(document: Document) -> str:
+    """What the whiskers of its perplexities are."""
+    reference = document["settings"]["reference"]
+    return "bars: 95 %" + (f" of the ratio to {reference}'s" if reference else "")
 
 
 def _judged(document: Document) -> str:
@@ -205,12 +241,13 @@ def _judged(document: Document) -> str:
 
 
 def _by_size(document: Document) -> Figure:
-    """Perplexity (log scale) against cache size, a line a method."""
-    from kvalign.eval.plots import draw, series
+    """Perplexity (log scale) against cache size, a line with intervals a method."""
+    from kvalign.eval.plots import draw, series, with_intervals
 
-    lines = {EVALUATION.title(document): series(document["rows"], "cache_size", "perplexity")}
+    rows = document["rows"]
+    lines = with_intervals(series(rows, "cache_size", "perplexity"), rows)
     x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw(lines, x=x, y=y, doubling_x=True, log_y=True)
+    return draw({EVALUATION.title(document): lines}, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Perplexity()

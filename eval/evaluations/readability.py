@@ -135,7 +135,7 @@ CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, rea
 COLUMNS = {
     "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
     "num_readable": Column("readable chunks", is_optional=True),
-    "num_chunks": Column("chunks", is_optional=True),
+    "num_chunks": Column("chunks", is_optional=True, weight=2),
     **MEAN_COLUMNS,
 }
 ABOUT_TEXTS = (
@@ -205,7 +205,7 @@ class Readability(JudgedText):
                 if model
                 else "texts",
                 document["prompts"][prompt],
-                [_passage(row) for row in rows],
+                _passages(rows),
             )
             for (cache_size, ngram, prompt), rows in groups.items()
         ]
@@ -231,9 +231,17 @@ def setting_of(ngram: int | None) -> str:
     return f", no repeated {ngram}-gram" if ngram else ""
 
 
-def _passage(row: Row) -> Passage:
+def _passages(rows: list[Row]) -> list[Passage]:
+    """Those of rows side by side, called by their methods alone where these differ."""
     from kvalign.eval.tables import label_of, method_name
 
+    names = [method_name(row) for row in rows]
+    if len(set(names)) < len(names):
+        names = [label_of(row) for row in rows]
+    return [_passage(row, name, label_of(row)) for row, name in zip(rows, names, strict=True)]
+
+
+def _passage(row: Row, name: str, label: str) -> Passage:
     text, chunks = row["text"], row["chunks"]
     starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
     if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
@@ -241,7 +249,7 @@ def _passage(row: Row) -> Passage:
     spans = zip(chunks, itertools.pairwise(starts), strict=True)
     pieces = [Piece(text[start:end], *chunk[2:]) for chunk, (start, end) in spans]
     head, tail = text[: starts[0]], text[starts[-1] :]
-    return Passage(method_name(row), label_of(row), row["readable"], head, pieces, tail)
+    return Passage(name, label, row["readable"], head, pieces, tail)
 
 
 EVALUATION = Readability()

@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Evaluation, Row
+from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.settings import keywords_of, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.models import LoadedModel
 
 
@@ -96,8 +94,8 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
 
 
 COLUMNS = {
-    "distance_lines": Column("lines back"),
-    "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly"),
+    "distance_lines": Column("lines back", weight=6),
+    "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
     "in_cache": Column("in cache", 2, about="share of queries whose line is still kept"),
@@ -123,13 +121,17 @@ class StreamEval(Evaluation):
 
         return means(document["rows"], self.in_summary)
 
-    def figure(self, document: Document) -> tuple[Figure, str]:
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.conclusions import answers
         from kvalign.eval.plots import draw, panels_by
 
-        title, x, y = self.title(document), "distance_lines", "answer_nll_nats"
-        panels = panels_by("cache_size", document["rows"], f"{title}, C = ", x, y)
+        title, rows = self.title(document), document["rows"]
+        x, y = "distance_lines", "answer_nll_nats"
+        if len({row[x] for row in rows}) == 1:
+            return None
+        panels = panels_by("cache_size", rows, f"{title}, C = ", x, y)
         figure = draw(panels, x="lines back", y="loss of the right answer, nats")
-        return figure, f"Loss of the right answer against distance: {title}"
+        return figure, f"Loss of the right answer against distance: {title}", answers(rows)
 
 
 EVALUATION = StreamEval()

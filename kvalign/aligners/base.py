@@ -24,13 +24,14 @@ from kvalign import checkpoints, hub
 from kvalign.aligners.card import card_text
 from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import read_checked, write_json, write_whole
+from kvalign.files import read_checked, sha256, write_json, write_whole
 from kvalign.models import ModelSpec, spec_of
 from kvalign.sizes import CacheSizes
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 FINGERPRINT_LEN = 16
+REVISION_LEN = 12
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -109,6 +110,11 @@ class Aligner(
     default_sizes: ClassVar[Mapping[str, int]] = {}
     """Sizes of the kind's own parts, by the names that `AlignerConfig.sizes` gives them."""
     default_num_sinks: ClassVar[int] = 0
+
+    source: str | None = None
+    """The name it was loaded by: shipped, folder or hub id; None: it was made here."""
+    revision: str | None = None
+    """The hub's commit, or the first digits of the SHA-256 of a folder's weights."""
 
     def __init__(self, config: AlignerConfig):
         super().__init__()
@@ -215,6 +221,7 @@ class Aligner(
             if shape != tuple(expected.shape):
                 raise UserError(f"{where}: {name} must be {tuple(expected.shape)}, found {shape}")
         aligner.load_state_dict(weights, strict=True, assign=True)
+        aligner.source, aligner.revision = str(model_id), _revision(folder)
         return aligner.requires_grad_(False).eval()
 
 
@@ -241,6 +248,14 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
     return AlignerConfig(
         kind=kind, base_model=spec.name, embedding_fingerprint=fingerprint, **of_model, **fields
     )
+
+
+def _revision(folder: Path) -> str:
+    """The commit of a snapshot in the hub's cache; of any other folder the first digits of its
+    weights' SHA-256.
+    """
+    is_snapshot = folder.parent.name == "snapshots"
+    return folder.name if is_snapshot else sha256(folder / WEIGHTS)[:REVISION_LEN]
 
 
 def _download(model_id: str, revision: str | None) -> Path:

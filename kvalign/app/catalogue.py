@@ -48,6 +48,8 @@ GROUPS = {
         "completion": "a script for the shell that completes commands, flags and names",
     },
 }
+FAMILY = "eval"
+"""The word that begins the names of commands of two words."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 
@@ -96,7 +98,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     Raises:
         UserError: no such command; the message names the nearest.
     """
-    num_words = 2 if words[0] == "eval" else 1
+    num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:
         raise UserError(unknown("command", name, COMMANDS))

@@ -50,9 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if args[:1] == ["--debug"]:
         del args[0]
-    if not args or args[0] in _HELP or args in [["eval", word] for word in _HELP]:
+    if not args or args[0] in _HELP:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
+    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
+        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
+        return 0 if args[1:] else 2
     if args[0] == "--version":
         from importlib.metadata import version
 
@@ -106,6 +109,16 @@ def explain(error: Exception) -> tuple[int, str]:
         f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
         "prints with --debug"
     )
+
+
+def family_usage() -> str:
+    """What `kvalign eval` alone prints: the commands that begin so."""
+    family = f"{catalogue.FAMILY} "
+    names = [name for name in COMMANDS if name.startswith(family)]
+    width = max(map(len, names)) + 2
+    lines = [f"  {name:{width}}{COMMANDS[name]}" for name in names]
+    commands = "\n".join(lines)
+    return f"usage: kvalign {family}COMMAND [--help] [flags]\n\n{commands}\n"
 
 
 def usage() -> str:

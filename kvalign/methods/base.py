@@ -42,6 +42,8 @@ class Method(ABC):
     takes_aligner: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
     """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
+    aligner_name: str | None = None
+    """What the aligner is called in a table of results; None for a method without one."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
@@ -68,11 +70,6 @@ class Method(ABC):
         num_evicted = num_evicted_of(num_evicted, cache_size - num_sinks)
         every = 1 if realign_every is None else realign_every
         return CacheSizes(cache_size, num_sinks, num_evicted, every)
-
-    @property
-    def aligner_name(self) -> str | None:
-        """What the aligner is called in a table of results; None for a method without one."""
-        return None
 
     @property
     def title(self) -> str:

@@ -20,11 +20,8 @@ class KVAlign(Cached):
         super().__init__(model, sizes)
         aligner.check(model, sizes)
         check_realign_every(sizes, self.cache.realigner)
-
-    @property
-    def aligner_name(self) -> str | None:
-        every = self.sizes.realign_every
-        return self.aligner.label if every == 1 else f"{self.aligner.label}-every-{every}"
+        every = sizes.realign_every
+        self.aligner_name = aligner.label if every == 1 else f"{aligner.label}-every-{every}"
 
     @property
     def num_positions(self) -> int:

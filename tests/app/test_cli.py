@@ -26,13 +26,26 @@ def test_help_names_every_flag(command, capsys):
 
 
 def test_usage_has_every_command_under_one_heading(capsys):
-    for words in (["--help"], ["-h"], ["eval", "--help"]):
+    for words in (["--help"], ["-h"]):
         assert main(words) == 0
         out = capsys.readouterr().out
         for name, about in COMMANDS.items():
             assert out.count(f"\n  {name} ") == 1 and about in out
     assert [f"{group}:" in out for group in GROUPS] == [True] * len(GROUPS)
     assert sum(map(len, GROUPS.values())) == len(COMMANDS)
+
+
+def test_a_first_word_alone_lists_its_commands(capsys):
+    names = {name for name in COMMANDS if name.startswith("eval ")}
+    assert names == {name for name in COMMANDS if " " in name}  # it is the only such word
+    assert main(["eval", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err == printed
+    listed = [line for line in printed.splitlines() if line.startswith("  eval ")]
+    assert len(listed) == len(names)
+    for name in names:
+        assert any(line.startswith(f"  {name} ") and COMMANDS[name] in line for line in listed)
 
 
 def test_help_does_not_import_torch():
@@ -98,7 +111,7 @@ WRONG = [
     (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
     (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
     (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
-    (["eval", "perplexity", "--corpus", "text:short.txt"], "lower --num-tokens"),
+    (["eval", "perplexity", "--corpus", "text:short.txt"], "or smaller --cache-sizes"),
     (["eval", "perplexity", "--methods", "window,sink"], "unknown method 'sink'"),
     (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
     (["eval", "perplexity", "--cache-sizes", "32,600"], "cache_size must be at most"),
@@ -139,7 +152,7 @@ WRONG = [
     (["lanes", "--out", "d", "--cache-size", "3"], "cache_size must be above num_sinks"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
-    (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
+    (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "name a longer text, or"),
     (["train", "--devices", "1"], "no finished recording of gpt2-mini in kvalign-data/gpt2-mini"),
     (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
     (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
@@ -147,7 +160,7 @@ WRONG = [
     (["train", "--out", "a", "--aligner-kind", "tables"], "unknown aligner kind 'tables'; did"),
     (
         ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
-        "raise --num-tokens or lower --chunk-len",
+        "--num-tokens 2560 at least, or --chunk-len 50 at most",
     ),
     (
         ["train", "--out", "a", "--aligner-kind", "table", "--chunk-len", "600"],

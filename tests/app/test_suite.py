@@ -107,7 +107,10 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     (tmp_path / "own.yaml").write_text(SUITE.replace("--num-tokens 30", "--num-tokens 99999999"))
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
     error = capfd.readouterr().err
-    assert "lower --num-tokens" in error and "error: exit code 2 of kvalign eval" in error
+    assert (
+        "name a longer text, or --num-tokens" in error
+        and "error: exit code 2 of kvalign eval" in error
+    )
     assert error.endswith("; finished cells are kept\n")
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
 

@@ -239,7 +239,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
         record(settings(num_tokens=47), loaded=gpt2)
     short = tmp_path / "short.txt"
     short.write_text("the cat\n")
-    with pytest.raises(UserError, match="has less than the 48 tokens"):
+    with pytest.raises(UserError, match="has 3 tokens, 48 are needed"):
         record(settings(corpus=(f"text:{short}",)), loaded=gpt2)
     assert not (tmp_path / "pairs").exists()
 

@@ -78,7 +78,7 @@ def test_a_new_evaluation_is_a_file_and_a_line(tmp_path, monkeypatch, capsys):
     (results / "length.json").write_text(capsys.readouterr().out)
     assert main(["report", str(results)]) == 0
     page = (results / "report.html").read_text()
-    assert page.count("letters") == 2 and "Letters of a name." in page  # summary and section
+    assert page.count(">letters") == 2 and "Letters of a name." in page  # summary and section
     paper = "{title: T, cell: length, metric: letters, rows: {window: {64: 11}}}"
     (results / "suite.yaml").write_text(f"cells: []\npaper: {{tables: [{paper}]}}")
     assert [entry.text for entry in paper_tables(read(results))[0].rows[0]] == [

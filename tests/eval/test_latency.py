@@ -17,6 +17,7 @@ from kvalign.app.cli import main
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval import latency_models
 from kvalign.eval.bare_step import BareStep
+from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.generation import stream_tokens
 from kvalign.methods import make_method
@@ -27,7 +28,7 @@ from kvalign.sampling import Sampling
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TWO_SIZES = ["--cache-sizes", "12,20"]
 TINY = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=50)
-COLUMNS = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "batch_size", "num_steps"]
+COLUMNS = [*SIZES, "batch_size", "num_steps"]
 COLUMNS += ["mean_ms", "median_ms", "p90_ms", "p99_ms", "max_ms", "ratio"]
 COLUMNS += ["bare_mean_ratio", "bare_ratio", "tokens_per_s", "ttft_ms", "peak_mb"]
 
@@ -274,7 +275,7 @@ def test_several_batch_sizes_are_drawn_against_tokens_a_second(run, tmp_path):
     flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
     document = run(*flags, "--batch-sizes", "1,2")
     assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
-    figure, _ = EVALUATION.batches_figure(document)
+    figure, *_ = EVALUATION.batches_figure(document)
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == ["gpt2-mini, C = 12", "gpt2-mini, C = 20"]
     for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
@@ -300,7 +301,7 @@ def test_the_floor_is_marked_as_one_and_never_the_best(run):
 
 
 def test_documents_from_before_the_floor_are_read(run, tmp_path):
-    document = run("--cache-sizes", "12", "--batch-sizes", "1,2", "--methods", "streaming-llm")
+    document = run(*TWO_SIZES, "--batch-sizes", "1,2", "--methods", "streaming-llm")
     new = ("max_ms", "bare_mean_ratio", "bare_ratio", "tokens_per_s")
     document["rows"] = [{k: v for k, v in row.items() if k not in new} for row in document["rows"]]
     (tmp_path / "old.json").write_text(json.dumps(document))

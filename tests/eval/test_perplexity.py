@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvalign import checkpoints
 from kvalign.app.cli import main
 from kvalign.data_gen.corpora import texts
+from kvalign.eval.evaluation import SIZES
 from kvalign.eval.perplexity_scores import compare
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.scoring import score
 
-ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "num_labels"]
+ROW = [*SIZES, "num_labels"]
 ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds"]
 
 

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -19,7 +20,7 @@ from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.report import render
 from kvalign.eval.results_folder import Results, read
 from kvalign.eval.suite_file import Suite
-from kvalign.eval.tables import best
+from kvalign.eval.tables import best, table
 
 SEEN = escape_controls(HOSTILE)
 
@@ -108,15 +109,39 @@ def test_command_writes_page_and_plots(tmp_path, capsys):
 
 
 def test_best_is_marked_in_its_direction(results):
-    for table in summary(results):
-        titles = [column.title for column in table.columns]
+    for one in summary(results):
+        titles = [column.title for column in one.columns]
         perplexity = titles.index("perplexity")
-        marks = [row[perplexity].is_best for row in table.rows]
-        values = [float(row[perplexity].text) for row in table.rows]
-        assert marks == [value == min(values) for value in values] and sum(marks) == 1
+        assert not any(row[perplexity].is_best for row in one.rows)  # their intervals overlap
+        assert all(row[perplexity].more == "9.00\N{EN DASH}30.00" for row in one.rows)
     assert best([1, 3, 3, None], "higher") == {1, 2}
     assert best([1, 3], "lower") == {0}
     assert best([1, 3], "") == best([2, 2], "lower") == set()
+    assert best([1, 3], "lower", [(0, 2), (2.5, 4)]) == {0}
+    assert best([1, 3], "lower", [(0, 2), (1.5, 4)]) == set()
+    assert best([1, None, 3], "lower", [(0, 2), (0, 9), (2.5, 4)]) == {0}
+    assert best([1, 1, 3], "lower", [(0, 2), (0, 2), (2.5, 4)]) == set()
+    assert best([1, 3], "lower", [(0.0, math.inf)] * 2) == set()
+
+
+def test_the_reference_is_not_the_best_and_infinite_intervals_are_explained():
+    row = dict(method="window", aligner=None, cache_size=8, num_sinks=0, num_evicted=1)
+    rows = [row | dict(method=name) for name in ("recompute", "kvalign", "window")]
+    for one, ratio in zip(rows, (1.0, 1.1, 1.9), strict=True):
+        one |= dict(ratio=ratio, ratio_low=ratio - 0.05, ratio_high=ratio + 0.05, num_labels=300)
+        one |= dict(perplexity=80 * ratio, low=79 * ratio, high=81 * ratio)
+    rows[0] |= dict(ratio_low=1.0, ratio_high=1.0)
+    columns = EVALUATIONS["perplexity"].columns
+    shown = table("T", rows, columns, "recompute")
+    assert [entry.is_best for entry in shown.rows[0]] == [False] * 4
+    assert [entry.is_best for entry in shown.rows[1]] == [False, False, True, True]
+    assert shown.rows[0][3].more == "" and shown.rows[1][3].more == "1.050\N{EN DASH}1.150"
+    assert shown.note == ""
+    for one in rows:
+        one |= dict(low=0.0, high=math.inf, ratio_low=0.0, ratio_high=math.inf)
+    shown = table("T", rows, columns, "recompute")
+    assert not any(entry.is_best or entry.more for line in shown.rows for entry in line)
+    assert "200 labels" in shown.note and "--num-tokens" in shown.note
 
 
 def test_summary_joins_the_evaluations(results):

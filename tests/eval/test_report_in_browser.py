@@ -2,6 +2,8 @@
 accessibility fault.
 """
 
+import itertools
+
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.results_example import HOSTILE, write_folder
@@ -99,6 +101,30 @@ def test_touch_reads_first_and_jumps_then(phone):
 
 def test_nothing_is_wider_than_a_phone(phone):
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_on_a_phone_the_summary_is_a_card_a_method(phone):
+    cards = phone.locator(".cards tbody tr")
+    boxes = [card.bounding_box() for card in cards.all()]
+    assert len(boxes) == 6 and all(300 < box["width"] <= 390 for box in boxes)
+    assert all(a["y"] + a["height"] < b["y"] for a, b in itertools.pairwise(boxes))
+    first = cards.first
+    label, value = first.locator("th"), first.locator("td").first
+    assert value.bounding_box()["y"] > label.bounding_box()["y"]
+    title = value.evaluate("e => getComputedStyle(e, '::before').content")
+    assert title.startswith('"perplexity') and value.inner_text().startswith("10.00")
+    for cell in first.locator("td").all():
+        assert cell.is_visible() is bool(cell.text_content())
+    assert faults(phone) == []
+
+
+def test_on_a_desktop_the_summary_is_a_table(page):
+    cells = page.locator(".cards tbody tr").first.locator("td").all()
+    tops = {round(cell.bounding_box()["y"]) for cell in cells}
+    assert len(tops) == 1
+    first = page.locator("main h2").first
+    assert first.inner_text() == "What was found"
+    assert page.locator(".conclusion").count() == page.locator("figure").count() > 0
 
 
 def test_hostile_text_is_seen_as_text(page):

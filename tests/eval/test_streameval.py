@@ -15,6 +15,7 @@ from helpers.tiny_models import tiny_model
 from kvalign import load_model
 from kvalign.app.cli import main
 from kvalign.eval import streameval
+from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.streameval import StreamEvalSettings
 from kvalign.eval.streameval_scores import ask, check_fits, encode, pieces, score, sees
 from kvalign.generation import stream_tokens
@@ -22,7 +23,7 @@ from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.sizes import CacheSizes
 
-ROW = ["method", "aligner", "cache_size", "num_sinks", "num_evicted", "distance_lines"]
+ROW = [*SIZES, "distance_lines"]
 ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]
 
 TINY = """\

@@ -128,7 +128,7 @@ def test_short_corpora_are_refused(little_work):
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(letter) % 90 for letter in text]}
 
-    with pytest.raises(ValueError, match="gives 50 tokens for validation, 64 are needed"):
+    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 640 are"):
         read(["python-docs"], Letters(), 500, 64)
 
 

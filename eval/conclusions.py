@@ -1,0 +1,135 @@
+"""What is seen in each plot of the report: one sentence made of its numbers."""
+
+from collections.abc import Sequence
+
+from kvalign.eval.evaluation import FLOOR, Row
+from kvalign.eval.tables import grouped, label_of
+from kvalign.eval.verdicts import (
+    FAR,
+    Verdict,
+    apart,
+    in_words,
+    listed,
+    share_interval,
+    spread,
+    verdict,
+)
+
+CLIMBS = 1.2  # last segment's ratio by the first one's
+NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
+
+
+def by_size(rows: Sequence[Row], reference: str | None) -> str:
+    """Which methods are as good as the reference at every cache size, and which fail at one."""
+    if not reference:
+        last = max(row["cache_size"] for row in rows)
+        low = min((r for r in rows if r["cache_size"] == last), key=lambda r: r["perplexity"])
+        return f"Lowest at C = {last}: {_name(low)} ({low['perplexity']:.1f})."
+    others = grouped([row for row in rows if row["method"] != reference], _name)
+    good = [x for x, rows in others.items() if {*map(verdict, rows)} == {Verdict.GOOD}]
+    failing = {x: [r for r in g if verdict(r) is Verdict.FAILS] for x, g in others.items()}
+    fails = [
+        f"{label} ({spread((row['ratio'] for row in group), 2)} times)"
+        for label, group in failing.items()
+        if group
+    ]
+    said = [f"As good as {reference} at every C: {listed(good)}." if good else ""]
+    said += [f"Far above {reference}: {listed(fails)}." if fails else ""]
+    if any(said):
+        return " ".join(filter(None, said))
+    ratios = [row["ratio"] for group in others.values() for row in group]
+    told = f"none is shown to be as good at every C, none to be above {FAR:g}"
+    return f"{spread(ratios, 2)} times {reference}'s: {told}." if ratios else ""
+
+
+def by_segment(rows: Sequence[Row], judged: str) -> str:
+    """Which lines of the drift climb."""
+    grown: dict[str, tuple[float, Row]] = {}
+    for row in rows:
+        first, last = row["segments"][0][judged], row["segments"][-1][judged]
+        if len(row["segments"]) > 1 and last / first > grown.get(_name(row), (0.0, row))[0]:
+            grown[_name(row)] = last / first, row
+    climb = [
+        f"{label} (at C = {row['cache_size']} from {row['segments'][0][judged]:.2f} to "
+        f"{row['segments'][-1][judged]:.2f})"
+        for label, (growth, row) in grown.items()
+        if growth >= CLIMBS
+    ]
+    flat = [label for label, (growth, _) in grown.items() if growth < CLIMBS]
+    said = [f"By the last segment these have climbed: {listed(climb)}." if climb else ""]
+    limit = f"{100 * (CLIMBS - 1):.0f} %"
+    if flat and climb:
+        said.append(f"The others grow by less than {limit}.")
+    elif flat:
+        said.append(f"No line climbs by {limit} or more.")
+    return " ".join(filter(None, said))
+
+
+def by_time(rows: Sequence[Row]) -> str:
+    """The least time for a perplexity near the lowest."""
+    low = min(rows, key=lambda row: row["perplexity"])
+    near = [row for row in rows if row["perplexity"] <= NEAR * low["perplexity"]]
+    fast = min(near, key=lambda row: row["seconds"])
+    near_by = f"within {100 * (NEAR - 1):.0f} % of it"
+    if fast is low:
+        return f"Lowest, and the fastest of those {near_by}: {_point(low)}."
+    return f"Lowest: {_point(low)}. The fastest of those {near_by}: {_point(fast)}."
+
+
+def _point(row: Row) -> str:
+    figures = f"{row['perplexity']:.1f} in {row['seconds']:.2g} s"
+    return f"{_name(row)} at C = {row['cache_size']} ({figures})"
+
+
+def cost(rows: Sequence[Row]) -> str:
+    """The cheapest and the dearest step."""
+    methods = [row for row in rows if row["method"] != FLOOR]
+    name = "bare_mean_ratio" if all("bare_mean_ratio" in row for row in methods) else "ratio"
+    by = "the bare step's" if name != "ratio" else "the reference's"
+    ranked = sorted(grouped(methods, _name).items(), key=lambda item: sum(r[name] for r in item[1]))
+    spans = [f"{label} ({spread((r[name] for r in group), 2)})" for label, group in ranked]
+    ends = f"cheapest {spans[0]}, dearest {spans[-1]}" if len(spans) > 1 else spans[0]
+    return f"Time of a step by {by}: {ends}."
+
+
+def by_batch(rows: Sequence[Row]) -> str:
+    """How much a method gains from the smallest batch to the largest."""
+    gains: dict[str, list[float]] = {}
+    first, last = min(r["batch_size"] for r in rows), max(r["batch_size"] for r in rows)
+    for (label, _), group in grouped(rows, lambda r: (_name(r), r["cache_size"])).items():
+        at = {row["batch_size"]: row["tokens_per_s"] for row in group}
+        if first in at and last in at:
+            gains.setdefault(label, []).append(at[last] / at[first])
+    spans = [f"{label} {spread(values, 1)}" for label, values in gains.items()]
+    return f"Batch {last} by batch {first}, tokens/s: {'; '.join(spans)}."
+
+
+def answers(rows: Sequence[Row]) -> str:
+    """How far back exact answers reach."""
+    right = {
+        label: [row["distance_lines"] for row in group if row["accuracy"] >= 0.5]
+        for label, group in grouped(rows, _name).items()
+    }
+    if not any(row["accuracy"] for row in rows):
+        return "No answer is right with any method, so these losses are no merit."
+    far = [f"{label} to {max(lines)}" for label, lines in right.items() if lines]
+    if not far:
+        most = max(row["accuracy"] for row in rows)
+        return f"No method answers half of the queries of any distance: {most:.2f} at most."
+    return f"Half of the answers or more are right, lines back: {'; '.join(far)}."
+
+
+def readable(rows: Sequence[Row], what: str = "chunks") -> str:
+    """The most and the least readable, by rows with `readable` and `num_chunks`."""
+    ranked = sorted(rows, key=lambda row: -row["readable"])
+    first, last = ranked[0], ranked[-1]
+    shares = [f"{100 * row['readable']:.0f} %" for row in (first, last)]
+    if len(rows) == 1 or shares[0] == shares[1]:
+        return f"Readable {what}: {shares[0]}{' of each' * (len(rows) > 1)}."
+    ends = [share_interval(row["readable"], row["num_chunks"]) for row in (first, last)]
+    few = "" if ends[0] and ends[1] and apart(ends[0], ends[1]) else ", too few to tell them apart"
+    return f"Readable {what}: {shares[0]} ({_name(first)}) to {shares[1]} ({_name(last)}){few}."
+
+
+def _name(row: Row) -> str:
+    return in_words(label_of(row))

@@ -1,0 +1,224 @@
+"""What a report says in words: each rule on numbers for which it must speak and for which it must
+not.
+"""
+
+import math
+
+import pytest
+from helpers.results_example import documents
+
+from kvalign.eval import conclusions
+from kvalign.eval.findings import answers, cost, findings, quality, writing
+from kvalign.eval.results_folder import Results
+from kvalign.eval.verdicts import (
+    Verdict,
+    drifts,
+    in_words,
+    listed,
+    share_interval,
+    spread,
+    verdict,
+)
+
+
+def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):
+    sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=0, num_evicted=1)
+    ends = dict(ratio_low=low if low is not None else ratio, ratio_high=high or ratio)
+    ppl = dict(perplexity=80.0 * ratio, low=60.0 * ratio, high=100.0 * ratio)
+    return sizes | ends | ppl | dict(ratio=ratio, num_labels=labels, drift=drift) | more
+
+
+REFERENCE = row("recompute")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "expected"),
+    [
+        (1.01, 0.99, 1.03, Verdict.GOOD),
+        (0.95, 0.93, 0.97, Verdict.GOOD),
+        (1.05, 0.90, 1.20, Verdict.OPEN),
+        (1.02, 1.01, 1.03, Verdict.WORSE),
+        (1.25, 1.20, 1.30, Verdict.WORSE),
+        (1.26, 1.20, 1.30, Verdict.FAILS),
+        (1.90, 0.90, 3.00, Verdict.OPEN),
+        (1.90, 0.0, math.inf, Verdict.UNKNOWN),
+    ],
+)
+def test_a_ratio_is_judged_by_its_interval(ratio, low, high, expected):
+    assert verdict(row("window", ratio, low, high)) is expected
+
+
+def test_drift_speaks_of_enough_labels_and_of_what_is_worse():
+    bad = row("window", 1.5, 1.4, 1.6, drift=1.2)
+    assert drifts(bad)
+    assert not drifts(bad | {"num_labels": 799})  # quarters of fewer than 200
+    assert not drifts(bad | {"drift": 1.09})
+    assert not drifts(row("window", 1.0, 0.97, 1.02, drift=1.2))
+
+
+def test_each_method_is_in_the_sentence_of_its_verdict():
+    rows = [
+        REFERENCE,
+        row("kvalign", 1.01, 0.99, 1.03),
+        row("window", 1.9, 1.7, 2.1, drift=1.3),
+        row("discard-half", 1.05, 1.02, 1.08),
+        row("streaming-llm", 1.05, 0.9, 1.2),
+    ]
+    headline, sentences = quality(rows, "recompute", "2000 labels of a text")
+    assert headline == (
+        "On 2000 labels of a text at C = 32, kvalign with 0 sinks is as good as recompute; window "
+        "with 0 sinks fails."
+    )
+    assert [tuple(sentence) for sentence in sentences] == [
+        ("As good as recompute", "kvalign with 0 sinks, ratio 1.010 (95 %: 0.990 to 1.030)."),
+        ("Worse", "discard-half with 0 sinks, ratio 1.050 (95 %: 1.020 to 1.080)."),
+        ("Failing", "window with 0 sinks, ratio 1.900 (95 %: 1.700 to 2.100)."),
+        (
+            "Too few labels to tell",
+            "streaming-llm with 0 sinks, ratio 1.050 (95 %: 0.900 to 1.200).",
+        ),
+        (
+            "An error adds up",
+            "drift is the ratio in the last quarter of the labels by that in the first: window "
+            "with 0 sinks, drift 1.300.",
+        ),
+    ]
+
+
+def test_good_at_one_size_is_not_good_at_every_one():
+    rows = [
+        *(REFERENCE | {"cache_size": size} for size in (32, 64)),
+        row("kvalign", 1.3, 1.28, 1.32),
+        row("kvalign", 1.0, 0.98, 1.02, cache_size=64),
+    ]
+    headline, sentences = quality(rows, "recompute", "text")
+    assert "no method is shown to be as good as recompute at every C; kvalign with" in headline
+    assert sentences[0].text.startswith("kvalign with 0 sinks at C = 64, ratio 1.000 (")
+    assert sentences[1].text.startswith("kvalign with 0 sinks at C = 32, ratio 1.300 (")
+
+
+def test_few_labels_judge_nothing():
+    rows = [REFERENCE, row("window", 1.9, 0.0, math.inf, labels=60)]
+    headline, (sentence,) = quality(rows, "recompute", "60 labels")
+    assert (
+        headline == "On 60 labels at C = 32 there are too few labels to tell any method from "
+        "recompute."
+    )
+    assert sentence.lead == "Not told from recompute" and "which take 200" in sentence.text
+    assert "inf" not in sentence.text
+
+
+def test_without_a_reference_no_ratio_is_said():
+    headline, (sentence,) = quality([row("window"), row("recompute", 0.9)], None, "text")
+    assert "no reference" in headline and "--reference recompute" in headline
+    assert sentence.text == "recompute with 0 sinks at C = 32 (72.0, its interval overlaps 1 more)."
+    headline, (sentence,) = quality([row("window")], None, "text")
+    assert headline.endswith("window with 0 sinks was measured alone.")
+    assert sentence.text == "window with 0 sinks 80.0."
+    headline, _ = quality([REFERENCE], "recompute", "text")
+    assert headline.endswith("recompute with 0 sinks was measured alone.")
+
+
+def test_cost_is_of_what_does_not_fail():
+    rows = [
+        row("bare", bare_mean_ratio=1.0),
+        row("window", bare_mean_ratio=1.1),
+        row("kvalign", bare_mean_ratio=1.3),
+        row("recompute", bare_mean_ratio=4.0),
+    ]
+    (sentence,) = cost(rows, ["kvalign, 0 sinks"], "recompute")
+    assert sentence.text.endswith("kvalign with 0 sinks 1.30; recompute with 0 sinks 4.00.")
+    assert "window" not in sentence.text and "bare with" not in sentence.text
+    (sentence,) = cost(rows, [], None)
+    assert "of all" in sentence.text and "window with 0 sinks 1.10" in sentence.text
+    assert cost([row("window")], [], None) == []
+
+
+def written(method, readable, num_chunks=60, repetition=0.0):
+    low, high = share_interval(readable, num_chunks)
+    more = dict(readable=readable, num_chunks=num_chunks, repetition=repetition)
+    return row(method, readable_low=low, readable_high=high, **more)
+
+
+def test_words_are_compared_where_intervals_are_apart():
+    base = written("recompute", 0.95)
+    (sentence,) = writing([base, written("window", 0.5), written("kvalign", 0.93)], "Passages")
+    assert sentence.lead == "Passages, C = 32"
+    assert sentence.text == (
+        "less readable than recompute's 95 % of 60 chunks, one draw: window with 0 sinks 50 %."
+    )
+    (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
+    assert sentence.text.startswith("none is told from recompute's 95 %")
+    assert writing([written("window", 0.5)], "Passages") == []
+
+
+def test_what_repeats_itself_is_said_to():
+    base = written("recompute", 0.95)
+    _, sentence = writing([base, written("window", 0.9, repetition=0.8)], "Passages")
+    assert sentence.lead == "Repetition, passages, C = 32" and "window with 0 sinks (80 %)" in (
+        sentence.text
+    )
+    assert len(writing([base, written("window", 0.9, repetition=0.4)], "Passages")) == 1
+
+
+def test_answers_of_which_none_is_right_tell_nothing():
+    rows = [row("window", accuracy=0.0), row("recompute", accuracy=0.0)]
+    assert answers(rows)[0].text.startswith("tells nothing here")
+    rows[1]["accuracy"] = 0.5
+    assert answers(rows)[0].text.endswith("recompute with 0 sinks 50 %; window with 0 sinks 0 %.")
+
+
+def test_a_model_has_its_paragraph_and_texts_have_none():
+    found = findings(Results(documents()))
+    assert len(found) == 1 and found[0].judges is False  # intervals of 0.9 to 9: nothing is told
+    leads = [sentence.lead for sentence in found[0].sentences]
+    assert leads[:2] == ["Too few labels to tell", "Cost"]
+    readability = documents()["readability"]
+    readability["settings"]["model"] = None
+    assert findings(Results({"texts": readability})) == []
+
+
+def test_plots_have_conclusions():
+    def segments(*ratios):
+        return {"segments": [{"end": 1, "ratio": ratio} for ratio in ratios]}
+
+    rows = [
+        REFERENCE | segments(1, 1),
+        row("window", 1.9, 1.7, 2.1, **segments(1.1, 1.9)),
+        row("kvalign", 1.0, 0.98, 1.02, **segments(1.0, 1.1)),
+    ]
+    assert conclusions.by_size(rows, "recompute") == (
+        "As good as recompute at every C: kvalign with 0 sinks. Far above recompute: window with 0 "
+        "sinks (1.90 times)."
+    )
+    assert conclusions.by_size(rows[::2], None) == (
+        "Lowest at C = 32: recompute with 0 sinks (80.0)."
+    )
+    middling = [REFERENCE, row("window", 1.1, 0.9, 1.4)]
+    assert conclusions.by_size(middling, "recompute").startswith("1.10 times recompute's: none is")
+    assert conclusions.by_segment(rows[1:], "ratio") == (
+        "By the last segment these have climbed: window with 0 sinks (at C = 32 from 1.10 to 1.90)."
+        " The others grow by less than 20 %."
+    )
+    assert conclusions.by_segment(rows[2:], "ratio") == "No line climbs by 20 % or more."
+    slow, fast = row("recompute", seconds=9.0), row("kvalign", 1.02, seconds=2.0)
+    assert conclusions.by_time([slow, fast, row("window", 1.9, seconds=1.0)]) == (
+        "Lowest: recompute with 0 sinks at C = 32 (80.0 in 9 s). The fastest of those within 5 % "
+        "of it: kvalign with 0 sinks at C = 32 (81.6 in 2 s)."
+    )
+    assert conclusions.readable([written("window", 0.2), written("recompute", 0.9)]) == (
+        "Readable chunks: 90 % (recompute with 0 sinks) to 20 % (window with 0 sinks)."
+    )
+    few = [written("window", 0.4, 5), written("recompute", 0.6, 5)]
+    assert conclusions.readable(few).endswith(", too few to tell them apart.")
+
+
+def test_figures_in_words():
+    assert spread([1.234, 1.0], 2) == "1.00 to 1.23" and spread([1.001, 1.0], 2) == "1.00"
+    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c" and listed([]) == ""
+    assert (
+        in_words("kvalign (table), 0 sinks, 8 at once") == "kvalign (table) with 0 sinks, 8 at once"
+    )
+    low, high = share_interval(0.5, 10)  # Wilson's, by hand: 0.2366, 0.7634
+    assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
+    assert share_interval(0.0, 0) is None

@@ -1,0 +1,193 @@
+"""Two aligners of one kind, and two settings of one method, are two rows everywhere."""
+
+import json
+
+import pytest
+from helpers.methods import tables
+from helpers.tiny_models import tiny_model
+
+import kvalign.eval
+from kvalign import load_model
+from kvalign.eval.aligner_names import names_of
+from kvalign.eval.contents import panels, sections, summary
+from kvalign.eval.evaluation import SIZES
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.grid import make_grid, sizes_of
+from kvalign.eval.plots import styles_of
+from kvalign.eval.report import render
+from kvalign.eval.results_folder import Results, read
+from kvalign.eval.settings import ComparisonSettings
+from kvalign.eval.tables import label_of
+from kvalign.models import LoadedModel, spec_of
+
+SHORT = {
+    "perplexity": dict(num_tokens=40, reference="recompute"),
+    "latency": dict(num_trials=1, trial_len=2, reference="recompute"),
+    "readability": dict(max_new_tokens=12, no_repeat_ngram_sizes=0, num_prompts=2),
+    "streameval": dict(num_lines=10, distances=(0, 5)),
+    "chat": dict(num_turns=2, max_new_tokens=12),
+}
+NAMES = ["a-table", "b-table"]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A tiny model that reads the shipped tokenizer's tokens."""
+    model = tiny_model("gpt2", vocab_size=8192)
+    return LoadedModel(model, load_model("gpt2-mini").tokenizer, spec_of(model.config, "tiny"))
+
+
+@pytest.fixture
+def folders(loaded, tmp_path, monkeypatch):
+    """Two tables with other weights, in folders below the working one."""
+    monkeypatch.chdir(tmp_path)
+    for scale, name in enumerate(NAMES, 1):
+        tables(loaded.model, 0.2 * scale).save_pretrained(tmp_path / name)
+    return NAMES
+
+
+def run(name, loaded, **more):
+    """The document, as it is read from a file."""
+    settings = dict(methods=("kvalign", "recompute"), cache_sizes=(16, 20)) | SHORT[name]
+    return json.loads(
+        json.dumps(getattr(kvalign.eval, name)(loaded=loaded, **(settings | more)), default=float)
+    )
+
+
+def check_apart(name, document, labels, monkeypatch):
+    """Tables, means, the summary, plots, passages and the page have a row or a line for each."""
+    evaluation, drawn = EVALUATIONS[name], {}
+    results = Results({name: document})
+    monkeypatch.setattr(
+        "kvalign.eval.plots._draw_line", lambda axes, line: drawn.update({line.label: line.style})
+    )
+    contents = sections(results)
+    if drawn:
+        assert set(labels) <= set(drawn) and len(set(drawn.values())) == len(drawn)
+        assert len({(marker, dashes) for _, marker, dashes in drawn.values()}) == len(drawn)
+    shown = [*evaluation.tables(document), *summary(results)]
+    assert shown
+    for table in shown:
+        lines = [row[0].text for row in table.rows]
+        assert all(lines.count(label) >= 1 for label in labels), lines
+        if name != "streameval" or table not in evaluation.tables(document):
+            assert len(set(lines)) == len(lines)
+    for panel in panels(results):
+        assert len({passage.method for passage in panel.passages}) == len(panel.passages)
+        assert set(labels) <= {passage.label for passage in panel.passages}
+    monkeypatch.undo()
+    page = render(results, contents)
+    assert all(page.count(label) > 1 for label in labels)
+
+
+def test_each_evaluation_is_tried():
+    assert set(SHORT) == set(EVALUATIONS)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch):
+    document = run(name, loaded, aligner=folders)
+    ours = [row for row in document["rows"] if row["method"] == "kvalign"]
+    said = {tuple(row[n] for n in SIZES if n.startswith("aligner")) for row in ours}
+    assert {facts[:3] for facts in said} == {(one, "table", one) for one in folders}
+    revisions = [facts[3] for facts in said]
+    assert len(set(revisions)) == 2 and all(len(revision) == 12 for revision in revisions)
+    num_each = [sum(row["aligner"] == one for row in ours) for one in folders]
+    assert num_each[0] == num_each[1] and sum(num_each) == len(ours)
+    labels = [f"kvalign ({one}), 0 sinks" for one in folders]
+    check_apart(name, document, labels, monkeypatch)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatch):
+    settings = dict(aligner="a-table", num_evicted=("1", "8"), realign_every=(1, 8))
+    document = run(name, loaded, **settings)
+    labels = [
+        f"{method}, 0 sinks{several}"
+        for several in ("", ", 8 at once")
+        for method in ("kvalign (table)", "kvalign (table-every-8)", "recompute")
+    ]
+    check_apart(name, document, labels, monkeypatch)
+
+
+def test_figures_of_two_aligners_are_their_own(loaded, folders):
+    both = run("perplexity", loaded, aligner=folders)["rows"]
+    for folder in folders:
+        alone = run("perplexity", loaded, aligner=folder)["rows"]
+        assert [row["aligner"] for row in alone][:1] == ["table"]  # short where it is alone
+        mine = [row for row in both if row["aligner"] in (folder, None)]
+        assert [row["nll_nats"] for row in mine] == [row["nll_nats"] for row in alone]
+
+
+def test_what_is_asked_for_twice_is_one_row(loaded, folders):
+    settings = dict(methods=("kvalign", "kvalign"), cache_sizes=(16, 16), num_evicted=("1", "1"))
+    names = ("a-table", "./a-table", f"{folders[0]}/", "a-table")
+    methods = make_grid(ComparisonSettings(aligner=names, **settings), loaded.model)
+    assert [sizes_of(method)["aligner_path"] for method in methods] == ["a-table"]
+
+
+def test_shipped_aligners_keep_short_names_as_long_as_they_differ():
+    model = load_model("gpt2-mini").model
+    shipped = [f"kvalign-gpt2-mini-{end}" for end in ("table", "network", "network-tuned")]
+    for names, expected in (
+        (shipped[:2], ["table", "network"]),
+        (shipped, ["table", *shipped[1:]]),
+        (None, ["table-kl"]),
+    ):
+        settings = ComparisonSettings(methods="kvalign", aligner=names)
+        assert [method.aligner_name for method in make_grid(settings, model)] == expected
+
+
+def test_names_are_as_short_as_keeps_them_apart(loaded):
+    def row(path, label="table", revision="1", every=1):
+        facts = dict(aligner_label=label, aligner_path=path, aligner_revision=revision)
+        return {"method": "kvalign", "aligner": label, "realign_every": every, **facts}
+
+    def names(*rows):
+        return names_of(rows)
+
+    assert names(row("x/table"), row("y/table")) == ["x/table", "y/table"]
+    assert names(row("/a/x/t"), row("/b/x/t")) == ["a/x/t", "b/x/t"]
+    assert names(row("x"), row("x", revision="2")) == ["x@1", "x@2"]
+    assert names(row("x"), row("x", every=8)) == ["table", "table-every-8"]
+    assert names(row("x"), row(None, revision=None)) == ["x", "untrained table"]
+    assert names(row("x", "network"), row("y")) == ["network", "table"]
+    assert names(row("y/network"), row("z"), row("x", "network")) == ["y/network", "z", "x"]
+    old = {"method": "kvalign", "aligner": "table"}
+    assert names(old, row("x")) == ["table", "x"]
+    assert names({"method": "window", "aligner": None}) == [None]
+
+
+def test_summary_joins_rows_of_the_same_aligner_alone(loaded, folders, tmp_path):
+    """Two documents call two aligners `table`, a third has both; their figures stay apart."""
+    documents = {
+        "first": run("perplexity", loaded, aligner="a-table"),
+        "second": run("perplexity", loaded, aligner="b-table"),
+        "third": run("streameval", loaded, aligner=folders[::-1]),
+    }
+    assert {row["aligner"] for row in documents["second"]["rows"]} == {"table", None}
+    for name, document in documents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    for table in summary(read(tmp_path)):
+        lines = {row[0].text: row for row in table.rows}
+        assert set(lines) == {f"kvalign ({one}), 0 sinks" for one in folders} | {
+            "recompute, 0 sinks"
+        }
+        place = [column.title for column in table.columns].index("perplexity")
+        size = int(table.title.rpartition(" ")[2])
+        for name, folder in zip(("first", "second"), folders, strict=True):
+            rows = documents[name]["rows"]
+            (figure,) = (r["perplexity"] for r in rows if r["aligner"] and r["cache_size"] == size)
+            assert lines[f"kvalign ({folder}), 0 sinks"][place].text == f"{figure:.2f}"
+        assert all(entry.text for row in table.rows for entry in row)
+
+
+def test_a_line_has_one_style_in_all_panels_and_documents_of_before_have_theirs():
+    rows = [
+        {"method": "kvalign", "aligner": name, "num_sinks": 4, "num_evicted": 1}
+        for name in ("table", "table-every-8", "table-kl", "mine")
+    ]
+    colors = [style[0] for style in styles_of(rows).values()]
+    assert colors[0] == colors[1] and colors[2] != colors[0]
+    assert len(set(styles_of(rows).values())) == len(rows)
+    assert styles_of(rows)[label_of(rows[0])] == ("#009E73", "^", "-")

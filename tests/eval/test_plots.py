@@ -1,0 +1,74 @@
+"""Plots: ticks to read them by, whiskers, and strips in place of tangles."""
+
+import math
+
+import pytest
+from helpers.results_example import documents
+from matplotlib.colors import to_hex
+
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.heat import MAX_CELLS, draw_heat
+from kvalign.eval.plots import Series, draw, series, with_intervals
+
+STYLE = ("#000000", "o", "-")
+SIZES = dict(method="window", aligner=None, cache_size=32, num_sinks=0, num_evicted=1)
+
+
+@pytest.mark.parametrize(
+    "values", [[96.0, 98.0], [0.99, 1.01, 1.02], [50, 400], [3, 2000], [7.0, 7.0]]
+)
+@pytest.mark.parametrize("sizes", [[32], [32, 64], [32, 64, 128], [1, 2, 4.69], [12, 20]])
+def test_axes_have_three_ticks_at_least(values, sizes):
+    lines = [Series("window", STYLE, sizes, [value] * len(sizes)) for value in values]
+    axes = draw({"": lines}, x="x", y="y", doubling_x=True, log_y=True).axes[0]
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        ticks = [tick for tick in axis.get_ticklocs() if low * 0.999 <= tick <= high * 1.001]
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        assert 3 <= len(ticks) <= 13 and len(set(texts)) == len(texts)
+
+
+def test_whiskers_are_those_of_the_ratio_where_there_is_one():
+    row = SIZES | dict(perplexity=110.0, low=80.0, high=150.0)
+    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    assert (line.low, line.high) == ([80.0], [150.0])
+    row |= dict(ratio=1.1, ratio_low=1.05, ratio_high=1.2)
+    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    assert line.low == pytest.approx([105.0]) and line.high == pytest.approx([120.0])
+    row |= dict(ratio_low=0.0, ratio_high=math.inf)
+    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    assert (line.low, line.high) == ([110.0], [110.0])
+
+
+def test_perplexities_are_drawn_with_their_whiskers():
+    document = documents()["perplexity"]
+    figure, caption, conclusion = EVALUATIONS["perplexity"].figure(document)
+    assert len(figure.axes[0].containers) == 3  # error bars of each method
+    assert "bars: 95 % of the ratio to recompute's" in caption and conclusion
+
+
+def test_answers_are_a_strip_of_numbers_for_each_method():
+    answers = [SIZES | dict(readable=share) for share in (0.0, 0.5, 1.0)]
+    others = [one | dict(method="recompute") for one in answers]
+    axes = draw_heat({"model": answers + others}).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0", "50", "100"] * 2
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "window, 0 sinks",
+        "recompute, 0 sinks",
+    ]
+    assert len({to_hex(patch.get_facecolor()) for patch in axes.patches}) == 3
+
+
+def test_many_answers_are_put_together():
+    answers = [SIZES | dict(readable=number % 2) for number in range(80)]
+    axes = draw_heat({"model": answers}).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["40", "60"] * (MAX_CELLS // 2)
+    assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1-5", "6-10"]
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_every_plot_says_what_is_seen_in_it(name):
+    evaluation = EVALUATIONS[name]
+    chosen = {n: d for n, d in documents().items() if d["kind"] == f"eval {name}"}
+    plots = [plot for section in evaluation.sections(chosen) for plot in section.plots]
+    assert plots and all(plot.conclusion.endswith((".", "!")) for plot in plots)
