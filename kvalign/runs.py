@@ -7,11 +7,12 @@ was interrupted is told from one that is finished, and the same run goes on wher
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from kvalign.errors import ExistsError
+from kvalign.errors import ExistsError, Interrupted
 from kvalign.files import read_json, write_json
 
 State = Literal["new", "unfinished", "finished"]
@@ -80,6 +81,17 @@ class ResumableRun:
     def result(self) -> dict[str, Any]:
         """What `finish` wrote; empty if the run is unfinished."""
         return read_json(self.result_path) if self.result_path.exists() else {}
+
+
+@contextmanager
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C say what is kept, with which the same call goes on: `kept`, "" for nothing."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if about := kept():
+            raise Interrupted(about) from stop
+        raise
 
 
 def _first_difference(there: Any, here: Any, free: Collection[str], above: str = "") -> str:
