@@ -40,9 +40,12 @@ class Bar(tqdm):
         self.name, self.began, self.drawn_at = name, time.monotonic(), 0.0
         self._ended = Event()
         more: dict[str, Any] = {} if _in_notebook else {"delay": DELAY_S, "bar_format": _UNCOUNTED}
-        super().__init__(desc=name, miniters=1, smoothing=0.1, dynamic_ncols=True, **more)
+        super().__init__(
+            desc=f"{name}: starting", miniters=1, smoothing=0.1, dynamic_ncols=True, **more
+        )
         self.is_drawn = not (self.disable or _in_notebook)
-        self.is_line = self.is_drawn and not sys.stderr.isatty()
+        has_width = self.is_drawn and (self.ncols is None or self.ncols > 0)
+        self.is_line = self.is_drawn and not (has_width and sys.stderr.isatty())
         if self.is_line:
             self.sp = lambda line: print(line, file=sys.stderr, flush=True)
         if self.is_drawn:
@@ -56,7 +59,8 @@ class Bar(tqdm):
             self.last_print_t = time.time()  # the speed is that of what counts
         self.total, self.unit = (self.total or 0) + amount, f" {units}"
         self.unit_scale = self.total >= 10_000
-        self.bar_format = _LINE if self.is_line else None
+        if not self.is_line:
+            self.bar_format = None
 
     def update(self, amount: float | None = 1) -> bool | None:
         """Add to what is done."""
@@ -105,6 +109,8 @@ class Bar(tqdm):
                 with self.get_lock():
                     if not self._ended.is_set():
                         self.drawn_at = now
+                        if self.is_line and self.n > self.initial:
+                            self.bar_format = _LINE
                         if not super().update(0):  # which draws what has advanced
                             self.refresh(nolock=True)
 

@@ -98,10 +98,8 @@ def planned_rows(rows: RecordedRows, settings: NetworkSettings) -> int:
     num_batches, num_epochs = rows.num_batches(settings.devices), float(settings.max_epochs)
     if settings.max_steps:
         num_epochs = min(num_epochs, settings.max_steps / num_batches)
-    return (
-        int(num_epochs * num_train)
-        + (math.ceil(settings.vals_per_epoch * num_epochs) + 1) * num_val
-    )
+    num_vals = math.ceil(settings.vals_per_epoch * num_epochs) + 1
+    return int(num_epochs * num_train) + num_vals * num_val
 
 
 def best_weights(net: RealignNet, work_dir: Path) -> None:
@@ -174,15 +172,10 @@ class _Progress(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         progress.skip(trainer.global_step * trainer.world_size * self.batch_size)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, _m: Any, _o: Any, batch: Batch, _n: int
-    ) -> None:
-        progress.advance(trainer.world_size * len(batch.stale))
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
+        progress.advance(trainer.world_size * len(batch[0].stale))
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, _m: Any, _o: Any, batch: Batch, *_: Any
-    ) -> None:
-        progress.advance(trainer.world_size * len(batch.stale))
+    on_validation_batch_end = on_train_batch_end
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         progress.advance(0, val_loss=f"{trainer.callback_metrics['val_loss']:.3g}")

@@ -90,9 +90,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
 def _kept(out: Path) -> str:
     """What an interrupted sweep has."""
     num_trials = len(list((out / TRIALS).glob("*/last.ckpt")))
-    return (
-        f"{num_trials} trials are kept in {out}, as of their last validation" if num_trials else ""
-    )
+    return f"{num_trials} trials are kept in {out / TRIALS}" if num_trials else ""
 
 
 def base_settings(settings: TuneSettings) -> NetworkSettings:
