@@ -39,10 +39,10 @@ class Bar(tqdm):
     def __init__(self, name: str):
         self.name, self.began, self.drawn_at = name, time.monotonic(), 0.0
         self._ended = Event()
-        more: dict[str, Any] = {} if _in_notebook else {"delay": DELAY_S, "bar_format": _UNCOUNTED}
-        super().__init__(
-            desc=f"{name}: starting", miniters=1, smoothing=0.1, dynamic_ncols=True, **more
-        )
+        more: dict[str, Any] = {"desc": f"{name}: starting", "dynamic_ncols": True}
+        if not _in_notebook:
+            more |= {"delay": DELAY_S, "bar_format": _UNCOUNTED}
+        super().__init__(miniters=1, smoothing=0.1, **more)
         self.is_drawn = not (self.disable or _in_notebook)
         has_width = self.is_drawn and (self.ncols is None or self.ncols > 0)
         self.is_line = self.is_drawn and not (has_width and sys.stderr.isatty())
