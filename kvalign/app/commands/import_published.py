@@ -16,5 +16,5 @@ def run(settings: ImportPublishedSettings, as_json: bool) -> None:
         print(json.dumps({"out": str(settings.out), "sizes": config.sizes}))
         return
     print(f"{settings.out}: the authors' networks for {config.base_model}")
-    aligner = ["--aligner", settings.out]
-    say_next("generate", "--method", "kvalign", *of_model(config.base_model), *aligner)
+    of_base = of_model(config.base_model)
+    say_next("generate", "--method", "kvalign", *of_base, "--aligner", settings.out)

@@ -35,8 +35,8 @@ def run(settings: TuneSettings, as_json: bool) -> None:
     )
     say_written(settings.out)
     config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
-    aligner = ["--aligner", result["aligner"]]
-    say_next("generate", "--method", "kvalign", *of_model(config.base_model), *aligner)
+    of_base = of_model(config.base_model)
+    say_next("generate", "--method", "kvalign", *of_base, "--aligner", result["aligner"])
 
 
 def _text(name: str, value: object) -> str:
