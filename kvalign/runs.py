@@ -7,9 +7,11 @@ was interrupted is told from one that is finished, and the same run goes on wher
 """
 
 import json
+import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any, Literal
 
 from kvalign.errors import ExistsError, Interrupted
@@ -92,6 +94,33 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
         if about := kept():
             raise Interrupted(about) from stop
         raise
+
+
+@contextmanager
+def held_back() -> Iterator[Event]:
+    """Within it Ctrl-C and `kill` set the event and stop nothing: in the middle of a step they
+    would leave no state to keep. A second one stops at once.
+    """
+    interrupted, stops = Event(), (signal.SIGINT, signal.SIGTERM)
+    if current_thread() is not main_thread():
+        yield interrupted
+        return
+    before = {stop: signal.getsignal(stop) for stop in stops}
+
+    def restore() -> None:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+    def note(*_: object) -> None:
+        interrupted.set()
+        restore()
+
+    for stop in stops:
+        signal.signal(stop, note)
+    try:
+        yield interrupted
+    finally:
+        restore()
 
 
 def _first_difference(there: Any, here: Any, free: Collection[str], above: str = "") -> str:

@@ -27,7 +27,7 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
-from kvalign.runs import ResumableRun, keeping
+from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
@@ -87,7 +87,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
-    with keeping(run.kept):
+    with keeping(run.kept), held_back() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             ids = mix.batch(settings.seed, run.step, num_rows, run.row_len).to(settings.device)
@@ -95,8 +95,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
                 loss = loss_of(model, ids)
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
-            if time.monotonic() - run.saved_at > 60 * settings.save_minutes:
+            if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
                 run.save()
+            if interrupted.is_set():
+                raise KeyboardInterrupt
     if run.saved_at > started or run.seconds == 0:
         run.save()
     return _publish(settings, model, tokenizer, run)
