@@ -106,12 +106,12 @@ def test_a_table_keeps_nothing(folder):
 
 
 def test_perplexity_keeps_the_losses_of_finished_methods(folder):
-    command = PERPLEXITY + "400 --keep losses"
+    command = PERPLEXITY + "150 --keep losses"
     line = stopped(command, folder, "losses/[!.]*")
     num_kept = int(line.split("the losses of ")[1].split()[0])
     kept = f"the losses of {num_kept} methods and sizes are kept in losses"
     assert line == says(command, kept) and 1 <= num_kept < 4
-    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "400"))
+    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "150"))
     assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
 
 
