@@ -8,9 +8,9 @@ evicted is in a worker's memory.
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from pathlib import Path
 
-from tqdm.auto import tqdm
-
+from kvalign import progress
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
@@ -30,7 +30,7 @@ from kvalign.data_gen.workers import writer
 from kvalign.errors import UserError
 from kvalign.files import locked, read_checked, sha256
 from kvalign.models import LoadedModel, load_model
-from kvalign.runs import ResumableRun
+from kvalign.runs import ResumableRun, keeping
 from kvalign.settings import keywords_of
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _FREE = ("batch_size", "device")  # may change between the runs: they touch the 
 
 
 @keywords_of(RecordSettings)
+@progress.shown_as("gen-data")
 def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> Store:
     """Record stale and aligned keys and values of a corpus, or what is missing of them, in `out`.
 
@@ -74,6 +75,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     )
     if run.state() == "finished":
         return open_store(settings.folder)
+    progress.phase("reading")
     chunks = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
     first_chunks = list(islice(chunks, num_needed))
     if len(first_chunks) < num_needed:
@@ -84,7 +86,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"{needed_len} are needed for a chunk of --chunk-len {settings.chunk_len} in both "
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
-    with locked(settings.folder):
+    with locked(settings.folder), keeping(lambda: _kept(settings.folder)):
         if run.state() == "new":
             run.begin()
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))
@@ -109,9 +111,10 @@ def _record_shards(
     num_chunks, shards = 0, []
     total, shifts = num_expected * settings.chunk_len, config.settings.num_evicted
     with (
-        tqdm(total=total, unit="tok", unit_scale=True, desc="gen-data") as bar,
+        progress.shown_as("recording") as bar,
         writer(settings, loaded, bar.update) as write,
     ):
+        bar.expect(total, "tokens")
         for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
             expected = [expected_shard(settings.folder, config, shard_chunks, k) for k in shifts]
             shards += expected
@@ -121,12 +124,17 @@ def _record_shards(
             if missing:
                 write(shard_chunks, missing)
             else:
-                bar.initial += shard_chunks.ids.numel()  # no part of the speed
-                bar.update(shard_chunks.ids.numel())
+                bar.skip(shard_chunks.ids.numel())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
     return sorted(shards, key=lambda shard: (shard.split, shard.num_evicted, shard.path.name))
+
+
+def _kept(folder: Path) -> str:
+    """What an interrupted recording has."""
+    num_shards = len(list(folder.glob("[!.]*.safetensors")))
+    return f"{num_shards} shards are kept in {folder}" if num_shards else ""
 
 
 def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> bool:
@@ -138,6 +146,7 @@ def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> b
 
 
 def _manifest(shards: list[Shard], config: RecordingConfig) -> Manifest:
+    progress.phase("checksums")
     shifts, mse = config.settings.num_evicted, {kv: dict[int, float]() for kv in KV}
     for shift in shifts:
         of_shift = [shard for shard in shards if shard.num_evicted == shift]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign import checkpoints
+from kvalign import checkpoints, progress
 from kvalign.aligners import Aligner
 from kvalign.eval.aligner_names import names_of
 from kvalign.eval.evaluation import Row
@@ -136,11 +135,14 @@ def sizes_of(method: Method) -> Row:
     }
 
 
-def in_turn(methods: Sequence[Method], num_each: int, unit: str) -> Iterator[tuple[Method, tqdm]]:
+def in_turn(
+    methods: Sequence[Method], num_each: int, units: str
+) -> Iterator[tuple[Method, progress.Bar]]:
     """Each method, and the progress bar, which expects `num_each` units of work a method."""
-    with tqdm(total=len(methods) * num_each, unit=unit, smoothing=0.05) as bar:
+    with progress.shown_as("eval") as bar:
+        bar.expect(len(methods) * num_each, units)
         for method in methods:
-            bar.set_description(title_of(method))
+            bar.phase(title_of(method))
             yield method, bar
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvalign.eval.bare_step import BareStep
 from kvalign.eval.evaluation import Row
@@ -13,6 +12,7 @@ from kvalign.eval.peak_memory import peak_bytes
 from kvalign.eval.timed_generation import num_rounds, time_generation
 from kvalign.eval.timing import filling, time_first, time_steps
 from kvalign.methods.base import Method
+from kvalign.progress import Bar
 
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
@@ -28,7 +28,7 @@ def measure(
     prompts: list[Tensor],
     batch_size: int,
     settings: LatencySettings,
-    bar: tqdm,
+    bar: Bar,
 ) -> list[Row]:
     """A row for the bare step and one for each method, at one cache size and one batch size; `bar`
     counts turns.
@@ -67,7 +67,7 @@ def measure(
     ]
 
 
-def _peak_mb(method: Method, batch_size: int, seed: int, bar: tqdm) -> float | None:
+def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
     """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
     inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
 
@@ -78,5 +78,5 @@ def _peak_mb(method: Method, batch_size: int, seed: int, bar: tqdm) -> float | N
     method.reset()
     peak = peak_bytes(method.model.device, work)
     method.reset()
-    bar.update()
+    bar.update(1)
     return None if peak is None else peak / 1e6

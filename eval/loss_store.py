@@ -64,6 +64,12 @@ def write_losses(
     write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
 
 
+def about_kept(folder: Path | None) -> str:
+    """What a folder has for an interrupted run."""
+    num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
+    return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""
+
+
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     """What the losses of `method` on ids [1, N] depend on."""
     model = method.model

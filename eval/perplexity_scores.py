@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvalign import progress
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
@@ -26,6 +27,7 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
     Raises:
         UserError: it has fewer.
     """
+    progress.phase(f"reading {settings.corpus}")
     ids: list[int] = []
     largest, num_labels = max(settings.cache_sizes), settings.num_tokens
     num_ids = largest + 1 + num_labels
@@ -50,12 +52,12 @@ def score_methods(
     """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
-    for method, bar in in_turn(methods, num_labels, "label"):
+    for method, bar in in_turn(methods, num_labels, "labels"):
         scored = ids[:, : method.sizes.first_input_len + num_labels]
         labels, key = scored[0, -num_labels:], key_of(method, scored, settings.stepwise)
         if settings.keep and (kept := read_losses(settings.keep, key, labels)):
             nll, seconds = kept
-            bar.update(num_labels)
+            bar.skip(num_labels)
         else:
             start = time.perf_counter()
             nll = score_with(method, scored, bar.update)

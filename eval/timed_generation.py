@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvalign.errors import UserError
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.timing import clocked, filling, rounds, warm_up
 from kvalign.generation import stream_tokens
 from kvalign.methods.base import Method
+from kvalign.progress import Bar
 from kvalign.sampling import Sampling
 
 SAMPLING = Sampling(top_k=20)  # the paper's
@@ -27,7 +27,7 @@ def num_rounds(settings: LatencySettings) -> int:
 
 
 def time_generation(
-    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: tqdm
+    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Trial i goes on from prompts[i % len(prompts)], ids [B, T], by a first token and `generate`
     more; a turn is the first token or `trial_len` of the others.

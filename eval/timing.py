@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from kvalign.cache_layer import slack_of
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.grid import title_of
 from kvalign.methods.base import Method, Reencoding
+from kvalign.progress import Bar
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
@@ -37,7 +37,7 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 
 
 def time_first(
-    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: tqdm
+    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> list[np.ndarray]:
     """Seconds from an empty cache to the logits after a whole prompt, ids [B, T] each, of which
     trial i takes prompts[i % len(prompts)]: [num_trials] of each method.
@@ -53,7 +53,7 @@ def time_first(
 
 
 def time_steps(
-    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: tqdm
+    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
 ) -> list[np.ndarray]:
     """Seconds of each step of one token a stream, drawing left out: [num_steps] of each method.
 
@@ -93,14 +93,14 @@ def random_ids(
 
 
 def rounds(
-    methods: Sequence[Method], num_rounds: int, bar: tqdm, *seeds: int
+    methods: Sequence[Method], num_rounds: int, bar: Bar, *seeds: int
 ) -> Iterator[tuple[int, int]]:
     """Number of the round and index of the method whose turn it is; `bar` counts turns."""
     for number in range(num_rounds):
         for i in np.random.default_rng((*seeds, number)).permutation(len(methods)):
-            bar.set_description(title_of(methods[i]))
+            bar.phase(title_of(methods[i]))
             yield number, i
-            bar.update()
+            bar.update(1)
 
 
 def clocked(model: PreTrainedModel, work: Callable[..., object], *args: Any) -> float:

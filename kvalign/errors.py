@@ -17,5 +17,9 @@ class ExistsError(UserError, FileExistsError):
     """A file or a folder that would be overwritten."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Stopped by Ctrl-C: the message says what was kept, with which the same call goes on."""
+
+
 class RunError(RuntimeError):
     """Work that failed half-way for a reason that the message gives; what was finished is kept."""

@@ -20,7 +20,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from kvalign import checkpoints, hub
+from kvalign import checkpoints, hub, progress
 from kvalign.errors import UserError
 from kvalign.rope import Rotation
 
@@ -70,6 +70,7 @@ class LoadedModel:
     spec: ModelSpec
 
 
+@progress.shown_as("kvalign")
 def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
     """Load a causal LM of transformers with its tokenizer and spec.
 
@@ -80,6 +81,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     Raises:
         UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
     """
+    progress.phase(f"loading {name}")
     source = str(checkpoints.model_path(name) or name)
     check_device(device)
     local = {"local_files_only": os.path.isdir(source) or not hub.is_reachable()}

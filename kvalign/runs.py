@@ -7,11 +7,14 @@ was interrupted is told from one that is finished, and the same run goes on wher
 """
 
 import json
-from collections.abc import Callable, Collection
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any, Literal
 
-from kvalign.errors import ExistsError
+from kvalign.errors import ExistsError, Interrupted
 from kvalign.files import read_json, write_json
 
 State = Literal["new", "unfinished", "finished"]
@@ -80,6 +83,44 @@ class ResumableRun:
     def result(self) -> dict[str, Any]:
         """What `finish` wrote; empty if the run is unfinished."""
         return read_json(self.result_path) if self.result_path.exists() else {}
+
+
+@contextmanager
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C say what is kept, with which the same call goes on: `kept`, "" for nothing."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if about := kept():
+            raise Interrupted(about) from stop
+        raise
+
+
+@contextmanager
+def held_back() -> Iterator[Event]:
+    """Within it Ctrl-C and `kill` set the event and stop nothing: in the middle of a step they
+    would leave no state to keep. A second one stops at once.
+    """
+    interrupted, stops = Event(), (signal.SIGINT, signal.SIGTERM)
+    if current_thread() is not main_thread():
+        yield interrupted
+        return
+    before = {stop: signal.getsignal(stop) for stop in stops}
+
+    def restore() -> None:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+    def note(*_: object) -> None:
+        interrupted.set()
+        restore()
+
+    for stop in stops:
+        signal.signal(stop, note)
+    try:
+        yield interrupted
+    finally:
+        restore()
 
 
 def _first_difference(there: Any, here: Any, free: Collection[str], above: str = "") -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from tqdm.auto import tqdm
 
+from kvalign import progress
 from kvalign.aligners import AnchoredAligner
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.network_sizes import KV
@@ -19,7 +19,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.models import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
-from kvalign.training.streamed_steps import tune_networks
+from kvalign.training.streamed_steps import STEP_ENTRIES, tune_networks
 from kvalign.training.table_objectives import draw
 from kvalign.training.text_run import Text
 
@@ -34,6 +34,8 @@ def fit(
     """Fill the tables as `table_run.fit` does without tuning, then train the networks: on pairs
     with AdamW and linear decay, or through the model.
     """
+    step_tokens = 3 * CHUNKS * settings.chunk_len if settings.objective == "mse" else STEP_ENTRIES
+    progress.expect(settings.max_steps * step_tokens, "tokens")
     record = table_run.fit(aligner.table, replace(settings, objective="mse"), loaded, text)
     if settings.objective != "mse":
         return record | tune_networks(aligner, loaded.model, text, settings)
@@ -42,7 +44,8 @@ def fit(
     nets.requires_grad_(True)
     optimizer = torch.optim.AdamW(nets.parameters(), lr=settings.lr, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
-    for _ in tqdm(range(num_steps), desc="anchored", unit="step"):
+    progress.phase("networks")
+    for _ in range(num_steps):
         ids = text.rows(rng, CHUNKS, settings.chunk_len)
         shift = draw(rng, 1, settings.chunk_len - 2)
         whole, rest = positionless(loaded.model, ids), positionless(loaded.model, ids[:, shift:])
@@ -52,6 +55,7 @@ def fit(
         torch.stack(losses).sum().backward()
         optimizer.step()
         schedule.step()
+        progress.advance(step_tokens)
     nets.requires_grad_(False)
     return record | {"num_steps": num_steps}
 

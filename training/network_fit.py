@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from tqdm.auto import tqdm
 
+from kvalign import progress
 from kvalign.aligners import RealignNet
 from kvalign.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
@@ -92,6 +92,16 @@ def fit(
     return trainer
 
 
+def planned_rows(rows: RecordedRows, settings: NetworkSettings) -> int:
+    """Rows that a fit and `losses` afterwards go through at most, those of validation included."""
+    num_train, num_val = (sum(x.num_rows for x in rows.shards[s]) for s in ("train", "val"))
+    num_batches, num_epochs = rows.num_batches(settings.devices), float(settings.max_epochs)
+    if settings.max_steps:
+        num_epochs = min(num_epochs, settings.max_steps / num_batches)
+    num_vals = math.ceil(settings.vals_per_epoch * num_epochs) + 1
+    return int(num_epochs * num_train) + num_vals * num_val
+
+
 def best_weights(net: RealignNet, work_dir: Path) -> None:
     """Load the weights of the best validation report into `net`."""
     saved = torch.load(work_dir / BEST, map_location="cpu", weights_only=True)["state_dict"]
@@ -114,6 +124,7 @@ def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
         stale = mse_loss(batch.stale, batch.aligned)
         sums += len(batch.stale) * torch.stack([loss(net, batch), stale]).double()
         num_rows += len(batch.stale)
+        progress.advance(len(batch.stale))
     realigned, unchanged = (sums / num_rows).tolist()
     return realigned, unchanged
 
@@ -146,39 +157,28 @@ def _trainer(
             checkpoint(filename=Path(BEST).stem, monitor="val_loss"),
             checkpoint(filename=Path(LAST).stem, monitor=None),
             Timer(),
-            _Progress(rows.kv),
+            _Progress(rows.batch_size),
             *callbacks,
         ],
     )
 
 
 class _Progress(pl.Callback):
-    """A bar on stderr where that is a terminal."""
+    """Counts rows, those of validation among them."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, batch_size: int):
+        self.batch_size = batch_size
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.bar = tqdm(
-            total=int(trainer.estimated_stepping_batches),
-            initial=trainer.global_step,
-            desc=self.name,
-            unit="step",
-            disable=None if trainer.is_global_zero else True,
-        )
+        progress.skip(trainer.global_step * trainer.world_size * self.batch_size)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.bar.update()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
+        progress.advance(trainer.world_size * len(batch[0].stale))
+
+    on_validation_batch_end = on_train_batch_end
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.bar.set_postfix(val_loss=f"{trainer.callback_metrics['val_loss']:.3g}")
-
-    def on_train_end(self, *_: Any) -> None:
-        self.bar.close()
-
-    def on_exception(self, *_: Any) -> None:
-        if hasattr(self, "bar"):
-            self.bar.close()
+        progress.advance(0, val_loss=f"{trainer.callback_metrics['val_loss']:.3g}")
 
 
 @contextmanager

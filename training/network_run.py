@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
+from kvalign import progress
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
@@ -28,11 +29,11 @@ from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import MANIFEST, Store, newest_recording, open_store
 from kvalign.errors import ExistsError, UserError
 from kvalign.files import locked, read_checked, sha256
-from kvalign.runs import ResumableRun
+from kvalign.runs import ResumableRun, keeping
 from kvalign.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import OVERWRITE, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
-from kvalign.training.network_fit import best_weights, fit, losses
+from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
@@ -43,6 +44,12 @@ _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     """What `kvalign.training.train_network` does."""
+    # The processes of other devices are started by the one that shows the progress.
+    with nullcontext() if "LOCAL_RANK" in os.environ else progress.shown_as("train"):
+        return _train(settings)
+
+
+def _train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     out = settings.folder(NetworkAligner.kind)
@@ -51,6 +58,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         data = newest_recording(settings.model or DEFAULT_MODEL)
         print(f"recording: {data}", file=sys.stderr)
     settings = dataclasses.replace(settings, data=data)
+    progress.phase("checking the recording")
     store = open_store(data, verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
         raise UserError(f"--model is {settings.model}, and {data} was recorded of {recorded}")
@@ -66,14 +74,18 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     trained = aligner.config.training
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     # The processes of other devices are started by the one that holds the lock.
-    with nullcontext() if "LOCAL_RANK" in os.environ else locked(out):
+    lock = nullcontext() if "LOCAL_RANK" in os.environ else locked(out)
+    with lock, keeping(lambda: _kept(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}
+        left = {kv: planned_rows(rows[kv], settings) for kv in runs if not results[kv]}
+        progress.expect(sum(left.values()), "rows")
         for kv, run in runs.items():
             net = getattr(aligner, kv)
             if results[kv]:
                 best_weights(net, run.folder)
             else:
+                progress.phase(f"{kv} network")
                 trainer = fit(net, rows[kv], settings, run.folder)
                 if trainer.is_global_zero:
                     results[kv] = _result(settings, run, trainer, net, rows[kv])
@@ -124,6 +136,18 @@ def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> Resumab
     }
     config = {"settings": values, "data": describe_data(store)}
     return ResumableRun(out / "training" / kv, config, remedy=OVERWRITE)
+
+
+def _kept(runs: dict[str, ResumableRun]) -> str:
+    """What interrupted runs have."""
+    parts = []
+    for kv, run in runs.items():
+        if run.result():
+            parts.append(f"the {kv} network is trained")
+        elif (run.folder / LAST).exists():
+            parts.append(f"the {kv} network is kept as of its last validation")
+    folder = next(iter(runs.values())).folder.parent
+    return f"{' and '.join(parts)} in {folder}" if parts else ""
 
 
 def _in_aligner(

@@ -20,14 +20,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign import progress
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
-from kvalign.runs import ResumableRun
+from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
@@ -47,6 +47,7 @@ _FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "com
 
 
 @keywords_of(PretrainSettings)
+@progress.shown_as("pretrain")
 def pretrain(settings: PretrainSettings) -> dict[str, Any]:
     """Train a small language model from scratch, or go on training the one in `out`.
 
@@ -85,18 +86,21 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
     started = run.saved_at
-    with tqdm(total=run.num_steps, initial=run.step, unit="step", desc=settings.arch) as bar:
+    progress.expect(run.num_steps * run.tokens_a_step, "tokens")
+    progress.skip(run.step * run.tokens_a_step)
+    progress.phase("training")
+    with keeping(run.kept), held_back() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             ids = mix.batch(settings.seed, run.step, num_rows, run.row_len).to(settings.device)
             with torch.autocast(model.device.type, torch.bfloat16):
                 loss = loss_of(model, ids)
             run.update(loss)
-            bar.update()
-            if run.step % 20 == 0:
-                bar.set_postfix(loss=f"{run.smooth_loss:.3f}")
-            if time.monotonic() - run.saved_at > 60 * settings.save_minutes:
+            progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
+            if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
                 run.save()
+            if interrupted.is_set():
+                raise KeyboardInterrupt
     if run.saved_at > started or run.seconds == 0:
         run.save()
     return _publish(settings, model, tokenizer, run)
@@ -169,7 +173,7 @@ class Run:
         self.tokens_a_step = settings.batch_size * settings.context_len
         self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), 0
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in model.parameters() if p.ndim != 2 or id(p) in embeddings]
@@ -215,6 +219,13 @@ class Run:
             **{name: getattr(self, name) for name in _PROGRESS},
         }
         write_whole(self.path, lambda partial: torch.save(state, partial))
+        self.saved_step = self.step
+
+    def kept(self) -> str:
+        """What an interrupted run has."""
+        if not self.saved_step:
+            return ""
+        return f"{self.path} has step {self.saved_step} of {self.num_steps}"
 
     def restore(self) -> None:
         """Go on from the checkpoint, if there is one."""
@@ -226,6 +237,7 @@ class Run:
             optimizer.load_state_dict(saved)
         for name in _PROGRESS:
             setattr(self, name, state[name])
+        self.saved_step = self.step
         log.info("resumed at step %d", self.step)
 
 
@@ -239,6 +251,7 @@ def _publish(
     settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
+    progress.phase("saving")
     model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()
@@ -251,6 +264,7 @@ def _publish(
         "text_sha256": read_json(settings.out / "training" / _TEXTS),
     }
     if settings.eval_corpus:
+        progress.phase(f"evaluating on {settings.eval_corpus}")
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
     write_json(settings.out / "pretrain.json", facts)

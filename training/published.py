@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvalign import progress
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
 from kvalign.aligners.network_sizes import KV, SHARED_SIZES
 from kvalign.errors import NotFoundError, UserError
@@ -39,6 +40,7 @@ _NAMES |= {f"fc{i}.{part}": f"fc{i}.{part}" for i in (1, 2, 3) for part in ("wei
 
 
 @keywords_of(ImportPublishedSettings)
+@progress.shown_as("import-published")
 def import_published(
     settings: ImportPublishedSettings, *, loaded: LoadedModel | None = None
 ) -> AlignerConfig:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign import relative
+from kvalign import progress, relative
 from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.base import KeysValues
 from kvalign.cache import StreamingCache
@@ -54,20 +53,19 @@ def tune_networks(
     )
     largest = largest_cache(aligner, text.train)
     done = 0
-    with tqdm(total=num_steps, desc=objective, unit="step") as bar:
-        while done < num_steps:
-            size = draw(rng, min(SMALLEST_CACHE, largest), largest)
-            num_tokens = 2 * size + min(EPISODE, num_steps - done) + 1
-            ids = text.rows(rng, max(1, STEP_ENTRIES // size), num_tokens)
-            for loss in streamed_losses(objective, aligner, model, ids, size):
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
-                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                bar.update()
-                done += 1
+    progress.phase(objective)
+    while done < num_steps:
+        size = draw(rng, min(SMALLEST_CACHE, largest), largest)
+        num_tokens = 2 * size + min(EPISODE, num_steps - done) + 1
+        ids = text.rows(rng, max(1, STEP_ENTRIES // size), num_tokens)
+        for loss in streamed_losses(objective, aligner, model, ids, size):
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            progress.advance(STEP_ENTRIES, loss=f"{loss.item():.4f}")
+            done += 1
     nets.requires_grad_(False)
     val_after = validate(aligner, model, text, objective)
     if val_after >= val_before:
@@ -164,6 +162,7 @@ def loss_of(objective: str, model: PreTrainedModel, ids: Tensor, logits: Tensor)
 @torch.no_grad()
 def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
     """Mean loss on fixed rows, of a small, a middle and the largest cache."""
+    progress.phase("validating")
     losses, largest = [], largest_cache(aligner, text.val)
     for size in sorted({min(size, largest) for size in (32, 96, aligner.config.chunk_len - 1)}):
         row_len = 2 * size + VAL_STEPS + 1

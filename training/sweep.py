@@ -10,12 +10,13 @@ OUT/result.json        written last
 import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from kvalign.data_gen.store import open_store
 from kvalign.errors import RunError
 from kvalign.files import locked
-from kvalign.runs import ResumableRun, State
+from kvalign.runs import ResumableRun, State, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds.network import NetworkSettings, train_network
@@ -59,7 +60,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         print(f"{out} already holds this sweep, finished: nothing to do", file=sys.stderr)
         return run.result()
     base = base_settings(settings)
-    with locked(out):
+    with locked(out), keeping(lambda: _kept(out) if settings.resume else ""):
         if state == "new":
             for name in (TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
@@ -84,6 +85,12 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     counts = f"{len(trials)} trials in {out}, {result['num_stopped']} stopped early"
     print(f"{counts}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return result
+
+
+def _kept(out: Path) -> str:
+    """What an interrupted sweep has."""
+    num_trials = len(list((out / TRIALS).glob("*/last.ckpt")))
+    return f"{num_trials} trials are kept in {out / TRIALS}" if num_trials else ""
 
 
 def base_settings(settings: TuneSettings) -> NetworkSettings:

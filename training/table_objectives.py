@@ -10,7 +10,7 @@ there to `nll` is adaptation to the text.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrize
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from kvalign import relative
+from kvalign import progress, relative
 from kvalign.aligners import TableAligner
 from kvalign.cache import StreamingCache
 from kvalign.models import spec_of
@@ -35,6 +34,8 @@ STEP_TOKENS = 2048
 TEACHER_TOKENS = 4096  # re-encoded a step
 SMALLEST_CACHE = 16
 VAL_EVERY = 50  # steps
+# What a step takes, in tokens through the model: there and back, and those of the teacher.
+STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
@@ -67,26 +68,26 @@ def tune(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
     before = best = validate(aligner, model, text, loss)
-    best_weights = deepcopy(aligner.state_dict())
-    with tqdm(total=num_steps, desc=objective, unit="step") as bar:
-        for step in range(num_steps):
-            cache_size = draw(rng, SMALLEST_CACHE, largest)
-            several = torch.rand((), generator=rng) < 0.4
-            num_evicted = draw(rng, 1, cache_size // 2) if several else 1
-            row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
-            ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
-            sizes = CacheSizes(cache_size, 0, num_evicted)
-            with parametrize.cached():
-                optimizer.zero_grad()
-                _streamed(loss, model, sizes, realigner, ids, rng).backward()
-            optimizer.step()
-            schedule.step()
-            bar.update()
-            if (step + 1) % VAL_EVERY == 0 or step + 1 == num_steps:
-                val_loss = validate(aligner, model, text, loss)
-                bar.set_postfix(val=f"{val_loss:.4f}", before=f"{before:.4f}")
-                if val_loss < best:
-                    best, best_weights = val_loss, deepcopy(aligner.state_dict())
+    val_loss, best_weights = before, deepcopy(aligner.state_dict())
+    progress.phase(objective)
+    for step in range(num_steps):
+        cache_size = draw(rng, SMALLEST_CACHE, largest)
+        several = torch.rand((), generator=rng) < 0.4
+        num_evicted = draw(rng, 1, cache_size // 2) if several else 1
+        row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
+        ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
+        sizes = CacheSizes(cache_size, 0, num_evicted)
+        with parametrize.cached():
+            optimizer.zero_grad()
+            _streamed(loss, model, sizes, realigner, ids, rng).backward()
+        optimizer.step()
+        schedule.step()
+        progress.advance(STEP_COST[objective], val=f"{val_loss:.4f}", before=f"{before:.4f}")
+        if (step + 1) % VAL_EVERY == 0 or step + 1 == num_steps:
+            val_loss = validate(aligner, model, text, loss)
+            progress.phase(objective)
+            if val_loss < best:
+                best, best_weights = val_loss, deepcopy(aligner.state_dict())
     aligner.load_state_dict(best_weights)
     for name in TABLES:
         parametrize.remove_parametrizations(aligner, name)
@@ -127,8 +128,18 @@ def hat_functions(num_positions: int) -> Tensor:
 @torch.no_grad()
 def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Loss) -> float:
     """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
-    largest, rng = aligner.config.chunk_len - 1, torch.Generator().manual_seed(0)
-    losses = []
+    progress.phase("validating")
+    losses, rng = [], torch.Generator().manual_seed(0)
+    for cache_size, rows in _val_rows(aligner, text):
+        sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
+        losses.append(_streamed(loss, model, sizes, realigner, rows, rng).item())
+        progress.advance(rows.numel())
+    return sum(losses) / len(losses)
+
+
+def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]:
+    """Cache sizes, each with rows [B, N + 1] of one text."""
+    largest = aligner.config.chunk_len - 1
     for cache_size in sorted({min(size, largest) for size in (32, 96, largest)}):
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
         if row_len <= cache_size:
@@ -136,10 +147,19 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
-            rows = torch.stack([ids[s : s + row_len + 1] for s in starts])
-            sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
-            losses.append(_streamed(loss, model, sizes, realigner, rows, rng).item())
-    return sum(losses) / len(losses)
+            yield cache_size, torch.stack([ids[s : s + row_len + 1] for s in starts])
+
+
+def val_tokens(aligner: TableAligner, text: Text) -> int:
+    """What one `validate` counts for the progress."""
+    return sum(rows.numel() for _, rows in _val_rows(aligner, text))
+
+
+def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) -> int:
+    """What `tune` counts for the progress."""
+    num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
+    steps = settings.max_steps * STEP_COST[settings.objective]
+    return steps + num_vals * val_tokens(aligner, text)
 
 
 def _streamed(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from kvalign import progress
 from kvalign.aligners import Aligner, TableAligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
@@ -19,7 +19,7 @@ from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.projected import project_positions
-from kvalign.training.table_objectives import nll, tune, validate
+from kvalign.training.table_objectives import nll, tune, tuning_tokens, val_tokens, validate
 from kvalign.training.text_run import BATCH_SIZE, Text
 
 
@@ -40,6 +40,10 @@ def fit(
             f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "
             "attention does not go through transformers' registry; use mse"
         )
+    num_tokens = 2 * val_tokens(table, text) if in_segments else 0
+    num_tokens += text.chunks("train", chunk_len).numel() if settings.init == "means" else 0
+    num_tokens += tuning_tokens(table, text, settings) if trained else 0
+    progress.expect(num_tokens, "tokens")
     record: dict[str, Any] = (
         {"val_nll_stale": validate(table, model, text, nll)} if in_segments else {}
     )
@@ -80,11 +84,13 @@ def standardise(
     sums, squares = (
         {kv: torch.zeros(table.key.shape, dtype=torch.float64) for kv in kvs} for _ in range(2)
     )
-    for ids in tqdm(chunks.split(BATCH_SIZE), desc="means", unit="batch"):
+    progress.phase("means")
+    for ids in chunks.split(BATCH_SIZE):
         entries = dict(zip(KV, positionless(model, ids), strict=True))
         for kv in kvs:
             sums[kv] += entries[kv].sum(0, dtype=torch.float64).cpu()
             squares[kv] += entries[kv].square().sum(0, dtype=torch.float64).cpu()
+        progress.advance(ids.numel())
     for kv in kvs:
         means = sums[kv] / len(chunks)
         deviations = (squares[kv] / len(chunks) - means.square()).mean(-1).clamp(min=0).sqrt()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvalign import progress
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
 from kvalign.aligners.base import CONFIG, has_fingerprint
 from kvalign.aligners.network_sizes import KV
@@ -86,6 +87,7 @@ def read(
     return Text(train, val)
 
 
+@progress.shown_as("train")
 def train_on_text(
     kind: type[A], fit: Fit[A, S], settings: S, loaded: LoadedModel | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -135,6 +137,7 @@ def train_on_text(
             f"{settings.chunk_len}"
         )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
+    progress.phase(f"reading {', '.join(corpora)}")
     text = read(corpora, loaded.tokenizer, num_tokens, settings.chunk_len)
     torch.manual_seed(settings.seed)
     config = new_config(
@@ -152,8 +155,12 @@ def train_on_text(
     data |= {"text_sha256": text_sha256(corpora)}
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
+    chunks = text.chunks("val", settings.chunk_len)
+    progress.expect(2 * chunks.numel(), "tokens")
     record |= fit(aligner, settings, loaded, text)
-    errors = measure(aligner, model, text.chunks("val", settings.chunk_len))
+    progress.phase("measuring")
+    errors = measure(aligner, model, chunks)
+    progress.phase("saving")
     if "val_nll" in record:
         record["used"] = record["val_nll"] < record["val_nll_stale"]
     else:
@@ -202,6 +209,7 @@ def measure(aligner: Aligner, model: PreTrainedModel, chunks: Tensor) -> dict[st
                 realigned[i] += (moved[i] - clean[i][:, layer]).square().sum().cpu()
         for i in range(2):
             unchanged[i] += (stale[i] - clean[i]).square().sum().cpu()
+        progress.advance(2 * ids.numel())
     return {
         kv: {
             "val_loss": (realigned[i] / num_numbers).item(),

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from kvalign import progress
 from kvalign.data_gen.corpora import texts, token_pieces
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
@@ -74,6 +75,7 @@ def open_mix(
         name = hashlib.sha256(f"{spec} {fingerprint}".encode()).hexdigest()[:16]
         path = work_dir / f"{name}.npy"
         if not path.exists():
+            progress.phase(f"reading {spec}")
             pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
             write_whole(path, partial(np.save, arr=np.concatenate(pieces)))
         ids.append(np.load(path, mmap_mode="r"))
@@ -93,6 +95,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
         if not (folder / "tokenizer.json").exists():
             raise NotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
         return AutoTokenizer.from_pretrained(folder)
+    progress.phase("training a tokenizer")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

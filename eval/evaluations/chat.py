@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.eval.evaluation import Column, Document, Drawing
 from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.settings import keywords_of, option
@@ -34,6 +35,7 @@ class ChatSettings(WritingSettings):
 
 
 @keywords_of(ChatSettings)
+@progress.shown_as("eval chat")
 def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Feed the same turns to every method's one stream, and measure its answers.
 
@@ -57,7 +59,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     rows = []
-    for method, bar in in_turn(make_grid(settings, loaded.model), len(turns), "answer"):
+    for method, bar in in_turn(make_grid(settings, loaded.model), len(turns), "answers"):
         stream = TextStream(loaded.tokenizer, method, settings.sampling(stop_at_end=True))
         for number, turn in enumerate(turns):
             prompt_ids = turn_ids(loaded.tokenizer, turn, is_first=number == 0)
@@ -70,7 +72,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
                 | {"answer": number, "num_fed": num_fed}
                 | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
-            bar.update()
+            bar.update(1)
     more = {"turns": turns, "rule": rule.described, "word_list": words.about}
     return document("eval chat", settings, rows, started=started, **more)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import (
     FLOOR,
@@ -94,6 +95,7 @@ class LatencySettings(ComparisonSettings):
 
 
 @keywords_of(LatencySettings)
+@progress.shown_as("eval latency")
 def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure the bare step and every method at every cache size and batch size.
 
@@ -109,7 +111,6 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         UserError: a method that ends before so many tokens.
     """
     import torch
-    from tqdm.auto import tqdm
 
     from kvalign.eval.document import document
     from kvalign.eval.grid import make_grid
@@ -126,7 +127,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         if settings.compile:
             methods = [method.compile() for method in methods]
         rows: list[Row] = []
-        with tqdm(total=num_turns(settings, len(methods)), unit="turn", smoothing=0.05) as bar:
+        with progress.shown_as("timing") as bar:
+            bar.expect(num_turns(settings, len(methods)), "turns")
             for cache_size in dict.fromkeys(settings.cache_sizes):
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:

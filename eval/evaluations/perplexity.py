@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Section
 from kvalign.eval.settings import ComparisonSettings, check_plot
@@ -63,6 +64,7 @@ class PerplexitySettings(ComparisonSettings):
 
 
 @keywords_of(PerplexitySettings)
+@progress.shown_as("eval perplexity")
 def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Score every method at every cache size and number evicted.
 
@@ -76,13 +78,17 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """
     from kvalign.eval.document import document
     from kvalign.eval.grid import load, make_grid
+    from kvalign.eval.loss_store import about_kept
     from kvalign.eval.perplexity_hints import hint_at_wrong_text
     from kvalign.eval.perplexity_scores import read_ids, score_methods
+    from kvalign.runs import keeping
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
-    rows = score_methods(methods, read_ids(loaded, settings), settings)
+    ids = read_ids(loaded, settings)
+    with keeping(lambda: about_kept(settings.keep)):
+        rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
     result = document("eval perplexity", settings, rows, started=started)
     if settings.plot:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import (
     Column,
@@ -68,6 +69,7 @@ class ReadabilitySettings(WritingSettings):
 
 
 @keywords_of(ReadabilitySettings)
+@progress.shown_as("eval readability")
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method continue every prompt, and measure the passages; or measure texts. Writes a
     page if `out` names a folder for it.
@@ -113,7 +115,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     runs = list(itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts))))
     num_tokens = len(runs) * settings.max_new_tokens
     rows = []
-    for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "token"):
+    for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "tokens"):
         for ngram, number in runs:
             sampling = settings.sampling(no_repeat_ngram_size=ngram)
             stream = TextStream(loaded.tokenizer, method, sampling)

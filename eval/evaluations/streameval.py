@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
@@ -59,6 +60,7 @@ class StreamEvalSettings(ComparisonSettings):
 
 
 @keywords_of(StreamEvalSettings)
+@progress.shown_as("eval streameval")
 def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
     """Let every method read one stream a distance, and score its answers.
 
@@ -87,7 +89,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     num_all = sum(map(num_queries, streams))
     rows = [
         score(method, stream, bar.update)
-        for method, bar in in_turn(methods, num_all, "query")
+        for method, bar in in_turn(methods, num_all, "queries")
         for stream in streams
     ]
     return document("eval streameval", settings, rows, started=started)

@@ -1,20 +1,24 @@
 """The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
 
 Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed, by the machine's
-fault or ours; 2: something that the user can mend. An error is one line. Help answers at once: what
-is heavy is imported by the command that runs.
+fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `kill`. An error is
+one line. Help answers at once: what is heavy is imported by the command that runs.
 """
 
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvalign.app import catalogue
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
+from kvalign.app.next_steps import say_stopped
 from kvalign.errors import RunError, UserError
 
 _HELP = ("-h", "--help")
@@ -40,6 +44,20 @@ example:
 """
 
 
+@contextmanager
+def _kill_is_ctrl_c() -> Iterator[None]:
+    """Let `kill` end a command as Ctrl-C does: with a word on what is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_kill_is_ctrl_c()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
@@ -71,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
         return int(end.code or 0)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        say_stopped(name, stop, args)
         return 130
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()

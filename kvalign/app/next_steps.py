@@ -1,16 +1,41 @@
-"""What a command names at its end, on stderr: the one to go on with."""
+"""What a command says at its end, on stderr: the one to go on with."""
 
+import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvalign.errors import Interrupted
 from kvalign.settings import DEFAULT_MODEL
+
+# In the environment of a suite's cell, for which the run speaks.
+PART_OF_RUN = "KVALIGN_PART_OF_RUN"
 
 
 def say_next(*words: str | Path) -> None:
     """Name a command, by the words after `kvalign`."""
-    print("next:", shlex.join(["kvalign", *map(str, words)]), file=sys.stderr)
+    _say(f"next: {shlex.join(['kvalign', *map(str, words)])}")
+
+
+def say_written(*paths: Path | None) -> None:
+    """Name what was written beside what is printed."""
+    for path in filter(None, paths):
+        _say(f"wrote {path}")
+
+
+def say_stopped(name: str, stop: KeyboardInterrupt, args: Sequence[str]) -> None:
+    """Say what Ctrl-C left of a command, and how to go on with that."""
+    kept = "nothing was kept"
+    if isinstance(stop, Interrupted):
+        kept = f"{stop}; to go on: {shlex.join(['kvalign', *args])}"
+    below = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
+    _say(f"{below}kvalign {name}".rstrip() + f": interrupted; {kept}")
+
+
+def _say(line: str) -> None:
+    if PART_OF_RUN not in os.environ:
+        print(line, file=sys.stderr)
 
 
 def of_model(model: str) -> Iterable[str]:

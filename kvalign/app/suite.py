@@ -6,6 +6,7 @@ interrupted goes on with the next one, and `eval perplexity --keep` within its c
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.app.commands.eval_run import RunSettings
+from kvalign.app.next_steps import PART_OF_RUN
 from kvalign.app.suite_cells import Cell, parse_suite, read_suite
 from kvalign.errors import RunError, UserError
 from kvalign.eval.results_folder import PREPARED, SUITE_FILE
 from kvalign.files import locked, read_json, write_text
+from kvalign.runs import keeping
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
@@ -36,7 +39,7 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
-    with locked(settings.out):
+    with locked(settings.out), keeping(lambda: _kept(cells, settings.out)):
         write_text(path, text)
         _run(missing, settings)
     return {cell.name: "run" if cell in missing else "kept" for cell in cells}
@@ -45,15 +48,22 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
-    for cell in cells:
+    for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            print(f"== {cell.name}: {cell.command}", file=sys.stderr)
+            place = f"{number} of {len(cells)}"
+            print(f"== {place}, {cell.name}: {cell.command}", file=sys.stderr)
             keep(cell, settings.out, run_cell(cell.command, settings.out))
     if parallel:
         from kvalign.app.suite_on_ray import run_on_ray
 
         for cell, output in run_on_ray(parallel, settings):
             keep(cell, settings.out, output)
+
+
+def _kept(cells: list[Cell], out: Path) -> str:
+    """What an interrupted run has."""
+    num_kept = sum(is_finished(cell, out) for cell in cells)
+    return f"{num_kept} of {len(cells)} cells are kept in {out}"
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
@@ -78,7 +88,8 @@ def run_cell(command: str, out: Path) -> str:
     """
     words = [word.replace("{out}", str(out)) for word in shlex.split(command)]
     words = [sys.executable, "-m", *words, "--json"]
-    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8")
+    environment = {**os.environ, PART_OF_RUN: "1"}
+    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
     if done.returncode:
         command = shlex.join(words[2:])
         raise RunError(f"exit code {done.returncode} of {command}; finished cells are kept")

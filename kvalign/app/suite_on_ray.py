@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
+from kvalign import progress
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suite import run_cell
 from kvalign.app.suite_cells import Cell
@@ -26,13 +25,14 @@ def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell,
         )(_run)
         more = (str(Path.cwd()), settings.cpus_per_cell)
         waiting = {task.remote(cell.command, settings.out, *more): cell for cell in cells}
-        with tqdm(total=len(cells), unit="cell") as bar:
+        with progress.shown_as("eval run") as bar:
+            bar.expect(len(cells), "cells")
             while waiting:
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
                 output, error = ray.get(done)
                 if error:
                     raise RunError(error)
-                bar.update()
+                bar.update(1)
                 yield waiting.pop(done), output
 
 

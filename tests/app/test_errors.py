@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvalign.app.cli import main
-from kvalign.errors import ExistsError, NotFoundError, RunError, UserError
+from kvalign.errors import ExistsError, Interrupted, NotFoundError, RunError, UserError
 
 OURS = "a fault of ours, not yours"
 FULL = OSError(errno.ENOSPC, "No space left on device", "data/x.safetensors")
@@ -83,7 +83,11 @@ def test_debug_changes_nothing_that_goes_well(capfd):
 def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_path, capfd):
     fail(KeyboardInterrupt())
     assert main(["methods"]) == 130
-    assert capfd.readouterr().err == "\n"
+    assert capfd.readouterr().err == "kvalign methods: interrupted; nothing was kept\n"
+    fail(Interrupted("2 shards are kept"))
+    assert main(["methods", "--json"]) == 130
+    kept = "interrupted; 2 shards are kept; to go on: kvalign methods --json"
+    assert capfd.readouterr().err == f"kvalign methods: {kept}\n"
     monkeypatch.setattr("sys.stderr", (tmp_path / "stderr").open("w"))
     fail(BrokenPipeError())
     assert main(["methods"]) == 0

@@ -1,12 +1,14 @@
 """The reference models' recipe: resuming changes nothing, the result is a model like any other."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvalign.errors import Interrupted
 from kvalign.files import sha256
 from kvalign.models import load_model
 from kvalign.training import pretraining as recipe
@@ -63,6 +65,24 @@ def test_interrupted_run_ends_like_an_undisturbed_one(arch, text, tmp_path, monk
     again = pretrain(often)
     assert again["tokens_seen"] == facts["tokens_seen"] == 12 * 64
     assert again["bits_per_byte"] == facts["bits_per_byte"]
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+
+
+def test_ctrl_c_keeps_the_step_it_is_in(text, tmp_path, monkeypatch):
+    def stop_in_the_seventh(run, loss, update=recipe.Run.update):
+        if run.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        update(run, loss)
+
+    settings, handler = tiny(text, tmp_path / "parts"), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Run, "update", stop_in_the_seventh)
+        with pytest.raises(Interrupted, match="checkpoint.pt has step 7 of 12"):
+            pretrain(settings)
+    assert signal.getsignal(signal.SIGINT) is handler
+    pretrain(tiny(text, tmp_path / "whole"))
+    pretrain(settings)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 

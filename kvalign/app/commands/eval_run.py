@@ -41,6 +41,7 @@ def run(settings: RunSettings, as_json: bool) -> None:
     import json
     import sys
 
+    from kvalign.app.next_steps import say_next
     from kvalign.app.suite import run_suite
     from kvalign.eval import write_report
 
@@ -52,3 +53,4 @@ def run(settings: RunSettings, as_json: bool) -> None:
     num_kept = list(states.values()).count("kept")
     print(f"{len(states)} cells in {settings.out}, {num_kept} of them from before", file=sys.stderr)
     print(f"report: {page}")
+    say_next("report", settings.out, "--terminal")

@@ -3,7 +3,10 @@
 import json
 from typing import Any
 
+from kvalign.app.next_steps import say_written
 from kvalign.eval.evaluation import Evaluation
+
+_WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 
 
 class EvaluationCommand:
@@ -16,6 +19,7 @@ class EvaluationCommand:
     def run(self, settings: Any, as_json: bool) -> None:
         if as_json:
             print(json.dumps(self.evaluation.run(settings)))
-            return
-        settings = self.evaluation.prepared(settings)
-        self.evaluation.show(self.evaluation.run(settings), settings)
+        else:
+            settings = self.evaluation.prepared(settings)
+            self.evaluation.show(self.evaluation.run(settings), settings)
+        say_written(*(getattr(settings, name, None) for name in _WRITTEN))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +42,7 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from tqdm.auto import tqdm
-
+    from kvalign import progress
     from kvalign.app.standard_input import piped_text
 
     given = read_prompt(settings.prompt, settings.prompt_file)
@@ -50,17 +51,17 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         given = piped_text()
     prompt = given if given.strip() else PROMPT
     text_stream = settings.stream(loaded, prompt, settings.num_sinks)
-    if not as_json:
-        print(prompt, end="", flush=True)
-    bar = tqdm(total=len(text_stream.ids), desc="prompt", unit="token", delay=1, leave=False)
-    text_stream.method.on_tokens = bar.update
-    try:
-        for piece in text_stream:
-            bar.close()
+    pieces = iter(text_stream)
+    with suppress(KeyboardInterrupt):
+        with progress.shown_as("prompt") as bar:
+            bar.expect(len(text_stream.ids), "tokens")
+            text_stream.method.on_tokens = bar.update
+            first = next(pieces, "")
+        if not as_json:
+            print(prompt, end="", flush=True)
+        for piece in chain([first], pieces):
             if not as_json:
                 print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        bar.close()
     timing = text_stream.timing()
     if as_json:
         taken = {"method": text_stream.method.name, **asdict(text_stream.sampling)}

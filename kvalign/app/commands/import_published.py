@@ -8,6 +8,7 @@ SETTINGS = ImportPublishedSettings
 def run(settings: ImportPublishedSettings, as_json: bool) -> None:
     import json
 
+    from kvalign.app.next_steps import of_model, say_next
     from kvalign.training import import_published
 
     config = import_published(settings)
@@ -15,3 +16,5 @@ def run(settings: ImportPublishedSettings, as_json: bool) -> None:
         print(json.dumps({"out": str(settings.out), "sizes": config.sizes}))
         return
     print(f"{settings.out}: the authors' networks for {config.base_model}")
+    of_base = of_model(config.base_model)
+    say_next("generate", "--method", "kvalign", *of_base, "--aligner", settings.out)

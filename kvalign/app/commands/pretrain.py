@@ -9,6 +9,12 @@ SETTINGS = PretrainSettings
 def run(settings: PretrainSettings, as_json: bool) -> None:
     import json
 
+    from kvalign.app.next_steps import say_next, say_written
     from kvalign.training import pretrain
 
     print(json.dumps(pretrain(settings)))
+    say_written(settings.out)
+    if settings.arch == "gpt2":
+        say_next("train", "--aligner-kind", "table", "--model", settings.out)
+    else:
+        say_next("generate", "--method", "streaming-llm", "--model", settings.out)

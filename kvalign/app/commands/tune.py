@@ -1,5 +1,7 @@
 """`kvalign tune`: sweep the sizes and the learning rate of one network."""
 
+from pathlib import Path
+
 from kvalign.training.settings import TuneSettings
 
 SETTINGS = TuneSettings
@@ -9,7 +11,11 @@ _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 def run(settings: TuneSettings, as_json: bool) -> None:
     import json
 
+    from kvalign.aligners import AlignerConfig
+    from kvalign.aligners.base import CONFIG
+    from kvalign.app.next_steps import of_model, say_next, say_written
     from kvalign.console import Heading, print_table
+    from kvalign.files import read_checked
     from kvalign.training import tune_network
 
     result = tune_network(settings)
@@ -27,6 +33,10 @@ def run(settings: TuneSettings, as_json: bool) -> None:
         [Heading(name, is_number=name not in ("trial", "state")) for name in best],
         [[_text(name, value) for name, value in row.items()] for row in result["trials"]],
     )
+    say_written(settings.out)
+    config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
+    of_base = of_model(config.base_model)
+    say_next("generate", "--method", "kvalign", *of_base, "--aligner", result["aligner"])
 
 
 def _text(name: str, value: object) -> str:

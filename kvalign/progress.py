@@ -1,0 +1,164 @@
+"""Progress of what takes long, on stderr: one bar over the whole of it, and the phase it is in.
+
+`shown_as` opens the bar. What runs within says how much there is to do (`expect`), what is done of
+it (`advance`) and what is being done (`phase`), and need not know whether anybody is shown it. In a
+terminal or a notebook the bar is tqdm's; in a file, a pipe or CI it is a line every few seconds,
+later more rarely. What ends within a second shows nothing; what counts nothing shows its phase and
+the time. `TQDM_DISABLE=1` turns all of it off.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+from tqdm.asyncio import tqdm_asyncio
+from tqdm.auto import tqdm
+
+DELAY_S = 1.0
+LINE_S = 5.0  # from one line to the next, at least,
+LINE_SHARE = 0.01  # and this share of the time so far
+_UNCOUNTED = "{desc} [{elapsed}]"
+_LINE = (
+    "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}{unit}{postfix}, {rate_noinv_fmt}, "
+    "{elapsed} so far, {remaining} left"
+)
+_LAST_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}"
+_in_notebook = tqdm is not tqdm_asyncio
+
+
+class Bar(tqdm):
+    """The bar over one piece of work; it counts nothing until `expect` says how much there is.
+
+    A thread draws it, once a second or when the next line is due, and nothing else does: it is seen
+    to live where nothing advances, and what is timed is not disturbed. A notebook's draws itself.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.began, self.drawn_at = name, time.monotonic(), 0.0
+        self._ended = Event()
+        more: dict[str, Any] = {"desc": f"{name}: starting", "dynamic_ncols": True}
+        if not _in_notebook:
+            more |= {"delay": DELAY_S, "bar_format": _UNCOUNTED}
+        super().__init__(miniters=1, smoothing=0.1, **more)
+        self.is_drawn = not (self.disable or _in_notebook)
+        has_width = self.is_drawn and (self.ncols is None or self.ncols > 0)
+        self.is_line = self.is_drawn and not (has_width and sys.stderr.isatty())
+        if self.is_line:
+            self.sp = lambda line: print(line, file=sys.stderr, flush=True)
+        if self.is_drawn:
+            Thread(target=self._draw, daemon=True).start()
+
+    def expect(self, amount: int, units: str) -> None:
+        """Add to what is to be done, which has one unit."""
+        if self.disable:
+            return
+        if self.n == self.initial:
+            self.last_print_t = time.time()  # the speed is that of what counts
+        self.total, self.unit = (self.total or 0) + amount, f" {units}"
+        self.unit_scale = self.total >= 10_000
+        if not self.is_line:
+            self.bar_format = None
+
+    def update(self, amount: float | None = 1) -> bool | None:
+        """Add to what is done."""
+        if not self.is_drawn:
+            return super().update(amount)
+        self.n += amount or 0
+        return None
+
+    def skip(self, amount: int) -> None:
+        """Add what was done before, which is no part of the speed."""
+        if not self.disable:
+            self.initial += amount
+            self.last_print_n += amount
+        self.update(amount)
+
+    def phase(self, doing: str) -> None:
+        """Say what is being done."""
+        self.set_description_str(f"{self.name}: {doing}", refresh=False)
+
+    def note(self, **figures: str) -> None:
+        """Figures to show behind the count."""
+        self.set_postfix(figures, refresh=False)
+
+    def close(self) -> None:
+        """Leave it where it is; nothing of what counted nothing."""
+        self._ended.set()
+        if self.n == self.total:
+            self.desc = self.name
+        if self.is_drawn and not self.disable:
+            with self.get_lock():
+                if self.is_line:
+                    if self.drawn_at:
+                        self.bar_format = _LAST_LINE if self.total else _UNCOUNTED
+                        self.display()
+                    self.sp = None  # nothing to clear
+                elif self.drawn_at:
+                    self.leave = bool(self.total)
+                    self.last_print_t = time.time()
+        super().close()
+
+    def _draw(self) -> None:
+        while not self._ended.wait(DELAY_S):
+            now = time.monotonic()
+            wait = max(LINE_S, LINE_SHARE * (now - self.began)) if self.is_line else 0
+            if now - (self.drawn_at or self.began) >= wait:
+                with self.get_lock():
+                    if not self._ended.is_set():
+                        self.drawn_at = now
+                        if self.is_line and self.n > self.initial:
+                            self.bar_format = _LINE
+                        if not super().update(0):  # which draws what has advanced
+                            self.refresh(nolock=True)
+
+
+_bar: Bar | None = None
+
+
+@contextmanager
+def shown_as(name: str) -> Iterator[Bar]:
+    """A bar over what runs within; of one that is open already, a phase. It may stand above a
+    function.
+    """
+    global _bar
+    if _bar is not None:
+        _bar.phase(name)
+        yield _bar
+        return
+    _bar = Bar(name)
+    try:
+        yield _bar
+        if _bar.total:  # what was not needed of it is done, too
+            _bar.update(_bar.total - _bar.n)
+    finally:
+        _bar.close()
+        _bar = None
+
+
+def expect(amount: int, units: str) -> None:
+    """Add to what is to be done, as `Bar.expect`."""
+    if _bar is not None:
+        _bar.expect(amount, units)
+
+
+def advance(amount: int, **figures: str) -> None:
+    """Add to what is done; figures stand behind the count."""
+    if _bar is not None:
+        if figures:
+            _bar.note(**figures)
+        _bar.update(amount)
+
+
+def skip(amount: int) -> None:
+    """Add what was done before, as `Bar.skip`."""
+    if _bar is not None:
+        _bar.skip(amount)
+
+
+def phase(doing: str) -> None:
+    """Say what is being done."""
+    if _bar is not None:
+        _bar.phase(doing)

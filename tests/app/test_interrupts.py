@@ -1,0 +1,124 @@
+"""Ctrl-C in the middle of real commands: a line on what is kept, and the same command goes on to
+what it would have been.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+RECORD = "gen-data --num-tokens 6144 --shard-mb 4 --out {}"
+NETWORK = "train --data caches --target key --max-epochs 2 --out {}"
+TABLE = "train --aligner-kind table --num-tokens 60000 --out {}"
+PERPLEXITY = "eval perplexity --methods window,recompute --cache-sizes 16,200 --json --num-tokens "
+
+SUITE = """
+title: Two
+about: Two cells.
+cells:
+  - {name: short, command: eval perplexity --methods window --cache-sizes 16 --num-tokens 30}
+  - {name: long, command: eval perplexity --methods recompute --cache-sizes 200 --num-tokens 300}
+"""
+
+
+def start(command, folder):
+    """A command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvalign", *command.split()],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell in the background hands SIGINT down as ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def finished(command, folder):
+    """What a command prints that is left alone."""
+    process = start(command, folder)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
+def stopped(command, folder, when, by=signal.SIGINT):
+    """The last line of a command that is stopped once a file of that pattern is there."""
+    process = start(command, folder)
+    try:
+        while process.poll() is None and not list(folder.glob(when)):
+            time.sleep(0.02)
+        process.send_signal(by)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in err, err
+    return err.splitlines()[-1]
+
+
+def says(command, kept):
+    name = " ".join(word for word in command.split()[:2] if not word.startswith("-"))
+    return f"kvalign {name}: interrupted; {kept}; to go on: kvalign {command}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a recording in `caches`."""
+    folder = tmp_path_factory.mktemp("commands")
+    finished(RECORD.format("caches"), folder)
+    return folder
+
+
+def test_gen_data_keeps_shards(folder):
+    command = RECORD.format("stopped")
+    line = stopped(command, folder, "stopped/*-00001.safetensors", by=signal.SIGTERM)
+    num_shards = int(line.split("interrupted; ")[1].split()[0])
+    assert line == says(command, f"{num_shards} shards are kept in stopped") and num_shards > 0
+    finished(command, folder)
+    for path in (folder / "caches").glob("*.safetensors"):
+        assert path.read_bytes() == (folder / "stopped" / path.name).read_bytes()
+
+
+def test_a_network_goes_on_at_its_last_validation(folder):
+    whole, command = NETWORK.format("whole"), NETWORK.format("part")
+    line = stopped(command, folder, "part/training/key/last.ckpt")
+    kept = "the key network is kept as of its last validation in part/training"
+    assert line == says(command, kept)
+    finished(whole, folder)
+    finished(command, folder)
+    a, b = (load_file(folder / name / "model.safetensors") for name in ("whole", "part"))
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def test_a_table_keeps_nothing(folder):
+    with start(TABLE.format("table"), folder) as process:
+        while " tokens, " not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        *_, line = process.stderr
+    assert process.returncode == 130 and not (folder / "table").exists()
+    assert line == "kvalign train: interrupted; nothing was kept\n"
+
+
+def test_perplexity_keeps_the_losses_of_finished_methods(folder):
+    command = PERPLEXITY + "150 --keep losses"
+    line = stopped(command, folder, "losses/[!.]*")
+    num_kept = int(line.split("the losses of ")[1].split()[0])
+    kept = f"the losses of {num_kept} methods and sizes are kept in losses"
+    assert line == says(command, kept) and 1 <= num_kept < 4
+    on, anew = (json.loads(finished(c, folder)) for c in (command, PERPLEXITY + "150"))
+    assert [row["nll_nats"] for row in on["rows"]] == [row["nll_nats"] for row in anew["rows"]]
+
+
+def test_a_suite_keeps_finished_cells(folder):
+    (folder / "two.yaml").write_text(SUITE)
+    command = "eval run two.yaml --out results"
+    line = stopped(command, folder, "results/short.json")
+    assert line == says(command, "1 of 2 cells are kept in results")
+    assert finished(command, folder) == "report: results/report.html\n"
+    assert (folder / "results" / "long.json").exists()
