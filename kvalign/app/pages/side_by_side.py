@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvalign.app.pages.reread import Reread
+from kvalign.app.pages.shown_text import Piece, pieces
 from kvalign.errors import UserError
 from kvalign.eval.chunks import Chunk, chunks
 from kvalign.eval.rules import RULES
 from kvalign.methods import METHODS
 from kvalign.models import LoadedModel
+from kvalign.sampling import Sampling
 from kvalign.text_stream import TextStream, stream
 
 SHOWN_EVERY_S = 0.12
@@ -30,6 +33,8 @@ class View:
         chunks: those that are finished; while it writes, the last one of the text is not.
         num_tokens: tokens written.
         tokens_per_s: of its own steps after the first; 0: unknown yet.
+        perplexity: of what it has written, read again with nothing stale (`Reread`); None: unknown
+            yet.
         fill: entries that the next token finds.
         cache_size: entries that fit.
         num_evictions: times that `num_evicted` entries were dropped.
@@ -43,6 +48,7 @@ class View:
     chunks: list[Chunk]
     num_tokens: int
     tokens_per_s: float
+    perplexity: float | None
     fill: int
     cache_size: int
     num_evictions: int
@@ -56,6 +62,20 @@ class View:
             return None
         return sum(chunk.is_readable for chunk in self.chunks) / len(self.chunks)
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """The text as its reader expects it."""
+        return list(pieces(self.text, self.chunks))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A method that cannot stream with these settings, and why: one line."""
+
+    title: str
+    about: str
+    line: str
+
 
 def begin(
     loaded: LoadedModel,
@@ -67,8 +87,8 @@ def begin(
     aligner: str | None = None,
     seed: int = 0,
     **sampling: Any,
-) -> list[TextStream]:
-    """A stream of each method, fed with the prompt; nothing is computed yet.
+) -> list[TextStream | Refusal]:
+    """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
 
     Args:
         loaded: model and tokenizer.
@@ -80,7 +100,7 @@ def begin(
         sampling: as in `kvalign.stream`.
 
     Raises:
-        UserError: wrong settings, with the method that refuses them.
+        UserError: what is wrong for all of them.
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
@@ -88,9 +108,10 @@ def begin(
         raise UserError(f"the seed must be at least 0 and below 2^63, got {seed}")
     if not methods:
         raise UserError("no method is chosen: tick at least one")
-    streams = []
+    Sampling(seed=seed, **sampling)
+    streams: list[TextStream | Refusal] = []
     for name in methods:
-        is_fixed = "num_evicted" in METHODS.find(name).fixed
+        cls = METHODS.find(name)
         try:
             text_stream = stream(
                 loaded.model,
@@ -98,44 +119,62 @@ def begin(
                 prompt,
                 method=name,
                 cache_size=cache_size,
-                num_evicted=None if is_fixed else num_evicted,
-                aligner=aligner if METHODS.find(name).takes_aligner else None,
+                num_evicted=None if "num_evicted" in cls.fixed else num_evicted,
+                aligner=aligner if cls.takes_aligner else None,
                 seed=seed,
                 **sampling,
             )
         except UserError as error:
-            raise UserError(f"{name}: {error}") from error
-        streams.append(text_stream)
+            streams.append(Refusal(name, cls.about, str(error)))
+        else:
+            streams.append(text_stream)
     return streams
 
 
 def side_by_side(
-    streams: Sequence[TextStream], words: frozenset[str], shown_every_s: float = SHOWN_EVERY_S
-) -> Iterator[list[View]]:
+    streams: Sequence[TextStream | Refusal],
+    words: frozenset[str],
+    shown_every_s: float = SHOWN_EVERY_S,
+) -> Iterator[list[View | Refusal]]:
     """Run streams in turns and say now and then how they stand, at the beginning and at the end
     too. Closing the iterator ends the work.
 
     Args:
-        streams: fed with the prompt, not yet iterated.
+        streams: fed with the prompt, not yet iterated; what refused stays as it is.
         words: what the rule of readability takes for a word.
         shown_every_s: seconds between two views of them, at least; more where showing takes long.
     """
-    writing = {one: iter(one) for one in streams}
-    yield [_view(one, words, is_done=False) for one in streams]
+    writing = {one: iter(one) for one in streams if isinstance(one, TextStream)}
+    rereads = {
+        one: Reread(one.method.model, one.method.sizes.cache_size, len(one.ids)) for one in writing
+    }
+
+    def views() -> list[View | Refusal]:
+        return [
+            one
+            if isinstance(one, Refusal)
+            else _view(one, words, rereads[one].perplexity, one not in writing)
+            for one in streams
+        ]
+
+    yield views()
     shown_at, pause_s = time.perf_counter(), shown_every_s
     while writing:
-        for one, pieces in list(writing.items()):
-            if next(pieces, None) is None:
+        for one, text in list(writing.items()):
+            if next(text, None) is None:
                 del writing[one]
+            rereads[one].read(one.ids, is_done=one not in writing)
         start = time.perf_counter()
         if writing and start - shown_at >= pause_s:
-            yield [_view(one, words, one not in writing) for one in streams]
+            yield views()
             shown_at = time.perf_counter()
             pause_s = max(shown_every_s, WORK_PER_SHOWING * (shown_at - start))
-    yield [_view(one, words, is_done=True) for one in streams]
+    yield views()
 
 
-def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
+def _view(
+    stream: TextStream, words: frozenset[str], perplexity: float | None, is_done: bool
+) -> View:
     method, text, timing = stream.method, stream.text, stream.timing()
     all_chunks = chunks(text, words, RULES["paper"])
     return View(
@@ -145,6 +184,7 @@ def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
         chunks=all_chunks if is_done else all_chunks[:-1],
         num_tokens=len(stream.token_ids),
         tokens_per_s=1e3 / timing["ms_per_token"] if timing["ms_per_token"] else 0.0,
+        perplexity=perplexity,
         fill=method.fill,
         cache_size=method.sizes.cache_size,
         num_evictions=(stream.num_fed - method.fill) // method.sizes.num_evicted,
