@@ -157,15 +157,15 @@ class _Row:
         self.number, self.sampling, self.ends = number, sampling, eos_token_ids
         self.history, self.num_new, self.token = History(prompt), 0, -1
         self.processors = sampling.processors()
-        self.generator = torch.Generator(prompt.device).manual_seed(sampling.seed + number)
+        self.generator = sampling.generator(prompt.device, number)
 
     def choose(self, logits: Tensor) -> int:
         """The next token, of logits [1, V]."""
         scores = self.processors(self.history.ids, logits) if self.processors else logits
-        if self.sampling.top_k > 1:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
-        else:
+        if self.sampling.is_greedy:
             token = scores.argmax(-1)
+        else:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
         self.history.append(token)
         self.token, self.num_new = int(token), self.num_new + 1
         return self.token

@@ -1,78 +1,112 @@
 """How the next token of a stream is chosen."""
 
-from collections import defaultdict
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-import transformers
-from torch import Tensor
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
+from kvalign.settings import flag
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+# What a model's generation_config may say of it.
+OF_MODEL = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_new_tokens": ("at least 1", lambda x: x >= 1),
+    "temperature": ("at least 0", lambda x: x >= 0),
+    "top_k": ("at least 0", lambda x: x >= 0),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+    "repetition_penalty": ("above 0", lambda x: x > 0),
+    "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
+    "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen: penalties, then temperature, top_k, top_p and min_p, in the
+    order and with the names of transformers.
 
     Attributes:
         max_new_tokens: tokens after each input; None: without end.
-        top_k: draw from the k most likely; 1 is greedy.
+        do_sample: draw; False takes the most likely token, as temperature 0 and top_k 1 do.
         temperature: divides the logits.
+        top_k: draw from the k most likely; 0: from all.
+        top_p: draw from the fewest tokens whose probabilities add up to this; 1: from all.
+        min_p: draw from tokens of at least this times the most likely one's probability; 0: all.
+        repetition_penalty: above 1, what was there before is less likely: in the whole history,
+            prompt and evicted tokens included; 1 for off.
         no_repeat_ngram_size: over the whole history, 0 for off.
         stop_at_end: end at the model's end token.
-        seed: of the draws.
+        seed: of the draws; None becomes a random one, which is then read here.
     """
 
     max_new_tokens: int | None = None
-    top_k: int = 20
+    do_sample: bool = True
     temperature: float = 1.0
+    top_k: int = 20
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     stop_at_end: bool = False
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        low = {"max_new_tokens": 1, "top_k": 1, "no_repeat_ngram_size": 0}
-        for name, least in low.items():
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbelow(2**31))
+        for name, (needed, holds) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
-        if not self.temperature > 0:
-            raise UserError(f"temperature must be above 0, got {self.temperature}")
+            if value is not None and not holds(value):
+                raise UserError(f"{name} must be {needed}, got {value}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
     def processors(self) -> transformers.LogitsProcessorList:
         """Those of transformers, in its order, for one stream from its beginning."""
+        import transformers
+
+        from kvalign.processors import NoRepeatedNGrams, RepetitionPenalty
+
         processors = transformers.LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            processors.append(RepetitionPenalty(self.repetition_penalty))
         if self.no_repeat_ngram_size:
             processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
+        if self.is_greedy:
+            return processors
         if self.temperature != 1.0:
-            processors.append(transformers.TemperatureLogitsWarper(self.temperature))
-        if self.top_k > 1:
+            processors.append(transformers.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
             processors.append(transformers.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            processors.append(transformers.TopPLogitsWarper(float(self.top_p)))
+        if self.min_p:
+            processors.append(transformers.MinPLogitsWarper(float(self.min_p)))
         return processors
 
+    def generator(self, device: torch.device, row: int = 0) -> torch.Generator:
+        """The source of the draws: of row i of a batch, that of seed + i."""
+        import torch
 
-class NoRepeatedNGrams(transformers.LogitsProcessor):
-    """What `NoRepeatNGramLogitsProcessor` of transformers gives, for one endless stream: it reads
-    each token once, where that one reads the whole history for every new token.
-    """
+        assert self.seed is not None
+        return torch.Generator(device).manual_seed(self.seed + row)
 
-    def __init__(self, size: int):
-        self.size, self.num_read = size, 0
-        self.followers: list[defaultdict[tuple[int, ...], set[int]]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V] after ids [B, T], which go on those of the last call."""
-        if not self.followers:
-            self.followers = [defaultdict(set) for _ in input_ids]
-        before = self.size - 1
-        first = max(self.num_read - before, 0)
-        scores = scores.clone()
-        for i, followers in enumerate(self.followers):
-            ids = input_ids[i, first:].tolist()
-            for end in range(max(self.num_read - first, before), len(ids)):
-                followers[tuple(ids[end - before : end])].add(ids[end])
-            banned = followers.get(tuple(ids[len(ids) - before :])) if len(ids) >= before else None
-            if banned:
-                scores[i, torch.tensor(list(banned), device=scores.device)] = -torch.inf
-        self.num_read = input_ids.shape[1]
-        return scores
+    def in_flags(self) -> str:
+        """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
+        draws = ["temperature", "top_k", "top_p", "min_p"]
+        names = [*([] if self.is_greedy else draws), "repetition_penalty", "no_repeat_ngram_size"]
+        words = ["--no-do-sample"] if self.is_greedy else []
+        for name in names:
+            value = getattr(self, name)
+            if name == "top_k" or value != getattr(Sampling, name):
+                words.append(f"{flag(name)} {value:g}")
+        return " ".join(words if self.is_greedy else [*words, f"--seed {self.seed}"])

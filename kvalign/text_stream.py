@@ -49,7 +49,7 @@ class TextStream:
         check_fast(tokenizer)
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
         self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
-        self.generator = torch.Generator(method.model.device).manual_seed(sampling.seed)
+        self.generator = sampling.generator(method.model.device)
         self.ids: list[int] = []
         self.num_fed = 0
         self._is_whole = True
@@ -165,7 +165,7 @@ class TextStream:
             self.method,
             ids[:, self.num_fed :],
             processors=self.sampling.processors(),
-            do_sample=self.sampling.top_k > 1,
+            do_sample=not self.sampling.is_greedy,
             eos_token_ids=self.end_ids,
             generator=self.generator,
             before=ids[:, : self.num_fed] if self.num_fed else None,
@@ -207,8 +207,9 @@ def stream(
         prompt: text to continue; empty: `feed` the stream before iterating.
         method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
-        sampling: max_new_tokens, top_k, temperature, no_repeat_ngram_size, stop_at_end, seed: see
-            `Sampling`. Without max_new_tokens the stream has no end.
+        sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+            no_repeat_ngram_size, stop_at_end, seed: see `Sampling`. Without max_new_tokens the
+            stream has no end, without a seed it draws one: `stream.sampling.seed`.
 
     Raises:
         UserError: as in `make_method`, or a tokenizer that cannot stream.

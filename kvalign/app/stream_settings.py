@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvalign.errors import UserError
+from kvalign.sampling import Sampling
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
 from kvalign.sizes import num_evicted_of
 
@@ -38,15 +39,47 @@ class StreamSettings(ModelSettings):
         False, help="compile the step with torch.compile: slow to begin, faster from then on"
     )
     max_new_tokens: int = option(200, help="tokens to generate at most", at_least=1)
+    do_sample: bool = option(
+        Sampling.do_sample, help="draw each token; --no-do-sample takes the most likely one"
+    )
+    temperature: float = option(
+        Sampling.temperature,
+        help="divides the logits before drawing; 0 takes the most likely token",
+        at_least=0,
+    )
     top_k: int = option(
-        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+        Sampling.top_k,
+        help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all",
+        at_least=0,
     )
-    temperature: float = option(1.0, help="divides the logits before drawing", above=0)
+    top_p: float = option(
+        Sampling.top_p,
+        help="draw from the fewest tokens whose probabilities add up to this; 1: off",
+        above=0,
+        at_most=1,
+    )
+    min_p: float = option(
+        Sampling.min_p,
+        help="draw from tokens of at least this times the most likely one's probability; 0: off",
+        at_least=0,
+        at_most=1,
+    )
+    repetition_penalty: float = option(
+        Sampling.repetition_penalty,
+        help="above 1, tokens that were there before, evicted ones too, are less likely; 1: off",
+        above=0,
+    )
     no_repeat_ngram_size: int = option(
-        0, help="never repeat an n-gram of this size; 0: off", at_least=0
+        Sampling.no_repeat_ngram_size,
+        help="never repeat an n-gram of this size; 0: off",
+        at_least=0,
     )
-    stop_at_end: bool = option(False, help="stop at the model's end-of-text token")
-    seed: int = option(0, help="seed of the draws")
+    stop_at_end: bool = option(Sampling.stop_at_end, help="stop at the model's end-of-text token")
+    seed: int | None = option(
+        Sampling.seed,
+        help="seed of the draws (default: a random one, which is printed)",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +101,6 @@ class StreamSettings(ModelSettings):
         self, loaded: LoadedModel, prompt: str = "", num_sinks: int | None = None
     ) -> TextStream:
         """A new stream, as `kvalign.stream` makes it."""
-        from kvalign.sampling import Sampling
         from kvalign.text_stream import stream
 
         return stream(

@@ -66,8 +66,10 @@ WRONG = [
     (["generate", *PROMPT, "--method", "kv-align"], "did you mean kvalign?"),
     (["generate", *PROMPT, "--device", "warp"], "device 'warp' is not available"),
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
-    (["generate", *PROMPT, "--top-k", "0"], "--top-k must be at least 1, got 0"),
-    (["generate", *PROMPT, "--temperature", "0"], "--temperature must be above 0"),
+    (["generate", *PROMPT, "--top-k", "-1"], "--top-k must be at least 0, got -1"),
+    (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be at least 0, got -1"),
+    (["generate", *PROMPT, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
+    (["generate", *PROMPT, "--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
     (
         ["generate", *PROMPT, "--cache-size", "512", "--method", "window"],
         "at most 511 for gpt2-mini (its",

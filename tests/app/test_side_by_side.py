@@ -98,7 +98,7 @@ def test_closing_ends_the_work(gpt2, words):
         (dict(cache_size=300), "kvalign: cache_size must be at most 255"),
         (dict(num_evicted=25), "window: num_evicted must be between 1 and"),
         (dict(aligner="nowhere"), "kvalign: no aligner 'nowhere'"),
-        (dict(top_k=0), "top_k must be at least 1"),
+        (dict(top_k=-1), "top_k must be at least 0"),
     ],
 )
 def test_wrong_settings_are_one_line(gpt2, changes, expected):

@@ -34,7 +34,7 @@ def gpt2(loaded):
 
 
 def begin(loaded, prompt=PROMPT, **options):
-    options = dict(cache_size=24, max_new_tokens=60) | options
+    options = dict(cache_size=24, max_new_tokens=60, seed=0) | options
     return kvalign.stream(loaded.model, loaded.tokenizer, prompt, **options)
 
 
@@ -147,7 +147,7 @@ WRONG_FILES = {
     "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
     "wrong type": (lambda t, a: a.update(num_fed="9"), "num_fed: Input should be a valid integer"),
     "unknown sampling": (lambda t, a: a["sampling"].update(beams=2), "beams"),
-    "wrong sampling": (lambda t, a: a["sampling"].update(top_k=0), "top_k must be at least 1"),
+    "wrong sampling": (lambda t, a: a["sampling"].update(top_k=-1), "top_k must be at least 0"),
     "ids beyond": (lambda t, a: t.update(ids=t["ids"] + 10**6), "its ids must be below"),
     "ids of reals": (lambda t, a: t.update(ids=t["ids"].float()), "ids must be"),
     "no ids": (lambda t, a: t.pop("ids"), "ids"),
@@ -246,8 +246,12 @@ def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
 
 def test_wrong_settings_are_refused(gpt2):
     for wrong, message in (
-        (dict(top_k=0), "top_k must be at least 1"),
-        (dict(temperature=0.0), "temperature must be above 0"),
+        (dict(top_k=-1), "top_k must be at least 0"),
+        (dict(temperature=-1.0), "temperature must be at least 0"),
+        (dict(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
+        (dict(min_p=2.0), "min_p must be at least 0 and at most 1"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be above 0"),
+        (dict(seed=-1), "seed must be at least 0 and below 2\\^63, got -1"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

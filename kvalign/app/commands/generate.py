@@ -1,6 +1,6 @@
 """`kvalign generate`: stream text past the context length."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvalign.app.stream_settings import StreamSettings
@@ -57,13 +57,16 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         bar.close()
     timing = text_stream.timing()
     if as_json:
-        document = {"settings": settings.as_dict(), "prompt": prompt, "text": text_stream.text}
+        used = settings.as_dict() | asdict(text_stream.sampling)
+        document = {"settings": used, "prompt": prompt, "text": text_stream.text}
         print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
         print()
     print(
         "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
-        "ms/token".format(method=text_stream.method.title, **timing),
+        "ms/token; {sampling}".format(
+            method=text_stream.method.title, sampling=text_stream.sampling.in_flags(), **timing
+        ),
         file=sys.stderr,
     )
     if not as_json and prompt is not given:  # a first try
