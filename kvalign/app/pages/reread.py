@@ -30,9 +30,7 @@ class Reread:
 
     def __init__(self, model: PreTrainedModel, cache_size: int, first: int):
         self.step = max(1, cache_size // 4)
-        self._method = make_method(
-            "recompute", model, cache_size=cache_size, num_evicted=self.step
-        )
+        self._method = make_method("recompute", model, cache_size=cache_size, num_evicted=self.step)
         self._next = max(first, cache_size + 1)
         self._nll, self.num_read = 0.0, 0
 

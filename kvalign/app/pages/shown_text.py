@@ -7,17 +7,22 @@ headings. What is shown alone changes: a text is judged as it was written.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvalign.eval.chunks import Chunk
 
 UNKNOWN = "[…]"
 """What stands for a word that a corpus has as `<unk>`."""
 _MARKS = re.compile(r" ?@(?P<joined>[-,.])@ ?|(?P<unknown><unk>)")
-# Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one.
-_SPACES = re.compile(r" (?=[,.;:!?)\]%](?=\s|$)|['’](?:s|t|d|m|re|ve|ll)\b|n['’]t\b)|(?<=[(\[$£]) ")
+# Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one,
+# around the end of a line.
+_SPACES = re.compile(
+    r" (?=[,.;:!?)\]%](?=\s|$)|['\u2019](?:s|t|d|m|re|ve|ll)\b|n['\u2019]t\b)|(?<=[(\[$£]) "
+    r"| +(?=\n)|(?<=\n) +"
+)
 _IS_TOKENISED = re.compile(r"\w [,.](?=\s|$)")
 _HEADING = re.compile(
-    r"^(?P<opening>[ \t]*(?:=[ \t]?){1,4})(?P<title>[^=\s][^=\n]*?)(?P<closing>(?:[ \t]?=){1,4}[ \t]*)$",
+    r"^(?P<opening> *(?:= ?){1,4})(?=[^=\s])[^=\n]*?(?P<closing>(?: ?=){1,4} *)$",
     re.MULTILINE,
 )
 
@@ -43,7 +48,7 @@ def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
     edits = _edits(text)
     for first, end, kind in _kinds(len(text), chunks):
         cuts = sorted({first, end, *(cut for h in headings for cut in h if first < cut < end)})
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             shown = _edited(text, a, b, edits)
             if shown:
                 yield Piece(shown, kind, any(h[0] <= a < h[1] for h in headings))

@@ -85,7 +85,7 @@ def begin(
     cache_size: int,
     num_evicted: int,
     aligner: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     **sampling: Any,
 ) -> list[TextStream | Refusal]:
     """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
@@ -96,7 +96,7 @@ def begin(
         methods: keys of `METHODS`, which take their own default number of sinks.
         cache_size, aligner: as in `kvalign.make_method`.
         num_evicted: entries dropped at once, by methods that do not set it themselves.
-        seed: of the draws of each.
+        seed: of the draws of each; None: a random one, the same for all.
         sampling: as in `kvalign.stream`.
 
     Raises:
@@ -104,11 +104,9 @@ def begin(
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"the seed must be at least 0 and below 2^63, got {seed}")
     if not methods:
         raise UserError("no method is chosen: tick at least one")
-    Sampling(seed=seed, **sampling)
+    seed = Sampling(seed=seed, **sampling).seed
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
@@ -170,6 +168,20 @@ def side_by_side(
             shown_at = time.perf_counter()
             pause_s = max(shown_every_s, WORK_PER_SHOWING * (shown_at - start))
     yield views()
+
+
+def verdict(views: Sequence[View | Refusal]) -> str | None:
+    """The perplexities of finished texts in words, the lowest first; None with fewer than two."""
+    done = [one for one in views if isinstance(one, View) and one.is_done and one.perplexity]
+    first, *others = sorted(done, key=lambda one: one.perplexity or 0.0) or [None]
+    if first is None or not others:
+        return None
+    assert first.perplexity
+    times = [f"that of {one.title} {one.perplexity / first.perplexity:.1f} times" for one in others]
+    return (
+        f"Read again, the text of {first.title} surprises the model least (perplexity "
+        f"{first.perplexity:.1f}), {', '.join(times)} as much."
+    )
 
 
 def _view(
