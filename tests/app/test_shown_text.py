@@ -11,7 +11,12 @@ WIKITEXT = (
     " = Robert <unk> = \n \n = = Early life = = \n Robert 's two @-@ part 1 @,@ 000 @.@ 5 "
     "( in Rome ) . He did n't go ; it was = not = so . \n"
 )
-EXPECTED = "Robert […]\n\nEarly life\nRobert's two-part 1,000.5 (in Rome). He didn't go; it was = not = so.\n"
+EXPECTED = """\
+Robert […]
+
+Early life
+Robert's two-part 1,000.5 (in Rome). He didn't go; it was = not = so.
+"""
 
 
 def test_marks_are_undone_and_headings_are_headings():

@@ -73,7 +73,7 @@ def _edits(text: str) -> list[tuple[int, int, str]]:
     if _IS_TOKENISED.search(text):
         edits += [(*found.span(), "") for found in _SPACES.finditer(text)]
     apart: list[tuple[int, int, str]] = []
-    for edit in sorted(edits):
+    for edit in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
         if not apart or edit[0] >= apart[-1][1]:
             apart.append(edit)
     return apart
