@@ -43,14 +43,14 @@ class Piece:
 
 
 def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
-    """A text in pieces, cut at its chunks and at its headings."""
+    """A text in pieces, cut at its chunks and at its headings; the last one is its tail."""
     headings = [(found.start(), found.end()) for found in _HEADING.finditer(text)]
     edits = _edits(text)
     for first, end, kind in _kinds(len(text), chunks):
-        cuts = sorted({first, end, *(cut for h in headings for cut in h if first < cut < end)})
+        cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
         for a, b in pairwise(cuts):
             shown = _edited(text, a, b, edits)
-            if shown:
+            if shown or kind == "tail":
                 yield Piece(shown, kind, any(h[0] <= a < h[1] for h in headings))
 
 
