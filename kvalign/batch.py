@@ -56,7 +56,9 @@ def stream_batch(
 
     Raises:
         UserError: as in `kvalign.stream`, or an empty prompt.
+        KeywordError: an unknown setting, with the nearest one.
     """
+    settings = Sampling.of(stream_batch, sampling)
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
@@ -70,7 +72,6 @@ def stream_batch(
         aligner=aligner,
         compile=compile,
     )
-    settings = Sampling(**sampling)
     ends = end_ids(model.generation_config) if settings.stop_at_end else []
     decoders: dict[int, DecodeStream] = {}
 

@@ -5,6 +5,10 @@ class UserError(ValueError):
     """Something that the user can mend: what came, what was needed and what to do, in one line."""
 
 
+class KeywordError(UserError, TypeError):
+    """A keyword that a function does not have."""
+
+
 class NotFoundError(UserError, FileNotFoundError):
     """A file, a folder or a name that does not exist."""
 

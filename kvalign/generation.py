@@ -6,6 +6,7 @@
     )
 """
 
+import inspect
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kvalign.aligners import Aligner
 from kvalign.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.names import check_keywords, nearest
 
 
 @torch.no_grad()
@@ -120,6 +122,9 @@ def stream_generate(
         UserError: what streaming cannot do: beams, padding on the right, a cache already filled,
             dictionaries of scores.
     """
+    for name in model_kwargs.keys() - inspect.signature(model.forward).parameters.keys():
+        if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
+            check_keywords(stream_generate, [name])
     config = generation_config or model.generation_config
     _refuse(config, model_kwargs)
     streaming = make_method(

@@ -3,13 +3,13 @@
 Names can be listed, in help and at a shell's TAB, without importing what they stand for.
 """
 
-import difflib
 import importlib
 from collections import UserDict
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar, cast
 
 from kvalign.errors import UserError
+from kvalign.names import nearest
 
 T = TypeVar("T")
 
@@ -45,6 +45,6 @@ class Registry(UserDict[str, T], Generic[T]):
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The message for a name that is none: `unknown method 'x'; did you mean y? (known: y, z)`."""
     known = list(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    near = nearest(name, known)
+    hint = f"; did you mean {near}?" if near else ""
     return f"unknown {what} {name!r}{hint} (known: {', '.join(known)})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
+from kvalign.names import check_keywords
 from kvalign.settings import flag
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not holds(value):
                 raise UserError(f"{name} must be {needed}, got {value}")
+
+    @classmethod
+    def of(cls, function: Callable, keywords: Mapping[str, Any]) -> Sampling:
+        """What the keywords of a function say; KeywordError for one that is no sampling's."""
+        check_keywords(function, keywords, (field.name for field in fields(cls)))
+        return cls(**keywords)
 
     @property
     def is_greedy(self) -> bool:

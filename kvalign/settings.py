@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvalign.errors import UserError
+from kvalign.errors import KeywordError, UserError
+from kvalign.names import check_keywords
 
 DEFAULT_MODEL = "gpt2-mini"
 
@@ -154,6 +155,10 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
         def call(settings: S | None = None, /, **keywords: Any) -> Result:
             more = {p.name: keywords.pop(p.name) for p in more_parameters if p.name in keywords}
             if settings is None:
+                check_keywords(call, keywords)
+                for field in fields:
+                    if field.default is dataclasses.MISSING and field.name not in keywords:
+                        raise KeywordError(f"{function.__name__}() needs {field.name}=...")
                 settings = cls(**keywords)
             elif keywords or not isinstance(settings, cls):
                 given = ", ".join(keywords) or repr(settings)

@@ -213,8 +213,9 @@ def stream(
 
     Raises:
         UserError: as in `make_method`, or a tokenizer that cannot stream.
-        TypeError: an unknown setting.
+        KeywordError: an unknown setting, with the nearest one.
     """
+    settings = Sampling.of(stream, sampling)
     streaming = make_method(
         method,
         model,
@@ -225,7 +226,7 @@ def stream(
         aligner=aligner,
         compile=compile,
     )
-    text_stream = TextStream(tokenizer, streaming, Sampling(**sampling))
+    text_stream = TextStream(tokenizer, streaming, settings)
     if prompt:
         text_stream.feed(prompt)
     return text_stream
@@ -238,6 +239,7 @@ def load_stream(
     *,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
+    **sampling: Any,
 ) -> TextStream:
     """The stream that `TextStream.save` wrote, ready to be fed and iterated.
 
@@ -248,11 +250,15 @@ def load_stream(
         model, tokenizer: those that the stream was made with.
         aligner: that the stream was made with, if it was another than the shipped default.
         compile: as in `kvalign.make_method`.
+        sampling: what is chosen otherwise from here on, as in `kvalign.stream`; the rest is as
+            saved.
 
     Raises:
         NotFoundError: no such file.
         UserError: it is not a stream, or one of another model, precision or aligner.
+        KeywordError: an unknown setting, with the nearest one.
     """
+    Sampling.of(load_stream, sampling)
     saved, tensors = stream_file.read(Path(path))
     try:
         stream_file.check_fits(saved, tensors, model)
@@ -264,10 +270,10 @@ def load_stream(
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")
-        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling))
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
         state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
         method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
-        if saved.device == model.device.type:
+        if saved.device == model.device.type and sampling.get("seed") is None:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"cannot go on with the stream in {path}: {error}") from error

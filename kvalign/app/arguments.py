@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
+from kvalign.names import nearest
 from kvalign.settings import Settings, fields_of, flag, without_none
 
 S = TypeVar("S", bound=Settings)
@@ -74,7 +76,15 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        if (given := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
+            near := nearest(given[1].replace("-", "_"), self._names())
+        ):
+            message += f"; did you mean {flag(near)}?"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _names(self) -> list[str]:
+        """The flags, as names."""
+        return [name[2:].replace("-", "_") for name in self._option_string_actions]
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:

@@ -68,6 +68,8 @@ WRONG = [
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
     (["generate", *PROMPT, "--top-k", "-1"], "--top-k must be at least 0, got -1"),
     (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be at least 0, got -1"),
+    (["generate", *PROMPT, "--max-tokens", "5"], "--max-tokens 5; did you mean --max-new-tokens?"),
+    (["generate", *PROMPT, "--greedy"], "did you mean --no-do-sample?"),
     (["generate", *PROMPT, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
     (["generate", *PROMPT, "--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
     (

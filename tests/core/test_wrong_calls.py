@@ -49,6 +49,37 @@ CALLS = [
     (lambda m: make_method("kvalign", m.model, cache_size=256), "at most 255 with this aligner"),
     (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
     (lambda m: kvalign.stream(m.tokenizer, m.model, "It"), "causal LM of transformers, got Tok"),
+    (
+        lambda m: kvalign.stream(m.model, m.tokenizer, "It", max_tokens=5),
+        r"stream\(\) has no keyword 'max_tokens': did you mean max_new_tokens\?",
+    ),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", topk=5), "did you mean top_k"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", cache_len=5), "did you mean cache_size"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", q=5), "'q': it has model, tokenizer, "),
+    (
+        lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, ["It"], repeat_penalty=2.0)),
+        r"stream_batch\(\) has no .* did you mean repetition_penalty",
+    ),
+    (
+        lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, temp=2.0),
+        r"load_stream\(\) has no .* did you mean temperature",
+    ),
+    (
+        lambda m: stream_generate(m.model, PROMPT, cache_len=16),
+        r"stream_generate\(\) has no keyword 'cache_len': did you mean cache_size",
+    ),
+    (
+        lambda m: kvalign.eval.perplexity(model="gpt2-mini", cache_size=[32]),
+        r"perplexity\(\) has no keyword 'cache_size': did you mean cache_sizes",
+    ),
+    (
+        lambda m: kvalign.training.train_table(model="gpt2-mini", dataset="python-docs"),
+        r"train_table\(\) has no keyword 'dataset': did you mean corpus",
+    ),
+    (
+        lambda m: kvalign.training.import_published(model="gpt2-mini"),
+        r"import_published\(\) needs \w+=",
+    ),
     (lambda m: Aligner.from_pretrained("kvalign-gpt2-mini"), "no aligner 'kvalign-gpt2-mini'"),
     (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
     (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
