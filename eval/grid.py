@@ -1,6 +1,7 @@
 """The model of a comparison, and its methods: every one asked for, at every size."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,10 @@ from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
+from kvalign.methods.choice import lack_of_aligner, obstacles, trained_here
 from kvalign.models import LoadedModel, load_model
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ComparisonSettings)
 
@@ -34,12 +38,15 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size and number evicted; of `kvalign` one for each aligner, those
-    given in place of those that the settings name.
+    """Methods at every cache size and number evicted; of `kvalign` one for each aligner: those
+    given, or else those that the settings name, what ships, or what was trained here. Where there
+    is none, the default methods are those that need none.
 
     Raises:
         UserError: as `kvalign.make_method`.
     """
+    aligners = aligners or settings.aligner or _at_hand(settings, model)
+    left_out = set() if aligners else _left_out(settings, model)
     methods = [
         make_method(
             name,
@@ -49,18 +56,48 @@ def make_grid(
             num_evicted=num_evicted,
             realign_every=realign_every,
             aligner=aligner,
+            warn=False,
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
         for name in settings.methods
-        for aligner in (
-            (aligners or settings.aligner or (None,)) if METHODS[name].takes_aligner else (None,)
-        )
+        if (name, cache_size) not in left_out
+        for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
     ]
     # `discard-half` evicts what it does at any setting, and is wanted once.
     once = {(*sizes_of(m).values(), id(getattr(m, "aligner", None))): m for m in methods}
     return list(once.values())
+
+
+def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str] | None:
+    """What was trained here, where none ships and a method takes it; None: what ships, if any."""
+    takes_any = any(METHODS.find(name).takes_aligner for name in settings.methods)
+    if not takes_any or not lack_of_aligner(model):
+        return None
+    asked = "methods" in settings.changed()
+    trained = trained_here(model, settings.model, must_help=not asked)
+    if trained is None:
+        return None
+    log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
+    return (str(trained),)
+
+
+def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
+    """Which of the default methods lack an aligner at which cache sizes, unless asked for."""
+    if "methods" in settings.changed():
+        return set()
+    asked = getattr(settings, "reference", None)
+    lacking = {
+        (name, size): why
+        for size in settings.cache_sizes
+        for name, why in obstacles(model, cache_size=size).items()
+        if name in settings.methods and name != asked
+    }
+    for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
+        todo = "--aligner names another, kvalign train makes one"
+        log.warning("%s is left out: %s (%s)", name, why, todo)
+    return set(lacking)
 
 
 def sizes_of(method: Method) -> Row:

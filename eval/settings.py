@@ -17,11 +17,12 @@ class ComparisonSettings(ModelSettings):
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     methods: tuple[str, ...] = option(
         ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
-        help="methods, comma-separated",
+        help="methods, comma-separated; those of the default that lack an aligner are left out",
     )
     aligner: tuple[str, ...] | None = option(
         None,
-        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped)",
+        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped; "
+        "where none is, the newest in kvalign-data/MODEL)",
     )
     cache_sizes: tuple[int, ...] = option(
         (64,), help="entries the cache keeps, sinks included, comma-separated", at_least=1

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
 from kvalign.generation import History, end_ids
-from kvalign.methods import make_method
+from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
 from kvalign.text_stream import check_fast
@@ -27,7 +27,7 @@ def stream_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[str],
     *,
-    method: str = "kvalign",
+    method: str = AUTO,
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
-from kvalign.methods import make_method
+from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.names import check_keywords, nearest
 
@@ -95,7 +95,7 @@ def stream_generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
-    method: str = "kvalign",
+    method: str = AUTO,
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,

@@ -20,7 +20,7 @@ from kvalign import stream_file
 from kvalign.aligners import Aligner, embedding_fingerprint
 from kvalign.errors import RunError, UserError
 from kvalign.generation import end_ids, stream_tokens
-from kvalign.methods import METHODS, make_method
+from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
 from kvalign.stream_file import SavedStream
@@ -190,7 +190,7 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str = "",
     *,
-    method: str = "kvalign",
+    method: str = AUTO,
     cache_size: int = 128,
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,

@@ -1,22 +1,26 @@
 """Training an aligner on a model and text: all but the training itself, for any kind."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.aligners import Aligner, Move, new_config
+from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
+from kvalign.aligners.base import CONFIG, has_fingerprint
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import hub_datasets, text_sha256, token_pieces
 from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
+from kvalign.files import read_checked
 from kvalign.models import LoadedModel, load_model
 from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.settings import TextSettings
@@ -94,13 +98,16 @@ def train_on_text(
         (an aligner that does not help is saved untrained: it changes nothing), seconds, data.
 
     Raises:
-        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        ExistsError: `out` holds another aligner, and `overwrite` is not set.
         UserError: no such model, a corpus or a context that is too short.
     """
     if loaded is not None:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
     out = settings.folder(kind.kind)
-    check_free(out, settings.overwrite)
+    command = f"train --aligner-kind {kind.kind}"
+    done = _in_aligner(out, command, settings)
+    if done is None:
+        check_free(out, settings.overwrite)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if loaded is None:
@@ -108,6 +115,11 @@ def train_on_text(
         on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
         loaded = load_model(settings.model, "cuda" if on_gpu else "cpu")
     model, longest = loaded.model, loaded.spec.context_len
+    if done is not None:
+        if not has_fingerprint(model, done.embedding_fingerprint):  # the model was made anew
+            check_free(out, settings.overwrite)
+        print(f"{out} holds this already, finished: nothing to do", file=sys.stderr)
+        return {kv: done.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
             f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "
@@ -130,7 +142,7 @@ def train_on_text(
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
     data |= {"text_sha256": text_sha256(corpora)}
     start = time.perf_counter()
-    record = record_of(f"train --aligner-kind {kind.kind}", settings, data, model.device)
+    record = record_of(command, settings, data, model.device)
     record |= fit(aligner, settings, loaded, text)
     errors = measure(aligner, model, text.chunks("val", settings.chunk_len))
     if "val_nll" in record:
@@ -145,6 +157,20 @@ def train_on_text(
     aligner.config.training.update(results)
     save(aligner.cpu(), out)
     return results
+
+
+def _in_aligner(out: Path, command: str, settings: TextSettings) -> AlignerConfig | None:
+    """The config of the aligner in `out` if it was made by these settings, of the same texts."""
+    if settings.overwrite or not (out / CONFIG).exists():
+        return None
+    config = read_checked(AlignerConfig, out / CONFIG)
+    same = record_of(command, settings, {})["command"], text_sha256(settings.corpus)
+    made = [
+        (part.get("command"), part.get("data", {}).get("text_sha256"))
+        for part in map(config.training.get, settings.kvs)
+        if isinstance(part, dict)
+    ]
+    return config if made == [same] * len(settings.kvs) else None
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ imported.
 """
 
 import argparse
+import dataclasses
 import functools
 import re
 import typing
@@ -21,7 +22,7 @@ from kvalign.app.arguments import add_arguments
 from kvalign.app.catalogue import COMMANDS, Command
 from kvalign.app.listing import suites
 from kvalign.data_gen import corpora, prompts
-from kvalign.methods import METHODS
+from kvalign.methods import AUTO, METHODS
 
 Completer = Callable[..., Iterable[str]]
 
@@ -51,14 +52,15 @@ def parser() -> argparse.ArgumentParser:
         )
         for action, field, hint in arguments.values():
             if hint is not bool:
-                completer = _completer(field.name, field.metadata["choices"], hint)
-                action.completer = completer  # type: ignore[attr-defined]
+                action.completer = _completer(field, hint)  # type: ignore[attr-defined]
     return root
 
 
-def _completer(name: str, choices: tuple[str, ...] | None, hint: typing.Any) -> Completer:
+def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
     """What may be given for a field. One idea has one name in all commands, so the name tells."""
-    names = choices or _names().get(name)
+    names = field.metadata["choices"] or _names().get(field.name)
+    if field.name == "method" and field.default == AUTO:
+        names = (AUTO, *METHODS)
     if names:
         return _listed(names) if typing.get_origin(hint) is tuple else _named(names)
     return FilesCompleter() if hint is Path else ChoicesCompleter({})

@@ -122,14 +122,16 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
 
 
 def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
+    from kvalign import stream_file
     from kvalign.text_stream import load_stream
 
     assert settings.state is not None
+    has_aligner = stream_file.read(settings.state)[0].aligner is not None
     stream = load_stream(
         settings.state,
         loaded.model,
         loaded.tokenizer,
-        aligner=settings.aligner,
+        aligner=settings.aligner_for(loaded) if has_aligner else settings.aligner,
         compile=settings.compile,
     )
     saved = asdict(stream.sampling) | asdict(stream.method.sizes)

@@ -50,10 +50,11 @@ def architectures() -> list[Row]:
 
 
 def methods() -> list[Row]:
-    """The registry of methods."""
-    from kvalign.methods import METHODS
+    """`auto`, which is the default, and the registry of methods."""
+    from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
 
-    return [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
+    rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
+    return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
 
 
 def aligners() -> list[Row]:

@@ -6,14 +6,12 @@ import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvalign.errors import UserError
+from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.sampling import Sampling
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
 from kvalign.sizes import num_evicted_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvalign.models import LoadedModel
     from kvalign.text_stream import TextStream
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 class StreamSettings(ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
-    method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
+    method: str = option(AUTO, help="streaming method, by kvalign methods; auto: what fits the model")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
@@ -91,58 +89,52 @@ class StreamSettings(ModelSettings):
         Raises:
             UserError: an unknown method, said before anything is loaded, or no such model.
         """
-        from kvalign.methods import METHODS
         from kvalign.models import load_model
 
-        METHODS.find(self.method)
+        check_name(self.method)
         return load_model(self.model, self.device, self.dtype)
 
     def stream(
         self, loaded: LoadedModel, prompt: str = "", num_sinks: int | None = None
     ) -> TextStream:
-        """A new stream, as `kvalign.stream` makes it."""
+        """A new stream, as `kvalign.stream` makes it; what `auto` takes is said on stderr."""
+        from kvalign.methods.choice import choose
         from kvalign.text_stream import stream
 
+        method, aligner = self.method, self.aligner_for(loaded)
+        if method == AUTO:
+            choice = choose(loaded.model, cache_size=self.cache_size, aligner=aligner)
+            method = choice.method
+            if aligner == self.aligner:  # else it is said already what was trained here
+                print(f"method {method}: {choice.why} (--method names another)", file=sys.stderr)
         return stream(
             loaded.model,
             loaded.tokenizer,
             prompt,
-            method=self.method,
+            method=method,
             cache_size=self.cache_size,
             num_sinks=num_sinks,
             num_evicted=self.num_evicted,
             realign_every=self.realign_every,
-            aligner=self._aligner(),
+            aligner=aligner,
             compile=self.compile,
             **{field.name: getattr(self, field.name) for field in fields(Sampling)},
         )
 
-    def trained_here(self) -> Path | None:
-        """The folder of the aligner that was trained last for the model, of those in its folder
-        (`kvalign.folders`); None where there is none, or the method takes none.
+    def aligner_for(self, loaded: LoadedModel) -> str | None:
+        """The aligner to take: what is named, else None for what ships, else what was trained here;
+        what was is said on stderr.
         """
-        from kvalign.aligners import AlignerConfig
-        from kvalign.aligners.base import CONFIG
-        from kvalign.files import read_checked
-        from kvalign.folders import newest_first
-        from kvalign.methods import METHODS
-
-        if not METHODS.find(self.method).takes_aligner:
-            return None
-        for path in newest_first(self.model, CONFIG):
-            try:
-                if read_checked(AlignerConfig, path).base_model == self.model:
-                    return path.parent
-            except UserError:  # a recording's, or another program's
-                continue
-        return None
-
-    def _aligner(self) -> str | None:
-        """The aligner to take: what is named, else what ships, else what was trained here."""
         from kvalign import checkpoints
+        from kvalign.methods.choice import trained_here
 
-        if self.aligner is not None or (trained := self.trained_here()) is None:
+        if self.aligner is not None:
             return self.aligner
+        if self.method != AUTO and not METHODS.find(self.method).takes_aligner:
+            return None
+        trained = trained_here(loaded.model, self.model, must_help=self.method == AUTO)
+        if trained is None:
+            return None
         shipped = checkpoints.default_aligner(self.model)
         if shipped is None:
             print(

@@ -51,7 +51,8 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     Args:
         text: as `kvalign.eval.suite_file` reads it.
         name: of the suite, for messages.
-        override: flags that replace those of the cells which know them.
+        override: flags that replace those of the cells which know them; with another --model a cell
+            loses the aligners that it names.
         variables: NAME=VALUE of the suite's variables that change.
 
     Raises:
@@ -100,7 +101,10 @@ def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tupl
     """A command, checked, with those of the new flags that it knows, and all that it knows."""
     command, words = catalogue.find(words)
     known = command.settings_for(words).flags()
-    flags = _flags(words) | {flag: values for flag, values in new.items() if flag in known}
+    of_cell = _flags(words)
+    if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
+        of_cell.pop("--aligner", None)  # of another model
+    flags = of_cell | {flag: values for flag, values in new.items() if flag in known}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
     return settings.command_line(command.name), known

@@ -4,12 +4,13 @@ registry.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
-from kvalign.registry import Registry
+from kvalign.registry import Registry, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +34,19 @@ METHODS: Registry[type[Method]] = Registry(
 )
 """Method classes by the name that the command line knows them by."""
 
+AUTO = "auto"
+"""In place of a name, and the default: the method that fits the model."""
+AUTO_ABOUT = (
+    "the default: kvalign where an aligner is at hand; without, streaming-llm on rotary and ALiBi "
+    "positions, discard-half on learned ones"
+)
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless it is the name of a method, or `auto`."""
+    if name != AUTO and name not in METHODS:
+        raise UserError(unknown("method", name, [AUTO, *METHODS]))
+
 
 def make_method(
     name: str,
@@ -44,11 +58,14 @@ def make_method(
     realign_every: int | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
+    warn: bool = True,
 ) -> Method:
     """Make a method ready to stream; everything that can be wrong is said here, before any work.
 
     Args:
-        name: key of `METHODS`.
+        name: key of `METHODS`; or `auto`, which takes `kvalign` with the aligner that is given or
+            ships, else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned
+            ones, and logs which.
         model: a causal LM of transformers.
         cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and
             num_evicted may be `"half"`, of what follows the sinks.
@@ -56,6 +73,8 @@ def make_method(
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
         compile: compile the step of a full cache (`Method.compile`).
+        warn: log, once, that a method leaves entries stale on learned positions; False where
+            methods are compared on purpose.
 
     Raises:
         UserError: unknown method, sizes that do not fit, no aligner, or another model's.
@@ -66,7 +85,13 @@ def make_method(
             f"the model must be a causal LM of transformers, got {type(model).__name__}: "
             "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
         )
-    cls = METHODS.find(name)
+    from kvalign.methods.choice import choose, warn_if_stale
+
+    check_name(name)
+    if name == AUTO:
+        name, why = dataclasses.astuple(choose(model, cache_size=cache_size, aligner=aligner))
+        log.info("auto takes %s: %s", name, why)
+    cls = METHODS[name]
     asked: dict[str, Any] = {
         "num_sinks": num_sinks,
         "num_evicted": num_evicted,
@@ -85,6 +110,8 @@ def make_method(
         if aligner is not None:
             log.warning("%s takes no aligner: the one given has no effect", name)
         method = cls(model, cls.sizes_for(cache_size, **asked))
+    if warn:
+        warn_if_stale(method)
     return method.compile() if compile else method
 
 
@@ -92,7 +119,7 @@ def make_cache(
     model: PreTrainedModel,
     *,
     cache_size: int,
-    method: str = "kvalign",
+    method: str = AUTO,
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
@@ -105,13 +132,16 @@ def make_cache(
         model: a causal LM of transformers.
         cache_size: entries stored between steps. The first input may have one more; feed a longer
             one in parts that fit, or let `kvalign.stream_tokens` do it.
-        method: one that keeps entries and moves them: kvalign, streaming-llm or window.
+        method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
+            first of them that fits the model.
         num_sinks, num_evicted, realign_every, aligner: as in `make_method`.
 
     Raises:
-        UserError: as in `make_method`, or a method without such a cache.
+        UserError: as in `make_method`, or a method without such a cache; auto on learned positions
+            without an aligner.
     """
     from kvalign.methods.base import Cached
+    from kvalign.methods.choice import lack_of_aligner
 
     streaming = make_method(
         method,
@@ -123,6 +153,12 @@ def make_cache(
         aligner=aligner,
     )
     if not isinstance(streaming, Cached):
+        if method == AUTO:
+            raise UserError(
+                f"no cache stays right on {_described(model)}: {lack_of_aligner(model, cache_size)}; "
+                "train one (kvalign train --model) and name its folder as aligner, or name "
+                "streaming-llm as method, which leaves entries stale"
+            )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
         raise UserError(
             f"{method} {streaming.about}: it has no streaming cache (these have one: "
@@ -134,17 +170,22 @@ def make_cache(
 def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
     from kvalign import checkpoints
     from kvalign.aligners import Aligner
-    from kvalign.models import spec_of
+    from kvalign.methods.choice import choose
 
     if isinstance(aligner, Aligner):
         return aligner
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
-        spec = spec_of(model.config)
-        without = "discard-half" if spec.family == "learned" else "streaming-llm"
         raise UserError(
-            f"no aligner ships for {spec.name or 'this model'} ({spec.family} positions): take "
-            f"method {without}, which needs none, or train one (kvalign train --aligner-kind "
-            "table) and name its folder as aligner"
+            f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
+            "needs none, or train one (kvalign train --model) and name its folder as aligner"
         )
     return Aligner.from_pretrained(name)
+
+
+def _described(model: PreTrainedModel) -> str:
+    """`gpt2 (learned positions)`."""
+    from kvalign.models import spec_of
+
+    spec = spec_of(model.config)
+    return f"{spec.name or 'this model'} ({spec.family} positions)"

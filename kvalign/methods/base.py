@@ -80,6 +80,11 @@ class Method(ABC):
         return f"{self.name} ({self.aligner_name})" if self.aligner_name else self.name
 
     @property
+    def goes_stale(self) -> bool:
+        """Whether entries that stay after an eviction are wrong where they are then."""
+        return False
+
+    @property
     def tokens_left(self) -> int | None:
         """Tokens that can still be fed; None: endless."""
         return None
@@ -178,6 +183,10 @@ class Cached(Method):
     @abstractmethod
     def realigner(self) -> Realigner | None:
         """What keeps entries right for their positions."""
+
+    @property
+    def goes_stale(self) -> bool:
+        return self.spec.family == "learned" and self.cache.realigner is None
 
     @property
     def fill(self) -> int:

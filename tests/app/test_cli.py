@@ -136,7 +136,7 @@ WRONG = [
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
     (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "lower --chunk-len or name"),
-    (["train", "--out", "a"], "no finished recording of gpt2-mini in kvalign-data/gpt2-mini"),
+    (["train", "--devices", "1"], "no finished recording of gpt2-mini in kvalign-data/gpt2-mini"),
     (["train", "--data", "nowhere", "--out", "a"], "nowhere"),
     (["train", "--data", ".", "--out", "a"], "no recorded data in ."),
     (["train", "--out", "a", "--data", "d", "--objective", "kl"], "is for --aligner-kind table"),

@@ -17,7 +17,7 @@ from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.completion import _names, complete
 from kvalign.app.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
-from kvalign.methods import METHODS
+from kvalign.methods import AUTO, METHODS
 from kvalign.settings import fields_of, flag
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
@@ -31,7 +31,8 @@ LINES = [
     ("kvalign gen", {"generate", "gen-data"}),
     ("kvalign eval ", EVALS),
     ("kvalign eval str", {"streameval"}),
-    ("kvalign generate --method ", set(METHODS)),
+    ("kvalign generate --method ", {AUTO, *METHODS}),
+    ("kvalign lanes --method ", set(METHODS)),
     ("kvalign generate --method kv", {"kvalign"}),
     ("kvalign generate --method=kv", {"kvalign"}),
     ("kvalign generate --model ", set(checkpoints.MODELS)),

@@ -114,7 +114,9 @@ def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
 
 def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_path):
     shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
-    kvalign("generate --model you/mine", code=2)
+    kvalign("generate --model you/mine --method kvalign", code=2)
+    printed = kvalign("generate --model you/mine --max-new-tokens 5")
+    assert "method discard-half: learned positions, and no aligner ships" in printed.err
     assert says_next(kvalign("gen-data --model you/mine")) == [
         "next: kvalign train --target key --model you/mine"
     ]
@@ -136,12 +138,12 @@ def test_train_takes_the_newest_finished_recording_of_the_model(kvalign, tmp_pat
     shutil.copytree(folder.with_name("newest"), tmp_path / "kvalign-data/llama-mini/stray")
     printed = kvalign("train --target key --max-steps 2")
     assert "recording: kvalign-data/gpt2-mini/newest\n" in printed.err
-    assert "no finished recording of llama-mini" in kvalign("train --model llama-mini", code=2).err
+    assert "no finished recording of llama-mini" in kvalign("train --target value --model llama-mini", code=2).err
 
 
 REFUSED = {
     "train --target key": "make one with kvalign gen-data, or",
-    "train --model llama-mini": "make one with kvalign gen-data --model llama-mini, or",
+    "train --target both --model llama-mini": "make one with kvalign gen-data --model llama-mini, or",
     "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
     "train --target key --data data --lr 0.1": "already holds a trained key network",
     "train --data data --model llama-mini": "data was recorded of gpt2-mini",
@@ -160,13 +162,15 @@ def test_what_is_refused_is_one_line(kvalign, tmp_path):
         assert printed.out == ""
 
 
-def test_tables_have_a_folder_of_their_own(kvalign, tmp_path):
-    printed = kvalign("train --aligner-kind table --num-tokens 2600")
+def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
+    printed = kvalign("train --num-tokens 2600")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out
     (line,) = says_next(printed)
     assert line.endswith("--aligner kvalign-data/gpt2-mini/table")
     assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
-    assert "already holds an aligner" in kvalign("train --aligner-kind table", code=2).err
+    again = kvalign("train --num-tokens 2600 --aligner-kind table")
+    assert again.out == printed.out and "holds this already, finished" in again.err
+    assert "already holds an aligner" in kvalign("train", code=2).err
 
 
 @pytest.fixture

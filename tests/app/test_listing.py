@@ -12,7 +12,7 @@ from kvalign.app import listing
 from kvalign.app.cli import main
 from kvalign.data_gen import corpora
 from kvalign.data_gen.hub_dataset import HUB
-from kvalign.methods import METHODS
+from kvalign.methods import AUTO, METHODS
 from kvalign.models import FAMILIES, spec_of
 
 COMMANDS = {
@@ -37,7 +37,9 @@ def names(rows):
 def test_lists_are_the_registries():
     assert names(listing.models()) == list(checkpoints.MODELS)
     assert {row["architecture"]: row["positions"] for row in listing.architectures()} == FAMILIES
-    assert {row["name"]: row["about"] for row in listing.methods()} == {
+    default, *methods = listing.methods()
+    assert default["name"] == AUTO and "the default" in default["about"]
+    assert {row["name"]: row["about"] for row in methods} == {
         name: cls.about for name, cls in METHODS.items()
     }
     assert names(listing.aligners()) == list(checkpoints.ALIGNERS)

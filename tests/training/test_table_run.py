@@ -147,7 +147,9 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert printed == aligner.config.training
     assert printed["key"]["ratio"] < 1 and printed["key"]["used"]
     assert f"--aligner-kind {kind}" in (tmp_path / "aligner/README.md").read_text()
-    assert main(train) == 2
+    assert main(train) == 0
+    assert "holds this already, finished: nothing to do" in capfd.readouterr().err
+    assert main([*train, "--num-tokens", "5900"]) == 2
     assert "already holds an aligner" in capfd.readouterr().err
     argv = ["generate", "--prompt", "The", "--cache-size", "40", "--max-new-tokens", "60"]
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0

@@ -28,4 +28,5 @@ def run(settings: ConversationSettings, as_json: bool) -> None:
                 file=sys.stderr,
             )
     if as_json:
-        print(json.dumps({"settings": settings.as_dict(), "answers": answers}))
+        taken = settings.as_dict() | {"method": stream.method.name}
+        print(json.dumps({"settings": taken, "answers": answers}))

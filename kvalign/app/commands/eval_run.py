@@ -21,7 +21,9 @@ class RunSettings(Settings):
     suite: str = option(help="name of a suite, or a .yaml file", positional=True)
     out: Path = option(help="folder for results and report; finished cells in it are kept")
     override: str = option(
-        "", help='flags that replace those of the cells which have them, as "--device cuda"'
+        "",
+        help='flags that replace those of the cells which have them, as "--device cuda"; a cell that '
+        "gets another --model loses the aligners that it names",
     )
     variables: str = option(
         "", help='the suite\'s variables that change, as "corpus=text:mine.txt num_labels=500"'

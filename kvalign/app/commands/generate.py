@@ -1,11 +1,17 @@
 """`kvalign generate`: stream text past the context length."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvalign.app.stream_settings import StreamSettings
 from kvalign.errors import UserError
 from kvalign.settings import NUM_SINKS, option
+
+if TYPE_CHECKING:
+    from kvalign.models import LoadedModel
 
 PROMPT = "The history of the island"
 
@@ -57,7 +63,8 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         bar.close()
     timing = text_stream.timing()
     if as_json:
-        used = settings.as_dict() | asdict(text_stream.sampling)
+        method = {"method": text_stream.method.name}
+        used = settings.as_dict() | asdict(text_stream.sampling) | method
         document = {"settings": used, "prompt": prompt, "text": text_stream.text}
         print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
@@ -70,7 +77,7 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         file=sys.stderr,
     )
     if not as_json and prompt is not given:  # a first try
-        _say_next(settings)
+        _say_next(settings, loaded)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -95,12 +102,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     return prompt
 
 
-def _say_next(settings: GenerateSettings) -> None:
+def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
     """To compare: the shipped aligner, and what was trained here."""
     from kvalign import checkpoints
     from kvalign.app.next_steps import of_model, say_next
+    from kvalign.methods.choice import trained_here
 
-    names = [settings.aligner, checkpoints.default_aligner(settings.model), settings.trained_here()]
+    trained = trained_here(loaded.model, settings.model)
+    names = [settings.aligner, checkpoints.default_aligner(settings.model), trained]
     found = dict.fromkeys(str(name) for name in names if name)
     aligners = ["--aligner", ",".join(found)] if found else []
     model = of_model(settings.model)

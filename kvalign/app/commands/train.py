@@ -12,21 +12,26 @@ from kvalign.settings import Settings, fields_of, option
 from kvalign.training.kinds import trainer_of
 from kvalign.training.settings import TrainSettings
 
-DEFAULT_KIND = "network"
+DEFAULT_KIND = "table"
+OF_NETWORKS = {"--target", "--data"}
+"""Flags that ask for a network where no kind is named."""
 
 
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:
-    """The settings of the kind that the arguments name, and `--aligner-kind`.
+    """The settings of the kind that the arguments name, or else ask for, and `--aligner-kind`: the
+    first that has all their flags, beginning with the default, or the network if its data or a
+    target is named.
 
     Raises:
         UserError: an unknown kind, or a flag that another kind has.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--aligner-kind", default=DEFAULT_KIND)
+    parser.add_argument("--aligner-kind")
     kind = parser.parse_known_args(args)[0].aligner_kind
-    cls = _with_kind(trainer_of(kind).SETTINGS)
     words = (word.partition("=")[0].replace("--no-", "--") for word in args)
     given = {word for word in words if word.startswith("--")}
+    kind = kind or _kind_of(given)
+    cls = _with_kind(kind)
     for flag in sorted(given - cls.flags()):
         others = [other for other in KINDS if flag in trainer_of(other).SETTINGS.flags()]
         if others:
@@ -36,7 +41,7 @@ def settings_for(args: Sequence[str] = ()) -> type[Settings]:
 
 def all_settings() -> dict[str, type[Settings]]:
     """The settings of every kind, by its name."""
-    return {kind: _with_kind(trainer_of(kind).SETTINGS) for kind in KINDS}
+    return {kind: _with_kind(kind) for kind in KINDS}
 
 
 def run(settings: Settings, as_json: bool) -> None:
@@ -80,14 +85,30 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
     say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
 
 
-def _with_kind(cls: type[Settings]) -> type[Settings]:
+def _kind_of(given: set[str]) -> str:
+    """The kind that flags ask for."""
+    first = "network" if given & OF_NETWORKS else DEFAULT_KIND
+    flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
+    known = given & set().union(*flags.values())
+    return next((kind for kind in flags if known <= flags[kind]), first)
+
+
+def _with_kind(kind: str) -> type[Settings]:
     """The settings of a kind and the choice of it."""
-    field = option(DEFAULT_KIND, help="what to train: each has its flags", choices=tuple(KINDS))
+    cls = trainer_of(kind).SETTINGS
+    asked = "each has its flags, which tell it; --target or --data alone is a network's"
+    field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
     return dataclasses.make_dataclass(
         cls.__name__,
         [("aligner_kind", str, field)],
         bases=(cls,),
-        namespace={"__doc__": cls.__doc__},
+        namespace={"__doc__": cls.__doc__, "command_line": _command_line},
         frozen=True,
         kw_only=True,
     )
+
+
+def _command_line(settings: Settings, command: str, leave_out: tuple[str, ...] = ()) -> str:
+    """The shell command, which names the kind whatever its flags are."""
+    words = Settings.command_line(settings, command, leave_out)
+    return f"{words} --aligner-kind {getattr(settings, 'aligner_kind')}"  # noqa: B009

@@ -13,6 +13,7 @@ from kvalign.aligners import Aligner
 from kvalign.app.stream_settings import StreamSettings
 from kvalign.errors import UserError
 from kvalign.methods import METHODS
+from kvalign.methods.choice import trained_here
 from kvalign.models import LoadedModel
 from kvalign.sampling import Sampling
 from kvalign.settings import fields_of
@@ -68,13 +69,15 @@ def labelled(line: str) -> str:
     return re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[0]], line)
 
 
-def aligners_of(model: str, own: str | None = None) -> list[str]:
+def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
     """Aligners to offer for a model, the one to begin with first: `own`, the shipped ones, the one
     that was trained here last.
     """
-    default, trained = checkpoints.default_aligner(model), _trained_here(model)
+    model = loaded.spec.name
+    default, trained = checkpoints.default_aligner(model), trained_here(loaded.model, model)
     shipped = (name for name in checkpoints.ALIGNERS if name.startswith(f"kvalign-{model}-"))
-    return list(dict.fromkeys(name for name in (own, default, *shipped, trained) if name))
+    found = (own, default, *shipped, str(trained or ""))
+    return list(dict.fromkeys(name for name in found if name))
 
 
 def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | None) -> int:
@@ -110,8 +113,3 @@ def _config(methods: Sequence[str], aligner: str | None) -> Any:
         return Aligner.from_pretrained(aligner).config
     except UserError:  # said where the method would write
         return None
-
-
-def _trained_here(model: str) -> str | None:
-    path = StreamSettings(model=model, method="kvalign").trained_here()
-    return str(path) if path else None

@@ -75,7 +75,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:
-        return controls.aligners_of(model, aligner if model == models[0] else None)
+        return controls.aligners_of(load(model), aligner if model == models[0] else None)
 
     def able(methods: Sequence[str], model: str) -> list[str]:
         """Those of the methods that need no aligner or have one for the model."""

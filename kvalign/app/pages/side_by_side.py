@@ -13,10 +13,10 @@ from kvalign.app.pages.shown_text import Piece, pieces
 from kvalign.errors import UserError
 from kvalign.eval.chunks import Chunk, chunks
 from kvalign.eval.rules import RULES
-from kvalign.methods import METHODS
+from kvalign.methods import METHODS, make_method
 from kvalign.models import LoadedModel
 from kvalign.sampling import Sampling
-from kvalign.text_stream import TextStream, stream
+from kvalign.text_stream import TextStream
 
 SHOWN_EVERY_S = 0.12
 WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
@@ -97,7 +97,7 @@ def begin(
         cache_size, aligner: as in `kvalign.make_method`.
         num_evicted: entries dropped at once, by methods that do not set it themselves.
         seed: of the draws of each; None: a random one, the same for all.
-        sampling: as in `kvalign.stream`.
+        sampling: fields of `Sampling`.
 
     Raises:
         UserError: what is wrong for all of them.
@@ -106,26 +106,24 @@ def begin(
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
         raise UserError("no method is chosen: tick at least one")
-    seed = Sampling(seed=seed, **sampling).seed
+    chosen = Sampling(seed=seed, **sampling)
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
         try:
-            text_stream = stream(
+            method = make_method(
+                name,
                 loaded.model,
-                loaded.tokenizer,
-                prompt,
-                method=name,
                 cache_size=cache_size,
                 num_evicted=None if "num_evicted" in cls.fixed else num_evicted,
                 aligner=aligner if cls.takes_aligner else None,
-                seed=seed,
-                **sampling,
+                warn=False,
             )
         except UserError as error:
             streams.append(Refusal(name, cls.about, str(error)))
         else:
-            streams.append(text_stream)
+            streams.append(TextStream(loaded.tokenizer, method, chosen))
+            streams[-1].feed(prompt)
     return streams
 
 

@@ -1,0 +1,125 @@
+"""Which method fits a model: what `auto` takes, and what stands in the way of others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner, AlignerConfig
+from kvalign.aligners.base import CONFIG, has_fingerprint
+from kvalign.errors import UserError
+from kvalign.files import read_checked
+from kvalign.folders import newest_first
+from kvalign.methods import METHODS
+from kvalign.methods.base import Method
+from kvalign.models import spec_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method for a model.
+
+    Attributes:
+        method: key of `METHODS`.
+        why: what speaks for it, in words.
+    """
+
+    method: str
+    why: str
+
+
+def choose(
+    model: PreTrainedModel,
+    *,
+    cache_size: int | None = None,
+    aligner: Aligner | str | Path | None = None,
+) -> Choice:
+    """What `auto` takes: `kvalign` with the aligner that is named, or with the shipped one if it
+    aligns caches of this size (None: of some size); without, the method that needs none and keeps
+    entries right: `streaming-llm` on rotary and ALiBi positions, `discard-half` on learned ones.
+    """
+    if aligner is not None:
+        label = aligner.label if isinstance(aligner, Aligner) else aligner
+        return Choice("kvalign", f"with the aligner {label}")
+    spec, lack = spec_of(model.config), lack_of_aligner(model, cache_size)
+    if not lack:
+        return Choice("kvalign", f"with {_shipped(model)}, which ships for {spec.name}")
+    if spec.family != "learned":
+        return Choice("streaming-llm", f"{spec.family} positions need no aligner, and {lack}")
+    return Choice("discard-half", f"learned positions, and {lack}: kvalign train makes one")
+
+
+def obstacles(
+    model: PreTrainedModel,
+    *,
+    cache_size: int | None = None,
+    aligner: Aligner | str | Path | None = None,
+) -> dict[str, str]:
+    """The methods that cannot be used on a model, and why, each in a clause; arguments as of
+    `choose`.
+    """
+    lack = "" if aligner is not None else lack_of_aligner(model, cache_size)
+    return {name: lack for name, cls in METHODS.items() if cls.takes_aligner and lack}
+
+
+def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> str:
+    """Why nothing ships that aligns caches of this size of a model; empty where something does."""
+    shipped, name = _shipped(model), spec_of(model.config).name or "this model"
+    if shipped is None:
+        return f"no aligner ships for {name}"
+    longest = _config(checkpoints.FOLDER / shipped).chunk_len - 1
+    if cache_size is not None and cache_size > longest:
+        return f"{shipped} is for at most {longest} entries"
+    return ""
+
+
+def trained_here(model: PreTrainedModel, name: str, *, must_help: bool = True) -> Path | None:
+    """The folder of the aligner that was trained last for a model, of those in its folder
+    (`kvalign.folders`); None where there is none. Commands, training and evaluations look there;
+    what takes a model alone, as `kvalign.stream`, does not.
+
+    Args:
+        model: the model itself: one of the same name with other weights is another.
+        name: as the user gave it.
+        must_help: pass over those that did not help and were saved as ones that change nothing.
+    """
+    for path in newest_first(name, CONFIG):
+        try:
+            config = _config(path.parent)
+        except UserError:  # a recording's, or another program's
+            continue
+        parts = [part for part in config.training.values() if isinstance(part, dict)]
+        helps = any(part.get("used", True) for part in parts)
+        if (helps or not must_help) and has_fingerprint(model, config.embedding_fingerprint):
+            return path.parent
+    return None
+
+
+def warn_if_stale(method: Method) -> None:
+    """Say, once of a method and a model, that the entries which stay are wrong where they are."""
+    if method.goes_stale:
+        better = choose(method.model, cache_size=method.sizes.cache_size).method
+        _warn_once(
+            f"{method.name}: {method.spec.name or 'this model'} has learned positions, so entries "
+            f"that stay go stale at each eviction and the text with them; auto takes {better}"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def _shipped(model: PreTrainedModel) -> str | None:
+    return checkpoints.default_aligner(model.config.name_or_path)
+
+
+def _config(folder: Path) -> AlignerConfig:
+    return read_checked(AlignerConfig, folder / CONFIG)
