@@ -170,7 +170,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     elem_id="methods",
                 )
                 most = controls.most_entries(first, chosen, which_first)
-                cache_size = gr.Slider(
+                cache_size = controls.SizeSlider(
                     controls.LEAST_ENTRIES,
                     most,
                     min(64, most),
@@ -179,7 +179,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     info="entries that stay",
                     elem_id="cache_size",
                 )
-                num_evicted = gr.Slider(
+                num_evicted = controls.SizeSlider(
                     1,
                     controls.most_evicted(min(64, most), chosen, which_first),
                     1,

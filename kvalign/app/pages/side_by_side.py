@@ -122,8 +122,9 @@ def begin(
         except UserError as error:
             streams.append(Refusal(name, cls.about, str(error)))
         else:
-            streams.append(TextStream(loaded.tokenizer, method, chosen))
-            streams[-1].feed(prompt)
+            text_stream = TextStream(loaded.tokenizer, method, chosen)
+            text_stream.feed(prompt)
+            streams.append(text_stream)
     return streams
 
 
@@ -170,15 +171,15 @@ def side_by_side(
 
 def verdict(views: Sequence[View | Refusal]) -> str | None:
     """The perplexities of finished texts in words, the lowest first; None with fewer than two."""
-    done = [one for one in views if isinstance(one, View) and one.is_done and one.perplexity]
-    first, *others = sorted(done, key=lambda one: one.perplexity or 0.0) or [None]
-    if first is None or not others:
+    done = [one for one in views if isinstance(one, View) and one.is_done]
+    read = sorted((one.perplexity, one.title) for one in done if one.perplexity is not None)
+    if len(read) < 2:
         return None
-    assert first.perplexity
-    times = [f"that of {one.title} {one.perplexity / first.perplexity:.1f} times" for one in others]
+    (least, first), *others = read
+    times = [f"that of {title} {perplexity / least:.1f} times" for perplexity, title in others]
     return (
-        f"Read again, the text of {first.title} surprises the model least (perplexity "
-        f"{first.perplexity:.1f}), {', '.join(times)} as much."
+        f"Read again, the text of {first} surprises the model least (perplexity {least:.1f}), "
+        f"{', '.join(times)} as much."
     )
 
 
