@@ -71,13 +71,13 @@ def test_page_holds_what_it_was_asked_for():
 
 def test_frame_has_the_sizes_of_a_method(models):
     for sizes, expected in [
-        (dict(cache_size=9, num_evicted=2), dict(cache_size=9, num_sinks=4, num_evicted=2)),
-        (dict(cache_size=40, num_evicted=30), dict(cache_size=24, num_sinks=4, num_evicted=20)),
-        (dict(cache_size=40, num_sinks=30), dict(cache_size=24, num_sinks=23, num_evicted=1)),
+        (dict(cache_size=7, num_evicted=2), dict(cache_size=7, num_sinks=4, num_evicted=2)),
+        (dict(cache_size=40, num_evicted=30), dict(cache_size=8, num_sinks=4, num_evicted=4)),
+        (dict(cache_size=40, num_sinks=30), dict(cache_size=8, num_sinks=7, num_evicted=1)),
     ]:
         found = frame(make_method("streaming-llm", models["llama"], **sizes))
         data = unescape(found).split('id="data">')[1].split("</script>")[0]
         assert json.loads(data)["settings"] == dict(
             method="streaming-llm", family="rotary", evicts="after", **expected
         )
-        assert ("24 entries: it shows them in place of 40" in found) == (sizes["cache_size"] > 24)
+        assert ("8 entries here, in place of 40" in found) == (sizes["cache_size"] > 8)

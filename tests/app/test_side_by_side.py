@@ -1,15 +1,20 @@
 """Streams in turns are the streams alone; what a card says of one; text is escaped."""
 
+from math import exp
+
 import pytest
+import torch
 
 import kvalign
 from kvalign.app.pages import render
-from kvalign.app.pages.side_by_side import View, begin, side_by_side
+from kvalign.app.pages.reread import Reread
+from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side, verdict
 from kvalign.eval.chunks import Chunk, chunks
 from kvalign.eval.rules import RULES
 from kvalign.eval.words import load_words
-from kvalign.methods import METHODS
+from kvalign.methods import METHODS, make_method
 from kvalign.models import load_model
+from kvalign.scoring import score
 
 PROMPT = "The history of the island"
 NAMES = ["window", "streaming-llm", "kvalign", "discard-half", "recompute"]
@@ -92,20 +97,78 @@ def test_closing_ends_the_work(gpt2, words):
         (dict(prompt=" \n"), "the prompt is empty"),
         (dict(methods=[]), "no method is chosen"),
         (dict(methods=["windows"]), "unknown method 'windows'"),
-        (dict(seed=-1), "the seed must be at least 0"),
-        (dict(seed=2**63), "the seed must be at least 0"),
-        (dict(cache_size=512), "window: cache_size must be at most 511"),
-        (dict(cache_size=300), "kvalign: cache_size must be at most 255"),
-        (dict(num_evicted=25), "window: num_evicted must be between 1 and"),
-        (dict(aligner="nowhere"), "kvalign: no aligner 'nowhere'"),
+        (dict(seed=-1), "seed must be at least 0"),
+        (dict(seed=2**63), "seed must be at least 0 and below"),
         (dict(top_k=-1), "top_k must be at least 0"),
     ],
 )
-def test_wrong_settings_are_one_line(gpt2, changes, expected):
+def test_what_is_wrong_for_all_is_one_line(gpt2, changes, expected):
     settings = dict(prompt=PROMPT, methods=["window", "kvalign"]) | SETTINGS | changes
     with pytest.raises(ValueError, match=expected) as error:
         begin(gpt2, **settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusing", "expected"),
+    [
+        (dict(cache_size=512), ["window", "kvalign"], "cache_size must be at most"),
+        (dict(cache_size=300), ["kvalign"], "cache_size must be at most 255"),
+        (dict(num_evicted=22), ["streaming-llm"], "num_evicted must be between 1 and the window"),
+        (dict(aligner="nowhere"), ["kvalign"], "no aligner 'nowhere'"),
+    ],
+)
+def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refusing, expected):
+    settings = SETTINGS | dict(max_new_tokens=3) | changes
+    streams = begin(gpt2, PROMPT, sorted({"window", "kvalign", *refusing}), **settings)
+    *_, last = side_by_side(streams, words)
+    refusals = [one for one in last if isinstance(one, Refusal)]
+    assert {one.title for one in refusals} == set(refusing)
+    assert all(one.line.startswith(expected) and "\n" not in one.line for one in refusals)
+    assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
+
+
+def test_no_seed_is_one_random_seed_for_all(gpt2):
+    seeds = [
+        {one.sampling.seed for one in begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)}
+        for _ in range(2)
+    ]
+    assert [len(both) for both in seeds] == [1, 1] and seeds[0] != seeds[1]
+
+
+def test_read_again_as_recompute_reads(gpt2, run):
+    """Token by token where a quarter of the cache is one entry, in whatever parts it comes."""
+    ids = run[0][0].ids
+    for cache_size, num_evicted in ((7, 1), (24, 6)):
+        first = 30
+        method = make_method(
+            "recompute", gpt2.model, cache_size=cache_size, num_evicted=num_evicted
+        )
+        begun = first - cache_size - 1
+        expected = exp(score(method, torch.tensor([ids[begun:]])).mean())
+        if num_evicted == 1:
+            reread = Reread(gpt2.model, cache_size, first)
+            for end in (20, 33, 34, 50, len(ids)):
+                reread.read(ids[:end])
+        else:
+            reread = Reread(gpt2.model, cache_size, first)
+            reread.read(ids, is_done=True)
+        assert reread.num_read == len(ids) - first
+        assert reread.perplexity == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_is_of_what_was_written(run):
+    streams, views = run
+    assert all(view.perplexity is None for view in views[0])
+    for stream, view in zip(streams, views[-1], strict=True):
+        reread = Reread(stream.method.model, 24, len(stream.ids) - view.num_tokens)
+        reread.read(stream.ids, is_done=True)
+        assert view.perplexity == pytest.approx(reread.perplexity, rel=0.02)  # cut elsewhere
+    assert verdict(views[0]) is None
+    least, most = (pick(views[-1], key=lambda view: view.perplexity) for pick in (min, max))
+    said = verdict([*views[-1], Refusal("dense", "", "no")])
+    assert said.startswith(f"Read again, the text of {least.title} surprises the model least")
+    assert said.endswith(f"of {most.title} {most.perplexity / least.perplexity:.1f} times as much.")
 
 
 HOSTILE = '<script>alert(1)</script> & "quotes" </bdi> \x1b[1m \u202eleft'
@@ -116,15 +179,24 @@ ESCAPED += "\u241b[1m [U+202E]left"
 def test_text_is_escaped_and_coloured():
     text = f"good {HOSTILE} bad rest"
     found = [Chunk(0, 4, 10, 5), Chunk(len(text) - 8, len(text) - 5, 10, 4)]
-    view = View("a <b>", "c <i>", text, found, 9, 41.6, 12, 48, 2, 30, False)
-    html = render("cards.html", prompt=HOSTILE, views=[view])
+    view = View("a <b>", "c <i>", text, found, 9, 41.6, 31.42, 12, 48, 2, 30, False)
+    refusal = Refusal("d <b>", "e <i>", "must be <u>")
+    html = render(
+        "cards.html",
+        prompt=HOSTILE,
+        views=[view, refusal],
+        seed=7,
+        verdict=None,
+        labelled=str.title,
+    )
     assert f'<bdi class="prompt">{ESCAPED}</bdi>' in html
     expected = f'<bdi class="readable">good</bdi> {ESCAPED} <bdi class="unreadable">bad</bdi>'
     assert f'{expected}<bdi class="tail"> rest</bdi>' in html
     assert (
         "a &lt;b&gt;" in html and "<b>" not in html and "<i>" not in html and "<script" not in html
     )
-    for shown in ("<dd>9</dd>", "<dd>42</dd>", "<dd>50%</dd>", "2 <small>of 30</small>", "12 / 48"):
+    figures = ("<dd>9</dd>", "<dd>42</dd>", "<dd>50%</dd>", "<dd>31.4</dd>")
+    for shown in (*figures, "2 evictions of 30", "12 / 48", "seed 7", "Must Be &lt;U&gt;"):
         assert shown in html
     assert 'style="width: 25.0%"' in html
     line = render("message.html", line=HOSTILE)

@@ -64,12 +64,9 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
                 print(piece, end="", flush=True)
     timing = text_stream.timing()
     if as_json:
-        taken = {"method": text_stream.method.name, **asdict(text_stream.sampling)}
-        document = {
-            "settings": settings.as_dict() | taken,
-            "prompt": prompt,
-            "text": text_stream.text,
-        }
+        method = {"method": text_stream.method.name}
+        used = settings.as_dict() | asdict(text_stream.sampling) | method
+        document = {"settings": used, "prompt": prompt, "text": text_stream.text}
         print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
         print()

@@ -19,6 +19,7 @@ from kvalign.methods.base import Method
 from kvalign.models import Family, ModelSpec
 
 MAX_CACHE_SIZE = 24
+FRAME_CACHE_SIZE = 8  # so few that a phone shows all of them, those that go and the new one
 SCRIPTS = ("frames.js", "words.js", "lanes.js")
 FAMILIES = typing.get_args(Family)
 EVICTS = ("after", "before")
@@ -94,13 +95,13 @@ def page(
 
 
 def frame(method: Method) -> str:
-    """The page in an iframe, with a method's own sizes as far as they go into the lane."""
-    cache_size = min(method.sizes.cache_size, MAX_CACHE_SIZE)
+    """The page in an iframe, with a method's own sizes as far as a lane in sight has room."""
+    cache_size = min(method.sizes.cache_size, FRAME_CACHE_SIZE)
     num_sinks = min(method.sizes.num_sinks, cache_size - 1)
     num_evicted = min(method.sizes.num_evicted, cache_size - num_sinks)
     return render(
         "frame.html",
         page=page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family),
         cache_size=method.sizes.cache_size,
-        max_cache_size=MAX_CACHE_SIZE,
+        max_cache_size=FRAME_CACHE_SIZE,
     )

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvalign.app.pages.reread import Reread
+from kvalign.app.pages.shown_text import Piece, pieces
 from kvalign.errors import UserError
 from kvalign.eval.chunks import Chunk, chunks
 from kvalign.eval.rules import RULES
-from kvalign.methods import METHODS
+from kvalign.methods import METHODS, make_method
 from kvalign.models import LoadedModel
-from kvalign.text_stream import TextStream, stream
+from kvalign.sampling import Sampling
+from kvalign.text_stream import TextStream
 
 SHOWN_EVERY_S = 0.12
 WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
@@ -30,6 +33,8 @@ class View:
         chunks: those that are finished; while it writes, the last one of the text is not.
         num_tokens: tokens written.
         tokens_per_s: of its own steps after the first; 0: unknown yet.
+        perplexity: of what it has written, read again with nothing stale (`Reread`); None: unknown
+            yet.
         fill: entries that the next token finds.
         cache_size: entries that fit.
         num_evictions: times that `num_evicted` entries were dropped.
@@ -43,6 +48,7 @@ class View:
     chunks: list[Chunk]
     num_tokens: int
     tokens_per_s: float
+    perplexity: float | None
     fill: int
     cache_size: int
     num_evictions: int
@@ -56,6 +62,20 @@ class View:
             return None
         return sum(chunk.is_readable for chunk in self.chunks) / len(self.chunks)
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """The text as its reader expects it."""
+        return list(pieces(self.text, self.chunks))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A method that cannot stream with these settings, and why: one line."""
+
+    title: str
+    about: str
+    line: str
+
 
 def begin(
     loaded: LoadedModel,
@@ -65,10 +85,10 @@ def begin(
     cache_size: int,
     num_evicted: int,
     aligner: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     **sampling: Any,
-) -> list[TextStream]:
-    """A stream of each method, fed with the prompt; nothing is computed yet.
+) -> list[TextStream | Refusal]:
+    """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
 
     Args:
         loaded: model and tokenizer.
@@ -76,66 +96,96 @@ def begin(
         methods: keys of `METHODS`, which take their own default number of sinks.
         cache_size, aligner: as in `kvalign.make_method`.
         num_evicted: entries dropped at once, by methods that do not set it themselves.
-        seed: of the draws of each.
-        sampling: as in `kvalign.stream`.
+        seed: of the draws of each; None: a random one, the same for all.
+        sampling: fields of `Sampling`.
 
     Raises:
-        UserError: wrong settings, with the method that refuses them.
+        UserError: what is wrong for all of them.
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"the seed must be at least 0 and below 2^63, got {seed}")
     if not methods:
         raise UserError("no method is chosen: tick at least one")
-    streams = []
+    chosen = Sampling(seed=seed, **sampling)
+    streams: list[TextStream | Refusal] = []
     for name in methods:
-        is_fixed = "num_evicted" in METHODS.find(name).fixed
+        cls = METHODS.find(name)
         try:
-            text_stream = stream(
+            method = make_method(
+                name,
                 loaded.model,
-                loaded.tokenizer,
-                prompt,
-                method=name,
                 cache_size=cache_size,
-                num_evicted=None if is_fixed else num_evicted,
-                aligner=aligner if METHODS.find(name).takes_aligner else None,
-                seed=seed,
-                **sampling,
+                num_evicted=None if "num_evicted" in cls.fixed else num_evicted,
+                aligner=aligner if cls.takes_aligner else None,
+                warn=False,
             )
         except UserError as error:
-            raise UserError(f"{name}: {error}") from error
-        streams.append(text_stream)
+            streams.append(Refusal(name, cls.about, str(error)))
+        else:
+            text_stream = TextStream(loaded.tokenizer, method, chosen)
+            text_stream.feed(prompt)
+            streams.append(text_stream)
     return streams
 
 
 def side_by_side(
-    streams: Sequence[TextStream], words: frozenset[str], shown_every_s: float = SHOWN_EVERY_S
-) -> Iterator[list[View]]:
+    streams: Sequence[TextStream | Refusal],
+    words: frozenset[str],
+    shown_every_s: float = SHOWN_EVERY_S,
+) -> Iterator[list[View | Refusal]]:
     """Run streams in turns and say now and then how they stand, at the beginning and at the end
     too. Closing the iterator ends the work.
 
     Args:
-        streams: fed with the prompt, not yet iterated.
+        streams: fed with the prompt, not yet iterated; what refused stays as it is.
         words: what the rule of readability takes for a word.
         shown_every_s: seconds between two views of them, at least; more where showing takes long.
     """
-    writing = {one: iter(one) for one in streams}
-    yield [_view(one, words, is_done=False) for one in streams]
+    writing = {one: iter(one) for one in streams if isinstance(one, TextStream)}
+    rereads = {
+        one: Reread(one.method.model, one.method.sizes.cache_size, len(one.ids)) for one in writing
+    }
+
+    def views() -> list[View | Refusal]:
+        return [
+            one
+            if isinstance(one, Refusal)
+            else _view(one, words, rereads[one].perplexity, one not in writing)
+            for one in streams
+        ]
+
+    yield views()
     shown_at, pause_s = time.perf_counter(), shown_every_s
     while writing:
-        for one, pieces in list(writing.items()):
-            if next(pieces, None) is None:
+        for one, text in list(writing.items()):
+            if next(text, None) is None:
                 del writing[one]
+            rereads[one].read(one.ids, is_done=one not in writing)
         start = time.perf_counter()
         if writing and start - shown_at >= pause_s:
-            yield [_view(one, words, one not in writing) for one in streams]
+            yield views()
             shown_at = time.perf_counter()
             pause_s = max(shown_every_s, WORK_PER_SHOWING * (shown_at - start))
-    yield [_view(one, words, is_done=True) for one in streams]
+    yield views()
 
 
-def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
+def verdict(views: Sequence[View | Refusal]) -> str | None:
+    """The perplexities of finished texts in words, the lowest first; None with fewer than two."""
+    done = [one for one in views if isinstance(one, View) and one.is_done]
+    read = sorted((one.perplexity, one.title) for one in done if one.perplexity is not None)
+    if len(read) < 2:
+        return None
+    (least, first), *others = read
+    times = [f"that of {title} {perplexity / least:.1f} times" for perplexity, title in others]
+    return (
+        f"Read again, the text of {first} surprises the model least (perplexity {least:.1f}), "
+        f"{', '.join(times)} as much."
+    )
+
+
+def _view(
+    stream: TextStream, words: frozenset[str], perplexity: float | None, is_done: bool
+) -> View:
     method, text, timing = stream.method, stream.text, stream.timing()
     all_chunks = chunks(text, words, RULES["paper"])
     return View(
@@ -145,6 +195,7 @@ def _view(stream: TextStream, words: frozenset[str], is_done: bool) -> View:
         chunks=all_chunks if is_done else all_chunks[:-1],
         num_tokens=len(stream.token_ids),
         tokens_per_s=1e3 / timing["ms_per_token"] if timing["ms_per_token"] else 0.0,
+        perplexity=perplexity,
         fill=method.fill,
         cache_size=method.sizes.cache_size,
         num_evictions=(stream.num_fed - method.fill) // method.sizes.num_evicted,

@@ -1,0 +1,130 @@
+"""The controls of the live page: what they are called, what they say of themselves, and how far
+they go.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import gradio as gr
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.app.stream_settings import StreamSettings
+from kvalign.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.methods.choice import trained_here
+from kvalign.models import LoadedModel
+from kvalign.sampling import Sampling
+from kvalign.settings import fields_of
+
+LABELS = {
+    "cache_size": "Cache size",
+    "num_evicted": "Evicted at once",
+    "max_new_tokens": "New tokens",
+    "temperature": "Temperature",
+    "top_k": "Top-k",
+    "top_p": "Top-p",
+    "min_p": "Min-p",
+    "repetition_penalty": "Repetition penalty",
+    "seed": "Seed",
+}
+"""What the page calls a setting of a stream."""
+_WORDS = {
+    "num_sinks": "sinks",
+    "chunk_len": "chunks of",
+    "realign_every": "evictions before a move",
+}
+"""What errors name that the page does not set."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_ENDS: dict[str, tuple[float, float, float]] = {  # least, most, step
+    "temperature": (0, 2, 0.05),
+    "top_k": (0, 200, 1),
+    "top_p": (0.05, 1, 0.05),
+    "min_p": (0, 0.5, 0.01),
+    "repetition_penalty": (1, 2, 0.05),
+}
+LEAST_ENTRIES, MOST_ENTRIES = 8, 1024
+MOST_EVICTED = 128
+_HELP = {field.name: field.metadata["help"] for field in fields_of(StreamSettings)}
+
+from gradio.events import Dependency
+
+class SizeSlider(gr.Slider):
+    """A slider whose end moves: a value sent before it did is put into range, not refused."""
+
+    is_template = True  # the browser's side is that of gr.Slider
+
+    def preprocess(self, payload: float) -> float:
+        return min(max(payload, self.minimum), self.maximum)
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from gradio.blocks import Block
+    if TYPE_CHECKING:
+        from gradio.components import Timer
+        from gradio.components.base import Component
+
+
+def sampling_sliders() -> list[gr.Slider]:
+    """One for each of `SAMPLING`, with the command line's defaults and help."""
+    return [
+        gr.Slider(
+            *_ENDS[name][:2],
+            getattr(Sampling, name),
+            step=_ENDS[name][2],
+            label=LABELS[name],
+            info=_HELP[name],
+        )
+        for name in SAMPLING
+    ]
+
+
+def labelled(line: str) -> str:
+    """An error's line, with the page's names for settings."""
+    names = LABELS | _WORDS
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[0]], line)
+
+
+def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
+    """Aligners to offer for a model, the one to begin with first: `own`, the shipped ones, the one
+    that was trained here last.
+    """
+    model = loaded.spec.name
+    default, trained = checkpoints.default_aligner(model), trained_here(loaded.model, model)
+    shipped = (name for name in checkpoints.ALIGNERS if name.startswith(f"kvalign-{model}-"))
+    found = (own, default, *shipped, str(trained or ""))
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | None) -> int:
+    """The largest cache that the model has positions for, and the aligner where one is used."""
+    ends = [MOST_ENTRIES]
+    if loaded.spec.context_len is not None:
+        ends.append(loaded.spec.context_len - 1)
+    if (config := _config(methods, aligner)) is not None:
+        ends.append(config.chunk_len - 1)
+    return max(LEAST_ENTRIES, min(ends))
+
+
+def most_evicted(cache_size: int, methods: Sequence[str], aligner: str | None) -> int:
+    """The smallest window of the methods that can be told how many entries to evict at once."""
+    config = _config(methods, aligner)
+    told = [METHODS[name] for name in methods if "num_evicted" not in METHODS[name].fixed]
+    sinks = [
+        config.num_sinks if cls.takes_aligner and config else cls.default_num_sinks for cls in told
+    ]
+    return max(1, min(cache_size - max(sinks, default=0), MOST_EVICTED))
+
+
+def up_to(most: int, value: float) -> dict[str, Any]:
+    """A slider's end, and its value where that would be beyond it."""
+    return gr.update(maximum=most, value=most) if value > most else gr.update(maximum=most)
+
+
+def _config(methods: Sequence[str], aligner: str | None) -> Any:
+    """The config of the aligner, if a method takes it and it can be read."""
+    if not aligner or not any(METHODS[name].takes_aligner for name in methods):
+        return None
+    try:
+        return Aligner.from_pretrained(aligner).config
+    except UserError:  # said where the method would write
+        return None

@@ -1,0 +1,54 @@
+"""How surprised the model is by what a method made it write, when it reads that again with nothing
+stale: the perplexity of `recompute` over the new tokens, as `kvalign eval perplexity` has it.
+
+So that it costs less than the writing, its window moves by a quarter at a time: each token is read
+after the last 3/4 C to C of those before it.
+"""
+
+from collections.abc import Sequence
+from math import exp
+
+import torch
+from transformers import PreTrainedModel
+
+from kvalign.methods import make_method
+from kvalign.scoring import score
+
+
+class Reread:
+    """Reads one stream as it grows.
+
+    Args:
+        model: that of the stream.
+        cache_size: C, of the stream.
+        first: the token at which the first answer begins, as an index of the stream. What fits
+            into a cache of C entries is not read: up to there methods do not differ.
+
+    Attributes:
+        num_read: tokens that the perplexity is of.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache_size: int, first: int):
+        self.step = max(1, cache_size // 4)
+        self._method = make_method("recompute", model, cache_size=cache_size, num_evicted=self.step)
+        self._next = max(first, cache_size + 1)
+        self._nll, self.num_read = 0.0, 0
+
+    def read(self, ids: Sequence[int], is_done: bool = False) -> None:
+        """Read on in a stream's tokens where there is a quarter of a window more of them, or a
+        part of it once it is done.
+        """
+        num_new = len(ids) - self._next
+        num_new -= 0 if is_done else num_new % self.step
+        if num_new <= 0:
+            return
+        begin = self._next - self._method.sizes.first_input_len
+        window = torch.tensor([ids[begin : self._next + num_new]], device=self._method.model.device)
+        self._nll += float(score(self._method, window).sum())
+        self.num_read += num_new
+        self._next += num_new
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean loss; None before anything has been read."""
+        return exp(self._nll / self.num_read) if self.num_read else None

@@ -1,0 +1,91 @@
+"""A text as its reader expects it: the marks of WikiText's tokenised form undone, headings as
+headings. What is shown alone changes: a text is judged as it was written.
+
+    " = Title = \\n a two @-@ part <unk> , 1 @,@ 000"  ->  "Title\\n a two-part […], 1,000"
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvalign.eval.chunks import Chunk
+
+UNKNOWN = "[…]"
+"""What stands for a word that a corpus has as `<unk>`."""
+_MARKS = re.compile(r" ?@(?P<joined>[-,.])@ ?|(?P<unknown><unk>)")
+# Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one,
+# around the end of a line.
+_SPACES = re.compile(
+    r" (?=[,.;:!?)\]%](?=\s|$)|['\u2019](?:s|t|d|m|re|ve|ll)\b|n['\u2019]t\b)|(?<=[(\[$£]) "
+    r"| +(?=\n)|(?<=\n) +"
+)
+_IS_TOKENISED = re.compile(r"\w [,.](?=\s|$)")
+_HEADING = re.compile(
+    r"^(?P<opening> *(?:= ?){1,4})(?=[^=\s])[^=\n]*?(?P<closing>(?: ?=){1,4} *)$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of a text that is shown alike.
+
+    Attributes:
+        text: as a reader expects it.
+        kind: `readable` or `unreadable`; `tail` after the last chunk; empty between chunks.
+        is_heading: whether it is of a heading.
+    """
+
+    text: str
+    kind: str
+    is_heading: bool
+
+
+def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
+    """A text in pieces, cut at its chunks and at its headings; the last one is its tail."""
+    headings = [(found.start(), found.end()) for found in _HEADING.finditer(text)]
+    edits = _edits(text)
+    for first, end, kind in _kinds(len(text), chunks):
+        cuts = [first, *(cut for h in headings for cut in h if first < cut < end), end]
+        for a, b in pairwise(cuts):
+            shown = _edited(text, a, b, edits)
+            if shown or kind == "tail":
+                yield Piece(shown, kind, any(h[0] <= a < h[1] for h in headings))
+
+
+def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str]]:
+    end = 0
+    for chunk in chunks:
+        yield end, chunk.start, ""
+        yield chunk.start, chunk.end, "readable" if chunk.is_readable else "unreadable"
+        end = chunk.end
+    yield end, length, "tail"
+
+
+def _edits(text: str) -> list[tuple[int, int, str]]:
+    """What to put in the place of text[start:end]; in order, none over another."""
+    edits = []
+    for found in _HEADING.finditer(text):
+        edits += [(*found.span(name), "") for name in ("opening", "closing")]
+    for found in _MARKS.finditer(text):
+        edits.append((*found.span(), found["joined"] or UNKNOWN))
+    if _IS_TOKENISED.search(text):
+        edits += [(*found.span(), "") for found in _SPACES.finditer(text)]
+    apart: list[tuple[int, int, str]] = []
+    for edit in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
+        if not apart or edit[0] >= apart[-1][1]:
+            apart.append(edit)
+    return apart
+
+
+def _edited(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
+    """text[start:end]; an edit that goes over its end belongs to it whole."""
+    shown = ""
+    for first, last, instead in edits:
+        if last <= start or first >= end:
+            continue
+        if first >= start:
+            shown += text[start:first] + instead
+        start = last
+    return shown + text[start:end]
