@@ -4,6 +4,8 @@ columns of that.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,10 +13,13 @@ from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Row
 from kvalign.eval.rules import RULES
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.eval.verdicts import share_interval
-from kvalign.settings import option
+from kvalign.settings import flag, option
 
 if TYPE_CHECKING:
     from kvalign.sampling import Sampling
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,17 @@ class WritingSettings(ComparisonSettings):
         choices=tuple(RULES),
     )
     seed: int = option(0, help="seed of the draws, the same for each method")
+
+    def first(self, texts: Sequence[str], name: str) -> list[str]:
+        """The first of the prompts or turns, as many as the setting of that name says; a warning
+        where there are fewer.
+        """
+        wanted = getattr(self, name)
+        if len(texts) < wanted:
+            log.warning(
+                "%s %d: %s has %d, all are taken", flag(name), wanted, self.prompts, len(texts)
+            )
+        return list(texts[:wanted])
 
     def sampling(self, **more: Any) -> Sampling:
         from kvalign.sampling import Sampling

@@ -36,7 +36,7 @@ def hint_at_wrong_text(
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):
-        _warn(best, f"about that of guessing among {vocab_size} tokens", corpus)
+        _warn(best, f"of the order of guessing among {vocab_size} tokens", corpus)
         return
     of_model = _of_model(loaded.spec.name)
     pairs = [(row, _expected(method, of_model)) for row, method in zip(rows, methods, strict=True)]

@@ -55,7 +55,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
 
     started = time.perf_counter()
     turns = [turn for conversation in conversations(settings.prompts) for turn in conversation]
-    turns = turns[: settings.num_turns]
+    turns = settings.first(turns, "num_turns")
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     rows = []

@@ -109,7 +109,8 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     from kvalign.text_stream import TextStream
 
     started = time.perf_counter()
-    prompts = [turns[0] for turns in conversations(settings.prompts)][: settings.num_prompts]
+    prompts = [turns[0] for turns in conversations(settings.prompts)]
+    prompts = settings.first(prompts, "num_prompts")
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
     runs = list(itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts))))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import kvalign.eval
 from kvalign import load_model, make_method
 from kvalign.app.cli import main
 from kvalign.eval import chat
@@ -56,6 +57,20 @@ def test_passages_are_what_generate_writes(capsys):
     argv = ["generate", "--method", "streaming-llm", "--cache-size", "24", "--max-new-tokens", "40"]
     argv += ["--no-repeat-ngram-size", "2", "--prompt", found["prompts"][1], "--json"]
     assert run_json(capsys, *argv)["text"] == row["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("readability", "num_prompts"), ("chat", "num_turns")]
+)
+def test_too_few_prompts_are_told(name, settings, tmp_path, caplog):
+    (tmp_path / "two.jsonl").write_text('{"turns": ["The sea", "and"]}\n{"turns": ["The land"]}\n')
+    own = dict(prompts=str(tmp_path / "two.jsonl"), cache_sizes=24, max_new_tokens=2)
+    evaluate = getattr(kvalign.eval, name)
+    for number in (2, 9):
+        evaluate(methods="window", model="gpt2-mini", **own, **{settings: number})
+    said = [record.getMessage() for record in caplog.records]
+    has = {"num_prompts": 2, "num_turns": 3}[settings]
+    assert said == [f"--{settings.replace('_', '-')} 9: {own['prompts']} has {has}, all are taken"]
 
 
 def test_table_has_the_means_of_the_passages(capsys):
