@@ -46,6 +46,8 @@ class ConversationSettings(StreamSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.say is not None and not self.say.strip():
+            raise UserError("--say is empty: give at least one word")
         if self.num_sinks != "auto" and not (self.num_sinks.isascii() and self.num_sinks.isdigit()):
             raise UserError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
 
@@ -82,14 +84,8 @@ class Conversation:
 
 
 def turns(say: str | None = None) -> Iterator[str]:
-    """What the user says, without empty turns: `say` alone, or else what stdin has.
-
-    Raises:
-        UserError: `say` is empty.
-    """
+    """What the user says, without empty turns: `say` alone, or else what stdin has."""
     if say is not None:
-        if not say.strip():
-            raise UserError("--say is empty: give at least one word")
         yield say
         return
     if not sys.stdin.isatty():
