@@ -23,6 +23,7 @@ def test_help_names_every_flag(command, capsys):
             positional = field.metadata["positional"]
             assert (field.name.upper() if positional else flag(field.name)) in out
         assert "example:\n  kvalign" in out
+        assert all(about.count("(default") <= 1 for about in out.split("\n  --"))
 
 
 def test_usage_has_every_command_under_one_heading(capsys):

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 class TableSettings(TextSettings):
     """Train position tables, the mean and the scale of keys and values at each position, on text.
 
-    It takes a minute, and what it gives does not drift.
+    It takes a minute, and what it gives does not drift. The paper's networks are trained on
+    recorded caches (`kvalign gen-data`): --aligner-kind network; --target and --data mean it, too.
 
     Example:
         kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
