@@ -9,6 +9,8 @@ from helpers.browser import DRIVER_WARNINGS, launched
 from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
+
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, PreTrainedModel]:
