@@ -61,6 +61,8 @@ class Bar(tqdm):
         self.unit_scale = self.total >= 10_000
         if not self.is_line:
             self.bar_format = None
+        if _in_notebook and not self.n:
+            self.reset(self.total)  # its widget has a length of its own
 
     def update(self, amount: float | None = 1) -> bool | None:
         """Add to what is done."""

@@ -10,9 +10,11 @@ OUT/result.json        written last
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from kvalign import progress
 from kvalign.data_gen.store import open_store
 from kvalign.errors import RunError
 from kvalign.files import locked
@@ -65,7 +67,11 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             for name in (TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
             run.begin()
-        trials = ranked(run_trials(out, settings, base))
+        # In a terminal a live table shows the trials.
+        with nullcontext() if sys.stderr.isatty() else progress.shown_as("tune"):
+            progress.phase("trials on Ray")
+            progress.expect(settings.num_trials, "trials")
+            trials = ranked(run_trials(out, settings, base))
         best = trials[0]
         if best.state == "failed":
             reason = best.error or "no validation loss that is finite"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kvalign import progress
 from kvalign.training.sweep_trial import POINT
 
 
@@ -90,5 +91,6 @@ def _ended(trial: Trial) -> str:
 
 
 def _print_line(trials: list[Trial], trial: Trial, state: str) -> None:
+    progress.advance(1)
     if not sys.stderr.isatty():
         print(line(trials, trial, state), file=sys.stderr, flush=True)
