@@ -193,7 +193,8 @@ class Aligner(
     # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
-        """Load an aligner of any kind: a shipped name, a local folder or a hub id.
+        """Load an aligner of any kind: a shipped name, a local folder or a hub id. Its weights are
+        float32, in whatever precision the file has them.
 
         Raises:
             NotFoundError: no aligner of that name.
@@ -208,9 +209,10 @@ class Aligner(
         config = read_checked(AlignerConfig, folder / CONFIG)
         kind = KINDS.find(config.kind)
         try:
-            weights = load_file(folder / WEIGHTS)
+            stored = load_file(folder / WEIGHTS)
         except (FileNotFoundError, SafetensorError) as error:
             raise UserError(f"cannot read the weights of {where}: {error}") from None
+        weights = {name: tensor.float() for name, tensor in stored.items()}
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
                 aligner = kind(config)

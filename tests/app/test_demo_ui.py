@@ -107,7 +107,7 @@ def pick(page, label, choice):
 
 
 def finish(page):
-    page.locator("#start:enabled").wait_for(timeout=60_000)
+    page.locator("#start:enabled").wait_for(timeout=180_000)
 
 
 def run(page, *args, **changes):
@@ -324,6 +324,10 @@ def test_lane_follows_the_settings(page):
 
 def test_another_model_brings_its_aligners(page):
     pick(page, "Model", "llama-mini")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('input')]"
+        ".some(input => input.value === 'kvalign-llama-mini-table')"
+    )
     pick(page, "Aligner of kvalign", "kvalign-llama-mini-network")
     run(page, ["kvalign"], **{"New tokens": 10})
     assert page.locator(".card h2").inner_text() == "kvalign (network)"

@@ -4,20 +4,24 @@ print.
 
 import json
 import math
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvalign import checkpoints
+from kvalign.aligners import Aligner
 from kvalign.app.cli import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluation import SIZES
 from kvalign.eval.perplexity_scores import compare
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
+from kvalign.models import load_model
 from kvalign.scoring import score
 
 ROW = [*SIZES, "num_labels"]
@@ -270,3 +274,25 @@ def test_segments_double_in_units_of_the_cache():
 def test_quarters_are_perplexities_in_order():
     nll = torch.arange(8.0)
     assert by_quarter(nll) == pytest.approx([math.exp(i + 0.5) for i in (0, 2, 4, 6)])
+
+
+@pytest.mark.parametrize(
+    ("model", "aligner", "expected"),
+    [
+        ("gpt2-mini", "kvalign-gpt2-mini-table", [400.0914, 416.5342]),
+        ("gpt2-mini", "kvalign-gpt2-mini-table-kl", [399.2786, 418.3370]),
+        ("llama-mini", "kvalign-llama-mini-table", [368.2212, 386.3040]),
+    ],
+)
+def test_shipped_tables_are_as_good_in_half_precision(model, aligner, expected):
+    """Expected: of 1000 labels of LICENSE with the float32 weights that were rounded."""
+    weights = load_file(checkpoints.aligner_path(aligner) / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+    for name, tensor in Aligner.from_pretrained(aligner).state_dict().items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, weights[name].float())
+    loaded, text = load_model(model), (Path(__file__).parents[2] / "LICENSE").read_text()
+    ids = loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    for cache_size, before in zip((64, 255), expected, strict=True):
+        method = make_method("kvalign", loaded.model, cache_size=cache_size, aligner=aligner)
+        nll = score(method, ids[:, : cache_size + 1001]).mean()
+        assert math.exp(nll) == pytest.approx(before, rel=1e-3)

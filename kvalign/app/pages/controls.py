@@ -49,15 +49,6 @@ MOST_EVICTED = 128
 _HELP = {field.name: field.metadata["help"] for field in fields_of(StreamSettings)}
 
 
-class SizeSlider(gr.Slider):
-    """A slider whose end moves: a value sent before it did is put into range, not refused."""
-
-    is_template = True  # the browser's side is that of gr.Slider
-
-    def preprocess(self, payload: float) -> float:
-        return min(max(payload, self.minimum), self.maximum)
-
-
 def sampling_sliders() -> list[gr.Slider]:
     """One for each of `SAMPLING`, with the command line's defaults and help."""
     return [

@@ -142,11 +142,10 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
 
     def follow(model: str, methods: list[str]) -> list[dict]:
         """What another model brings: its aligners, and methods that it can be streamed with."""
-        load(model)
-        names = offered(model)
+        names, left = offered(model), able(methods, model)
         return [
             gr.update(choices=names, value=names[0] if names else None),
-            gr.update(value=able(methods, model)),
+            gr.update(value=left) if left != methods else gr.skip(),
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
@@ -170,7 +169,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     elem_id="methods",
                 )
                 most = controls.most_entries(first, chosen, which_first)
-                cache_size = controls.SizeSlider(
+                cache_size = gr.Slider(
                     controls.LEAST_ENTRIES,
                     most,
                     min(64, most),
@@ -179,7 +178,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     info="entries that stay",
                     elem_id="cache_size",
                 )
-                num_evicted = controls.SizeSlider(
+                num_evicted = gr.Slider(
                     1,
                     controls.most_evicted(min(64, most), chosen, which_first),
                     1,
@@ -243,11 +242,18 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         stop.click(end, cancels=running, **ended)
         page.unload(forget)
         model.change(follow, [model, methods], [which, methods], **quiet)
-        latest: dict[str, Any] = dict(trigger_mode="always_last", **quiet)
-        limits = [setting.change for setting in (methods, model, which, cache_size)]
-        gr.on(limits, ends, sizes, [cache_size, num_evicted], **latest)
+        # The ends of the sliders first: what is beyond them is refused.
         changes = [page.load, *(setting.change for setting in sizes)]
-        gr.on(changes, lane, sizes, frame, js=IN_RANGE, **latest)
+        limited = gr.on(
+            changes,
+            ends,
+            sizes,
+            [cache_size, num_evicted],
+            js=IN_RANGE,
+            trigger_mode="always_last",
+            **quiet,
+        )
+        limited.then(lane, sizes, frame, js=IN_RANGE, **quiet)
     return page
 
 

@@ -113,12 +113,10 @@ function fit() {
   $("lane").classList.toggle("narrow", width < CELL_PX.wordy);
 }
 
-// Where the lane is wider than the page, keep in sight what goes, or else the newest entry.
+// Keep the newest entry in sight where the lane is wider than the page.
 function scroll() {
-  const { entries, frame } = moments[at];
-  const cell = $("lane").offsetWidth / (settings.num_kept + 1);
-  const left = (entries.length * cell) - $("scroll").clientWidth;
-  $("scroll").scrollLeft = frame.going.length ? Math.min(left, Math.max(settings.num_sinks - 1, 0) * cell) : left;
+  const end = (moments[at].entries.length / (settings.num_kept + 1)) * $("lane").offsetWidth;
+  $("scroll").scrollLeft = end - $("scroll").clientWidth;
 }
 
 function show(moment, animate = true) {
