@@ -207,7 +207,7 @@ def test_uniform_logits_give_the_vocabulary_as_perplexity(ids):
 
 
 def test_unknown_method_names_the_nearest(models):
-    with pytest.raises(ValueError, match="did you mean streaming-llm.*known: dense, window"):
+    with pytest.raises(ValueError, match="did you mean streaming-llm.*known: auto, dense, window"):
         make_method("streaming_llm", models["gpt2"], cache_size=8)
 
 

@@ -59,7 +59,8 @@ def check_apart(name, document, labels, monkeypatch):
     evaluation, drawn = EVALUATIONS[name], {}
     results = Results({name: document})
     monkeypatch.setattr(
-        "kvalign.eval.plots._draw_line", lambda axes, line: drawn.update({line.label: line.style})
+        "kvalign.eval.plots._draw_line",
+        lambda axes, line, *more: drawn.update({line.label: line.style}),
     )
     contents = sections(results)
     if drawn:
