@@ -15,8 +15,8 @@ from kvalign.eval.evaluation import Row
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.methods.choice import lack_of_aligner, obstacles, trained_here
-from kvalign.models import LoadedModel, load_model
+from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
+from kvalign.models import LoadedModel, load_model, spec_of
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,11 @@ def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple
         if name in settings.methods and name != asked
     }
     for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
-        todo = "--aligner names another, kvalign train makes one"
-        log.warning("%s is left out: %s (%s)", name, why, todo)
+        if spec_of(model.config).family == "learned":
+            todo = f"{how_to_train(model, max(settings.cache_sizes))} makes one"
+        else:
+            todo = "streaming-llm needs none here"
+        log.warning("%s is left out: %s (%s; --aligner names one)", name, why, todo)
     return set(lacking)
 
 

@@ -7,6 +7,7 @@ later more rarely. What ends within a second shows nothing; what counts nothing 
 the time. `TQDM_DISABLE=1` turns all of it off.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -115,6 +116,18 @@ class Bar(tqdm):
                             self.bar_format = _LINE
                         if not super().update(0):  # which draws what has advanced
                             self.refresh(nolock=True)
+
+
+class LogHandler(logging.StreamHandler):
+    """Logs to stderr, on lines of their own where a bar is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _bar is None or _bar.is_line or not _bar.drawn_at:
+            super().emit(record)
+            return
+        with _bar.get_lock():
+            _bar.clear(nolock=True)
+            super().emit(record)
 
 
 _bar: Bar | None = None

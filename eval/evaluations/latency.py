@@ -50,7 +50,11 @@ class LatencySettings(ComparisonSettings):
         help="untrained kinds of kvalign, without --aligner, a row each: table, network, anchored "
         "(default: table,network)",
     )
-    reference: str = option("streaming-llm", help="method to give each row's ratio to")
+    reference: str = option(
+        "streaming-llm",
+        help="method to give each row's ratio to; where the default is not among --methods, their "
+        "first",
+    )
     batch_sizes: tuple[int, ...] = option((1,), help="streams at once, comma-separated", at_least=1)
     prompts: str = option(
         "own",
@@ -87,6 +91,8 @@ class LatencySettings(ComparisonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reference not in self.methods and "reference" not in self.changed():
+            object.__setattr__(self, "reference", self.methods[0])
         if self.reference not in self.methods:
             raise UserError(f"--reference {self.reference} is not among --methods")
         if self.aligner and self.aligner_kinds:

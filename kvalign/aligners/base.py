@@ -159,7 +159,8 @@ class Aligner(
     def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
         """Raise UserError, naming the field, if it was not made for such a model or cache."""
         spec = spec_of(model.config)
-        made_for = f"this aligner was made for {self.config.base_model}"
+        named = f"the aligner {self.source}" if self.source else "this aligner"
+        made_for = f"{named} was made for {self.config.base_model}"
         for name in _OF_MODEL:
             expected, actual = getattr(self.config, name), getattr(spec, name)
             if expected != actual:
@@ -171,13 +172,13 @@ class Aligner(
             )
         if sizes.cache_size >= self.config.chunk_len:
             raise UserError(
-                f"cache_size must be at most {self.config.chunk_len - 1} with this aligner (it was "
-                f"recorded with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
+                f"cache_size must be at most {self.config.chunk_len - 1} with {named} (it was "
+                f"made with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
             )
         if sizes.last_position >= self.config.chunk_len:
             raise UserError(
                 f"realign_every must be at most {self.config.chunk_len - sizes.cache_size} with "
-                f"this aligner and cache_size {sizes.cache_size} (it was recorded with chunk_len "
+                f"{named} and cache_size {sizes.cache_size} (it was made with chunk_len "
                 f"{self.config.chunk_len}, and positions run on), got {sizes.realign_every}"
             )
 

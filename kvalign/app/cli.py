@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from kvalign import progress
 from kvalign.app import catalogue
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
@@ -79,18 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("kvalign", version("kvalign"))
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    name = ""
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(levelname)s: %(message)s",
+        handlers=[progress.LogHandler()],
+    )
+    name, known = "", set[str]()
     try:
         command, flags = catalogue.find(args)
         name = command.name
         cls = command.settings_for(flags)
+        known = cls.flags()
         settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
         return int(end.code or 0)
     except KeyboardInterrupt as stop:
-        say_stopped(name, stop, args)
+        say_stopped(name, stop, args, known)
         return 130
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from kvalign.errors import Interrupted
@@ -24,13 +24,19 @@ def say_written(*paths: Path | None) -> None:
         _say(f"wrote {path}")
 
 
-def say_stopped(name: str, stop: KeyboardInterrupt, args: Sequence[str]) -> None:
-    """Say what Ctrl-C left of a command, and how to go on with that."""
-    kept = "nothing was kept"
+def say_stopped(
+    name: str, stop: KeyboardInterrupt, args: Sequence[str], flags: Collection[str]
+) -> None:
+    """Say what Ctrl-C left of a command that has these flags, and how to go on with that."""
+    kept = ""
     if isinstance(stop, Interrupted):
-        kept = f"{stop}; to go on: {shlex.join(['kvalign', *args])}"
+        kept = f"; {stop}; to go on: {shlex.join(['kvalign', *args])}"
+    elif "--keep" in flags:
+        kept = "; nothing was kept: with --keep FOLDER what is finished is"
+    elif "--out" in flags:
+        kept = "; nothing was kept: the same command begins anew"
     below = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
-    _say(f"{below}kvalign {name}".rstrip() + f": interrupted; {kept}")
+    _say(f"{below}kvalign {name}".rstrip() + f": interrupted{kept}")
 
 
 def _say(line: str) -> None:

@@ -141,7 +141,7 @@ def make_cache(
             without an aligner.
     """
     from kvalign.methods.base import Cached
-    from kvalign.methods.choice import lack_of_aligner
+    from kvalign.methods.choice import how_to_train, lack_of_aligner
 
     streaming = make_method(
         method,
@@ -156,9 +156,9 @@ def make_cache(
         if method == AUTO:
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
-                f"no cache stays right on {_described(model)}: {lack}; train one (kvalign "
-                "train --model) and name its folder as aligner, or take method streaming-llm, "
-                "which leaves entries stale"
+                f"no cache stays right on {_described(model)}: {lack}; train one "
+                f"({how_to_train(model, cache_size)}) and name its folder as aligner, or take "
+                "method streaming-llm, which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
         raise UserError(
@@ -171,7 +171,7 @@ def make_cache(
 def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) -> Aligner:
     from kvalign import checkpoints
     from kvalign.aligners import Aligner
-    from kvalign.methods.choice import choose
+    from kvalign.methods.choice import choose, how_to_train
 
     if isinstance(aligner, Aligner):
         return aligner
@@ -179,7 +179,7 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     if name is None:
         raise UserError(
             f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            "needs none, or train one (kvalign train --model) and name its folder as aligner"
+            f"needs none, or train one ({how_to_train(model)}) and name its folder as aligner"
         )
     return Aligner.from_pretrained(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def choose(
         return Choice("kvalign", f"with {_shipped(model)}, which ships for {spec.name}")
     if spec.family != "learned":
         return Choice("streaming-llm", f"{spec.family} positions need no aligner")
-    return Choice("discard-half", f"learned positions, and {lack}: kvalign train makes one")
+    todo = how_to_train(model, cache_size)
+    return Choice("discard-half", f"learned positions, and {lack}: {todo} makes one")
 
 
 def obstacles(
@@ -78,6 +80,13 @@ def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> st
     if cache_size is not None and cache_size > longest:
         return f"{shipped} is for at most {longest} entries"
     return ""
+
+
+def how_to_train(model: PreTrainedModel, cache_size: int | None = None) -> str:
+    """The command that makes an aligner of a model, for caches of this size."""
+    command = f"kvalign train --model {shlex.quote(spec_of(model.config).name or 'NAME')}"
+    is_too_large = cache_size is not None and _shipped(model) is not None
+    return f"{command} --chunk-len {cache_size + 1}" if cache_size and is_too_large else command
 
 
 def trained_here(model: PreTrainedModel, name: str, *, must_help: bool = True) -> Path | None:

@@ -92,7 +92,7 @@ WRONG = [
     ),
     (
         ["generate", *PROMPT, "--method", "kvalign", "--cache-size", "300"],
-        "at most 255 with this aligner",
+        "at most 255 with the aligner kvalign-gpt2-mini-table-kl (it was made with chunk_len 256)",
     ),
     (["generate", *PROMPT, "--method", "autoo"], "did you mean auto? (known: auto, dense, window"),
     (
@@ -107,7 +107,7 @@ WRONG = [
     (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
     (
         ["generate", *PROMPT, "--aligner", "kvalign-llama-mini-network"],
-        "this aligner was made for llama-mini: family is rotary there, learned in this model",
+        "network was made for llama-mini: family is rotary there, learned in this model",
     ),
     (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
     (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
@@ -122,7 +122,10 @@ WRONG = [
     (["eval", "perplexity", "--reference", "dense"], "--reference dense is not among --methods"),
     (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
     (["eval", "latency", "--aligner-kinds", "tables"], "unknown aligner kind 'tables'"),
-    (["eval", "latency", "--methods", "window"], "--reference streaming-llm is not among"),
+    (
+        ["eval", "latency", "--methods", "window", "--reference", "recompute"],
+        "recompute is not among",
+    ),
     (["eval", "readability", "--prompts", "mt-bank"], "did you mean mt-bench?"),
     (["eval", "readability", "--prompts", "missing.jsonl"], "missing.jsonl"),
     (["eval", "readability", "--rule", "mine"], "--rule must be one of paper, authors"),

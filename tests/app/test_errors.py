@@ -83,7 +83,7 @@ def test_debug_changes_nothing_that_goes_well(capfd):
 def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_path, capfd):
     fail(KeyboardInterrupt())
     assert main(["methods"]) == 130
-    assert capfd.readouterr().err == "kvalign methods: interrupted; nothing was kept\n"
+    assert capfd.readouterr().err == "kvalign methods: interrupted\n"
     fail(Interrupted("2 shards are kept"))
     assert main(["methods", "--json"]) == 130
     kept = "interrupted; 2 shards are kept; to go on: kvalign methods --json"

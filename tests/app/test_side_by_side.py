@@ -168,7 +168,8 @@ def test_perplexity_is_of_what_was_written(run):
     least, most = (pick(views[-1], key=lambda view: view.perplexity) for pick in (min, max))
     said = verdict([*views[-1], Refusal("dense", "", "no")])
     assert said.startswith(f"Read again, the text of {least.title} surprises the model least")
-    assert said.endswith(f"of {most.title} {most.perplexity / least.perplexity:.1f} times as much.")
+    times = f"of {most.title} {most.perplexity / least.perplexity:.1f} times as much"
+    assert said.endswith(f"{times}: few tokens, so this may be chance.")
 
 
 HOSTILE = '<script>alert(1)</script> & "quotes" </bdi> \x1b[1m \u202eleft'

@@ -47,7 +47,7 @@ def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(name, shipped):
     model = shipped[name].model
     assert make_method(AUTO, model, cache_size=255).name == "kvalign"
     assert make_method(AUTO, model, cache_size=256).name == WITHOUT[shipped[name].spec.family]
-    with pytest.raises(ValueError, match="at most 255 with this aligner"):
+    with pytest.raises(ValueError, match="at most 255 with the aligner kvalign-"):
         make_method("kvalign", model, cache_size=256)
     longest = "is for at most 255 entries"
     assert longest in choice.obstacles(model, cache_size=256)["kvalign"]

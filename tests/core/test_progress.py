@@ -1,7 +1,9 @@
 """The one bar: in a terminal, in a file, and not at all."""
 
 import fcntl
+import logging
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -55,9 +57,8 @@ def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "job: reading [00:00]"
     assert 3 <= len(lines) <= (time.monotonic() - began) / 0.5 + 1  # of 1500 steps
-    share = "job: counting: {} %, {}k of 15.0k tokens, loss="
-    middle = lines[1].split(" %, ")[0].rpartition(" ")[2], lines[1].split(" %, ")[1].split("k")[0]
-    assert lines[1].startswith(share.format(*middle)) and lines[1].endswith(" left")
+    counted = r"job: counting: \d+ %, [\d.]+k? of 15\.0k tokens, loss=\d+, .* left"
+    assert re.fullmatch(counted, lines[1])
     assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:0")  # all that was needed
 
 
@@ -65,6 +66,22 @@ def test_what_is_short_says_nothing(monkeypatch, capfd):
     assert drawn_in_terminal(monkeypatch, lambda: job(100, 0.0001)) == []
     job(100, 0.0001)
     assert capfd.readouterr().err == ""
+
+
+def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch):
+    def work():
+        with progress.shown_as("job") as bar:
+            bar.expect(10, "tokens")
+            end = time.monotonic() + 5
+            while not bar.drawn_at and time.monotonic() < end:
+                time.sleep(0.01)
+            log = logging.Logger("beside a bar")
+            log.addHandler(progress.LogHandler(sys.stderr))
+            log.warning("mind this")
+
+    drawn = drawn_in_terminal(monkeypatch, work)
+    (line,) = [one for one in drawn if "mind this" in one]
+    assert line == "mind this\n"
 
 
 def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):

@@ -46,7 +46,10 @@ CALLS = [
     (lambda m: make_method("streaming-llm", m.model, cache_size=8, num_sinks=8), "above num_sinks"),
     (lambda m: make_method("window", m.model, cache_size=8, num_evicted=9), "num_evicted must be"),
     (lambda m: make_method("kvalign", m.model, cache_size=8, aligner="none"), "no aligner 'none'"),
-    (lambda m: make_method("kvalign", m.model, cache_size=256), "at most 255 with this aligner"),
+    (
+        lambda m: make_method("kvalign", m.model, cache_size=256),
+        "at most 255 with the aligner kvalign-",
+    ),
     (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
     (lambda m: kvalign.stream(m.tokenizer, m.model, "It"), "causal LM of transformers, got Tok"),
     (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import sys
 from collections.abc import Sequence
 
 from kvalign.aligners.kinds import KINDS
@@ -82,7 +83,12 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
         if kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
-    say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
+    parts = [part for part in config.training.values() if isinstance(part, dict)]
+    if any(part.get("used", True) for part in parts):
+        say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
+    else:
+        print("no part helped on held-out text: this aligner changes nothing", file=sys.stderr)
+        say_next("generate", *of_model(config.base_model))
 
 
 def _kind_of(given: set[str]) -> str:

@@ -19,6 +19,7 @@ from kvalign.sampling import Sampling
 from kvalign.text_stream import TextStream
 
 SHOWN_EVERY_S = 0.12
+LEAST_TOKENS = 200  # shorter texts tell little of a method
 WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
 
 
@@ -177,9 +178,10 @@ def verdict(views: Sequence[View | Refusal]) -> str | None:
         return None
     (least, first), *others = read
     times = [f"that of {title} {perplexity / least:.1f} times" for perplexity, title in others]
+    few = min(one.num_tokens for one in done) < LEAST_TOKENS
     return (
         f"Read again, the text of {first} surprises the model least (perplexity {least:.1f}), "
-        f"{', '.join(times)} as much."
+        f"{', '.join(times)} as much{': few tokens, so this may be chance' if few else ''}."
     )
 
 
