@@ -49,12 +49,16 @@ class PerplexitySettings(ComparisonSettings):
         "first",
     )
     keep: Path | None = option(
-        None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
+        None,
+        help="folder that keeps the loss of each token (Parquet); what it has is not rerun",
+        writes="folder",
     )
     stepwise: bool = option(
         False, help="one step a token even where a faster way gives the same figures"
     )
-    plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
+    plot: Path | None = option(
+        None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
