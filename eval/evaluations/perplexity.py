@@ -74,7 +74,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
-        nll_nats (mean a label), quarters (perplexity of each quarter of the labels), segments (see
+        nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
+        labels are too few), quarters (perplexity of each quarter of the labels), segments (see
         `kvalign.eval.statistics.by_segment`; with a reference each has its ratio, too), seconds.
 
     Raises:
@@ -127,7 +128,7 @@ COLUMNS = {
 }
 MORE_COLUMNS = {
     "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
-    "high": Column("95 % to", 2, about="moving-block bootstrap over the labels"),
+    "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
