@@ -232,6 +232,7 @@ class Evaluation:
 
     def show(self, document: Document, settings: Any) -> None:
         """Print what a run with the prepared settings has found."""
-        from kvalign.eval.terminal import print_tables
+        from kvalign.eval.terminal import print_meanings, print_tables
 
-        print_tables(self.tables(document))
+        print_tables(tables := self.tables(document))
+        print_meanings(tables)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvalign.errors import KeywordError, UserError
-from kvalign.names import check_keywords
+from kvalign.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"
 
@@ -133,7 +133,9 @@ def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if value is None:
         return
     if (choices := limits["choices"]) and value not in choices:
-        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        near = nearest(str(value), choices)
+        hint = f": did you mean {near}?" if near else ""
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     for limit, holds in _COMPARISONS.items():
         bound = limits[limit]
         if bound is not None and not holds(value, bound):

@@ -41,7 +41,11 @@ class TextSettings(TrainSettings):
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     corpus: tuple[str, ...] = option(("python-docs",), help="text, comma-separated; equal shares")
-    num_tokens: int = option(300_000, help="tokens of text", at_least=1)
+    num_tokens: int = option(
+        300_000,
+        help="tokens of text; the progress bar counts one each time that it is computed",
+        at_least=1,
+    )
     chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
 
     def folder(self, kind: str) -> Path:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ComparisonSettings):
-    """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
+    """Compare methods on perplexity, lower is better: at one cache size on the same labels. Between
+    cache sizes the labels are shifted, since the first input is C + 1 tokens.
 
     Example:
         kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
@@ -243,7 +244,11 @@ class Perplexity(Evaluation):
 def _bars(document: Document) -> str:
     """What the whiskers of its perplexities are."""
     reference = document["settings"]["reference"]
-    return "bars: 95 %" + (f" of the ratio to {reference}'s" if reference else "")
+    if any(row["high"] is None for row in document["rows"]):
+        return "no bars: too few labels"
+    return "bars: 95 %" + (
+        f" of the ratio to {reference}'s, not of each by itself" if reference else ""
+    )
 
 
 def _judged(document: Document) -> str:
@@ -258,7 +263,13 @@ def _by_size(document: Document) -> Figure:
     rows = document["rows"]
     lines = with_intervals(series(rows, "cache_size", "perplexity"), rows)
     x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw({EVALUATION.title(document): lines}, x=x, y=y, doubling_x=True, log_y=True)
+    return draw(
+        {f"{EVALUATION.title(document)}\n{_bars(document)}": lines},
+        x=x,
+        y=y,
+        doubling_x=True,
+        log_y=True,
+    )
 
 
 EVALUATION = Perplexity()

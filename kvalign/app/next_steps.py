@@ -26,7 +26,7 @@ def say_written(*paths: Path | None) -> None:
 
 def say_stopped(name: str, stop: KeyboardInterrupt, args: Sequence[str]) -> None:
     """Say what Ctrl-C left of a command, and how to go on with that."""
-    kept = "nothing was kept"
+    kept = "nothing was kept: the same command begins anew"
     if isinstance(stop, Interrupted):
         kept = f"{stop}; to go on: {shlex.join(['kvalign', *args])}"
     below = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C

@@ -83,7 +83,8 @@ def test_debug_changes_nothing_that_goes_well(capfd):
 def test_ctrl_c_and_a_reader_that_leaves_are_no_errors(fail, monkeypatch, tmp_path, capfd):
     fail(KeyboardInterrupt())
     assert main(["methods"]) == 130
-    assert capfd.readouterr().err == "kvalign methods: interrupted; nothing was kept\n"
+    said = "nothing was kept: the same command begins anew"
+    assert capfd.readouterr().err == f"kvalign methods: interrupted; {said}\n"
     fail(Interrupted("2 shards are kept"))
     assert main(["methods", "--json"]) == 130
     kept = "interrupted; 2 shards are kept; to go on: kvalign methods --json"

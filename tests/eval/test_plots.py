@@ -42,7 +42,8 @@ def test_perplexities_are_drawn_with_their_whiskers():
     document = documents()["perplexity"]
     figure, caption, conclusion = EVALUATIONS["perplexity"].figure(document)
     assert len(figure.axes[0].containers) == 3  # error bars of each method
-    assert "bars: 95 % of the ratio to recompute's" in caption and conclusion
+    bars = "bars: 95 % of the ratio to recompute's, not of each by itself"
+    assert bars in caption and bars in figure.axes[0].get_title() and conclusion
 
 
 def test_answers_are_a_strip_of_numbers_for_each_method():
