@@ -165,8 +165,8 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
     said, column = [], EVALUATIONS["perplexity"].columns["perplexity"]
     for size, group in grouped(rows, "cache_size").items():
         low = min(group, key=itemgetter("perplexity"))
-        spans = [span for row in group if (span := column.interval(row))]
-        near = [span for span in spans if not apart(span, column.interval(low) or span)]
+        ends = [span for row in group if (span := column.interval(row))]
+        near = [span for span in ends if not apart(span, column.interval(low) or span)]
         tied = f", its interval overlaps {len(near) - 1} more" if len(near) > 1 else ""
         said.append(f"{in_words(label_of(low))} at C = {size} ({low['perplexity']:.1f}{tied})")
     headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."
