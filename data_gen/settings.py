@@ -26,7 +26,9 @@ class RecordSettings(Settings):
         "several give an equal share of the tokens each",
     )
     out: Path | None = option(
-        None, help="folder of the recording (default: kvalign-data/MODEL/caches)"
+        None,
+        help="folder of the recording (default: kvalign-data/MODEL/caches)",
+        writes="folder",
     )
     num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
     chunk_len: int = option(

@@ -4,6 +4,7 @@ the report know each by its `Evaluation` alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -79,7 +80,7 @@ class Column:
     def interval(self, row: Row) -> tuple[float, float] | None:
         """Its interval in a row, if it has one; infinite where labels were too few."""
         low, high = (row.get(name) for name in self.ends or ("", ""))
-        return None if low is None or high is None else (low, high)
+        return None if low is None else (low, math.inf if high is None else high)
 
 
 class Plot(NamedTuple):
@@ -231,6 +232,7 @@ class Evaluation:
 
     def show(self, document: Document, settings: Any) -> None:
         """Print what a run with the prepared settings has found."""
-        from kvalign.eval.terminal import print_tables
+        from kvalign.eval.terminal import print_meanings, print_tables
 
-        print_tables(self.tables(document))
+        print_tables(tables := self.tables(document))
+        print_meanings(tables)

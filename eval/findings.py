@@ -162,10 +162,11 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
     if len(grouped(rows, label_of)) < 2:
         spans = spread((row["perplexity"] for row in rows), 1)
         return f"{where} {label} was measured alone.", [Sentence("Perplexity", f"{label} {spans}.")]
-    said = []
+    said, column = [], EVALUATIONS["perplexity"].columns["perplexity"]
     for size, group in grouped(rows, "cache_size").items():
         low = min(group, key=itemgetter("perplexity"))
-        near = [r for r in group if not apart((r["low"], r["high"]), (low["low"], low["high"]))]
+        ends = [span for row in group if (span := column.interval(row))]
+        near = [span for span in ends if not apart(span, column.interval(low) or span)]
         tied = f", its interval overlaps {len(near) - 1} more" if len(near) > 1 else ""
         said.append(f"{in_words(label_of(low))} at C = {size} ({low['perplexity']:.1f}{tied})")
     headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +28,22 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     """The settings and the model that they name; or one that is loaded already, and the settings
     that name it.
     """
+    _check_sizes(settings)
     if loaded is None:
         return settings, load_model(settings.model, settings.device, settings.dtype)
     model = loaded.model
     dtype = str(model.dtype).removeprefix("torch.")
     named: dict[str, Any] = dict(model=loaded.spec.name, device=str(model.device), dtype=dtype)
     return dataclasses.replace(settings, **named), loaded
+
+
+def _check_sizes(settings: ComparisonSettings) -> None:
+    """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
+    for name, num_evicted in product(settings.methods, settings.num_evicted or (None,)):
+        cls, asked = METHODS[name], {"num_sinks": settings.num_sinks, "num_evicted": num_evicted}
+        free: dict[str, Any] = {size: x for size, x in asked.items() if size not in cls.fixed}
+        for cache_size in () if cls.takes_aligner else settings.cache_sizes:
+            cls.sizes_for(cache_size, **free)
 
 
 def make_grid(

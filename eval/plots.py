@@ -89,10 +89,10 @@ def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
     ends: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         y: float = row["perplexity"]
-        low, high = row["low"], row["high"]
+        low, high, scale = row["low"], row["high"], 1.0
         if "ratio_low" in row:
-            low, high = (y / row["ratio"] * row[name] for name in ("ratio_low", "ratio_high"))
-        span = (low, high) if math.isfinite(high) else (y, y)
+            low, high, scale = row["ratio_low"], row["ratio_high"], y / row["ratio"]
+        span = (y, y) if high is None else (scale * low, scale * high)
         ends.setdefault(label_of(row), []).append(span)
     return [
         replace(line, low=[low for low, _ in span], high=[high for _, high in span])

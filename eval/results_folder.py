@@ -1,11 +1,12 @@
 """A folder of results: one JSON document a file, and the suite they are cells of, if any."""
 
+import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from kvalign.errors import NotFoundError, UserError
 from kvalign.eval.evaluation import Document, Evaluation
@@ -80,6 +81,13 @@ class _Prepared(BaseModel):
 
 
 class _Row(BaseModel, extra="allow"):
+    @model_validator(mode="before")
+    @classmethod
+    def _endless(cls, row: Any) -> Any:
+        """Older documents have infinity where an interval has no upper end."""
+        values = row.items() if isinstance(row, dict) else ()
+        return {k: None if v == math.inf else v for k, v in values} or row
+
     method: str
     aligner: str | None
     cache_size: int = Field(ge=1)

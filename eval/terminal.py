@@ -61,6 +61,17 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
             console.print(Text(table.note, "dim"))
 
 
+def print_meanings(tables: list[Table]) -> None:
+    """Print what the columns of tables are, and the mark of the best, as far as they are there."""
+    means = {column.title: column.about for table in tables for column in table.columns}
+    if any(entry.is_best for table in tables for row in table.rows for entry in row):
+        means["★"] = "the best of its column; none is where its interval overlaps another"
+    console = console_for(pipe_width=ROW_WIDTH)
+    for title, about in means.items():
+        if about:
+            console.print(Text(f"{title}: {about}", "dim"))
+
+
 def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     """A table as far as there is room, and what is left out: columns and intervals, those of the
     least weight first, among equals the last. One column of figures is always left.
@@ -94,7 +105,7 @@ def _widths(table: Table, width: int) -> list[int]:
     what a row is called does if it takes more than its share.
     """
     names, *figures = zip(*([entry.line for entry in row] for row in table.rows), strict=True)
-    label = min(_longest(names), max(min(LABEL, width // 2), width // 3))
+    label = min(_longest([table.columns[0].title, *names]), max(min(LABEL, width // 2), width // 3))
     titles = [column.title + ARROWS[column.better] for column in table.columns[1:]]
     for headings in ([[title] for title in titles], [title.split() for title in titles]):
         pairs = zip(headings, figures, strict=True)

@@ -33,7 +33,7 @@ class Verdict(Enum):
 def verdict(row: Row) -> Verdict:
     """Of a row with `ratio`, `ratio_low`, `ratio_high`."""
     low, high = row.get("ratio_low"), row.get("ratio_high")
-    if low is None or high is None or not math.isfinite(high):
+    if low is None or high is None:
         return Verdict.UNKNOWN
     if low > 1:
         return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE

@@ -71,8 +71,6 @@ def print_table(
     """
     columns = [Heading(one) if isinstance(one, str) else one for one in headings]
     table = Table(
-        title=Text(escape_controls(title), "bold") if title else None,
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         show_header=any(column.text for column in columns),
@@ -89,7 +87,10 @@ def print_table(
         )
     for row in rows:
         table.add_row(*map(_text, row))
-    (console or console_for(pipe_width=ROW_WIDTH)).print(table)
+    console = console or console_for(pipe_width=ROW_WIDTH)
+    if title:  # over the console's width, not the table's
+        console.print(Text(escape_controls(title), "bold"))
+    console.print(table)
 
 
 def _text(cell: Entry | str) -> Text:

@@ -22,14 +22,15 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then give it its name; an interrupted write leaves nothing
-    behind.
+    """Let `write` fill a temporary file, then give it its name, in a folder that is made if need
+    be; an interrupted write leaves nothing behind.
 
     Raises:
         OSError: it could not be written (disk full, no permission), whatever `write` made of that.
     """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         os.replace(partial, path)
     except (SafetensorError, RuntimeError) as error:  # safetensors' and torch.save's own

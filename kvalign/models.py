@@ -147,6 +147,10 @@ def check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if "Expected one of" in reason:  # torch names all that it was ever built for
+            reason = (
+                "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
+            )
         raise UserError(f"device {device!r} is not available here: {reason}") from error
 
 

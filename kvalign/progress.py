@@ -3,8 +3,9 @@
 `shown_as` opens the bar. What runs within says how much there is to do (`expect`), what is done of
 it (`advance`) and what is being done (`phase`), and need not know whether anybody is shown it. In a
 terminal or a notebook the bar is tqdm's; in a file, a pipe or CI it is a line every few seconds,
-later more rarely. What ends within a second shows nothing; what counts nothing shows its phase and
-the time. `TQDM_DISABLE=1` turns all of it off.
+later more rarely. Where nothing has advanced for so long no time left is said. What ends within a
+second shows nothing; what counts nothing shows its phase and the time.
+`TQDM_DISABLE=1` turns all of it off.
 """
 
 import logging
@@ -26,6 +27,10 @@ _LINE = (
     "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}{unit}{postfix}, {rate_noinv_fmt}, "
     "{elapsed} so far, {remaining} left"
 )
+_LINE_AT_REST = (
+    "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}{unit}{postfix}, {elapsed} so far"
+)
+_BAR_AT_REST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _LAST_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}"
 _in_notebook = tqdm is not tqdm_asyncio
 
@@ -105,15 +110,21 @@ class Bar(tqdm):
         super().close()
 
     def _draw(self) -> None:
+        counted, advanced_at = self.n, self.began
         while not self._ended.wait(DELAY_S):
             now = time.monotonic()
+            if self.n != counted:
+                counted, advanced_at = self.n, now
+            is_at_rest = now - advanced_at >= LINE_S
             wait = max(LINE_S, LINE_SHARE * (now - self.began)) if self.is_line else 0
             if now - (self.drawn_at or self.began) >= wait:
                 with self.get_lock():
                     if not self._ended.is_set():
                         self.drawn_at = now
                         if self.is_line and self.n > self.initial:
-                            self.bar_format = _LINE
+                            self.bar_format = _LINE_AT_REST if is_at_rest else _LINE
+                        elif self.total and not self.is_line:
+                            self.bar_format = _BAR_AT_REST if is_at_rest else None
                         if not super().update(0):  # which draws what has advanced
                             self.refresh(nolock=True)
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from kvalign import relative
 from kvalign.methods.base import Cached, Method, Reencoding
 
-BATCH_TOKENS = 8192  # tokens encoded at once when whole windows are scored
+BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
 
 OnLabels = Callable[[int], object]

@@ -8,18 +8,21 @@ import dataclasses
 import functools
 import inspect
 import operator
+import os
 import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvalign.errors import KeywordError, UserError
-from kvalign.names import check_keywords
+from kvalign.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"
+
+Output = Literal["file", "folder"]
 
 S = TypeVar("S", bound="Settings")
 
@@ -33,16 +36,16 @@ def option(
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
     positional: bool = False,
+    writes: Output | None = None,
 ) -> Any:
     """A dataclass field that the command line offers as `--name`.
 
     A field without a default must be given, a positional one without a flag. A tuple is given
-    comma-separated or by repeating the flag.
+    comma-separated or by repeating the flag. A path that is written says what it will be.
     """
-    limits = dict(
-        at_least=at_least, at_most=at_most, above=above, choices=choices, positional=positional
-    )
-    return dataclasses.field(default=default, metadata={"help": help, **limits})
+    limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
+    more = dict(positional=positional, writes=writes)
+    return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
 
 
 class Settings:
@@ -130,11 +133,33 @@ def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if value is None:
         return
     if (choices := limits["choices"]) and value not in choices:
-        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        near = nearest(str(value), choices)
+        hint = f": did you mean {near}?" if near else ""
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     for limit, holds in _COMPARISONS.items():
         bound = limits[limit]
         if bound is not None and not holds(value, bound):
             raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
+
+
+def check_outputs(settings: Settings) -> None:
+    """Raise UserError for a path in settings that cannot be written, before there is any work."""
+    for field in fields_of(type(settings)):
+        path, output = getattr(settings, field.name), field.metadata["writes"]
+        if output and path is not None:
+            check_output(path, output, flag(field.name))
+
+
+def check_output(path: Path, output: Output, name: str = "--out") -> None:
+    """Raise UserError if a file or a folder cannot be written; folders above it need not exist."""
+    if output == "file" and path.is_dir():
+        raise UserError(f"{name} {path} is a folder: name a file in it")
+    folder = (path if output == "folder" else path.parent).absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not there.is_dir():
+        raise UserError(f"{name} {path} cannot be written: {there} is a file, no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{name} {path} cannot be written: {there} is not yours to write in")
 
 
 Result = TypeVar("Result")
@@ -160,6 +185,7 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
                     if field.default is dataclasses.MISSING and field.name not in keywords:
                         raise KeywordError(f"{function.__name__}() needs {field.name}=...")
                 settings = cls(**keywords)
+                check_outputs(settings)
             elif keywords or not isinstance(settings, cls):
                 given = ", ".join(keywords) or repr(settings)
                 raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")

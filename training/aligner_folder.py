@@ -12,13 +12,16 @@ import torch
 from kvalign.aligners import Aligner
 from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.errors import ExistsError
-from kvalign.settings import Settings
+from kvalign.settings import Settings, check_output
 
 OVERWRITE = "give --overwrite or another --out"
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise ExistsError if `out` holds an aligner that is not to be overwritten."""
+    """Raise ExistsError if `out` holds an aligner that is not to be overwritten, UserError if it
+    cannot be written.
+    """
+    check_output(out, "folder")
     if (out / CONFIG).exists() and not overwrite:
         raise ExistsError(f"{out} already holds an aligner: {OVERWRITE}")
 

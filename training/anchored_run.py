@@ -35,7 +35,7 @@ def fit(
     with AdamW and linear decay, or through the model.
     """
     step_tokens = 3 * CHUNKS * settings.chunk_len if settings.objective == "mse" else STEP_ENTRIES
-    progress.expect(settings.max_steps * step_tokens, "tokens")
+    progress.expect(settings.max_steps * step_tokens, "tokens computed")
     record = table_run.fit(aligner.table, replace(settings, objective="mse"), loaded, text)
     if settings.objective != "mse":
         return record | tune_networks(aligner, loaded.model, text, settings)

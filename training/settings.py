@@ -17,6 +17,7 @@ class TrainSettings(Settings):
     out: Path | None = option(
         None,
         help="folder of the aligner (default: kvalign-data/MODEL/KIND, or KIND beside --data)",
+        writes="folder",
     )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
     accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
@@ -40,7 +41,11 @@ class TextSettings(TrainSettings):
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     corpus: tuple[str, ...] = option(("python-docs",), help="text, comma-separated; equal shares")
-    num_tokens: int = option(300_000, help="tokens of text", at_least=1)
+    num_tokens: int = option(
+        300_000,
+        help="tokens of text; the progress bar counts one each time that it is computed",
+        at_least=1,
+    )
     chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
 
     def folder(self, kind: str) -> Path:
@@ -72,7 +77,7 @@ class TuneSettings(Settings):
 
     target: str = option(help="vectors to realign", choices=("key", "value"))
     data: Path = option(help="folder of recorded caches, from kvalign gen-data")
-    out: Path = option(help="folder of the sweep; OUT/aligner is its best aligner")
+    out: Path = option(help="folder of the sweep; OUT/aligner is its best aligner", writes="folder")
     num_trials: int = option(10, help="trials", at_least=1)
     max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
@@ -135,7 +140,7 @@ class PretrainSettings(Settings):
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
     corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
-    out: Path = option(help="folder of the model")
+    out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(None, help="folder of the tokenizer (default: train one)")
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
     context_len: int = option(512, help="context length in tokens", at_least=16)
@@ -172,7 +177,7 @@ class ImportPublishedSettings(Settings):
     keys: Path = option(help="file of the network for keys")
     values: Path = option(help="file of the network for values")
     model: str = option(help="hub id or folder of the base model that they were trained for")
-    out: Path = option(help="folder of the aligner")
+    out: Path = option(help="folder of the aligner", writes="folder")
     num_sinks: int = option(4, help="first entries that stay (the authors': 4)", at_least=0)
     chunk_len: int = option(
         256, help="aligns caches up to this less one (the authors': 256)", at_least=2

@@ -34,6 +34,7 @@ STEP_TOKENS = 2048
 TEACHER_TOKENS = 4096  # re-encoded a step
 SMALLEST_CACHE = 16
 VAL_EVERY = 50  # steps
+VAL_TOKENS = 512  # of validation text through the model at once
 # What a step takes, in tokens through the model: there and back, and those of the teacher.
 STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
 KNOT_RATIO = 4 / 3
@@ -79,7 +80,7 @@ def tune(
         sizes = CacheSizes(cache_size, 0, num_evicted)
         with parametrize.cached():
             optimizer.zero_grad()
-            _streamed(loss, model, sizes, realigner, ids, rng).backward()
+            loss(model, sizes, ids, _streamed(model, sizes, realigner, ids), rng).backward()
         optimizer.step()
         schedule.step()
         progress.advance(STEP_COST[objective], val=f"{val_loss:.4f}", before=f"{before:.4f}")
@@ -132,8 +133,11 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
         sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
-        losses.append(_streamed(loss, model, sizes, realigner, rows, rng).item())
-        progress.advance(rows.numel())
+        logits = []
+        for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
+            logits.append(_streamed(model, sizes, realigner, part))
+            progress.advance(part.numel())
+        losses.append(loss(model, sizes, rows, torch.cat(logits), rng).item())
     return sum(losses) / len(losses)
 
 
@@ -162,33 +166,26 @@ def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) ->
     return steps + num_vals * val_tokens(aligner, text)
 
 
-def _streamed(
-    loss: Loss,
-    model: PreTrainedModel,
-    sizes: CacheSizes,
-    realigner: OnRead,
-    ids: Tensor,
-    rng: torch.Generator,
-) -> Tensor:
-    """Loss on rows [B, N + 1] of text, of the tokens after the first `cache_size`."""
+def _streamed(model: PreTrainedModel, sizes: CacheSizes, realigner: OnRead, ids: Tensor) -> Tensor:
+    """Logits [B, N - cache_size, V] on rows [B, N + 1] of text, after the first `cache_size`."""
     ids, num_logits = ids.to(model.device), ids.shape[1] - 1 - sizes.cache_size
     cache = StreamingCache(spec_of(model.config), sizes, realigner)
-    logits = relative.feed(model, cache, ids[:, :-1], logits_to_keep=num_logits).float()
-    return loss(model, sizes, ids, logits, rng)
+    return relative.feed(model, cache, ids[:, :-1], logits_to_keep=num_logits).float()
 
 
 def nll(
     model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
 ) -> Tensor:
     """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
-    return cross_entropy(logits.flatten(0, 1), ids[:, -logits.shape[1] :].flatten())
+    labels = ids[:, -logits.shape[1] :].to(logits.device)
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def kl(
     model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
 ) -> Tensor:
     """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
-    num_rows, num_logits = logits.shape[:2]
+    ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     row = torch.arange(num_queries) % num_rows
     column = torch.randint(num_logits, (num_queries,), generator=rng)

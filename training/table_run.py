@@ -43,7 +43,7 @@ def fit(
     num_tokens = 2 * val_tokens(table, text) if in_segments else 0
     num_tokens += text.chunks("train", chunk_len).numel() if settings.init == "means" else 0
     num_tokens += tuning_tokens(table, text, settings) if trained else 0
-    progress.expect(num_tokens, "tokens")
+    progress.expect(num_tokens, "tokens computed")
     record: dict[str, Any] = (
         {"val_nll_stale": validate(table, model, text, nll)} if in_segments else {}
     )

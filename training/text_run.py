@@ -136,6 +136,12 @@ def train_on_text(
             f"--chunk-len must be at most {longest} for {settings.model} (its context length), got "
             f"{settings.chunk_len}"
         )
+    if loaded.spec.family != "learned":
+        print(
+            f"{settings.model} has {loaded.spec.family} positions, which need no aligner to stay "
+            "right: it may help nothing there, and is then saved as one that changes nothing",
+            file=sys.stderr,
+        )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
     progress.phase(f"reading {', '.join(corpora)}")
     text = read(corpora, loaded.tokenizer, num_tokens, settings.chunk_len)
@@ -156,7 +162,7 @@ def train_on_text(
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
-    progress.expect(2 * chunks.numel(), "tokens")
+    progress.expect(2 * chunks.numel(), "tokens computed")
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)

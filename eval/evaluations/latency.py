@@ -87,6 +87,7 @@ class LatencySettings(ComparisonSettings):
         None,
         help="also draw tokens/s over batch sizes, of one batch size the time per token over "
         "cache sizes (.png or .svg)",
+        writes="file",
     )
 
     def __post_init__(self) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ComparisonSettings):
-    """Compare methods on perplexity: the same labels for each at every cache size, lower is better.
+    """Compare methods on perplexity, lower is better: at one cache size on the same labels. Between
+    cache sizes the labels are shifted, since the first input is C + 1 tokens.
 
     Example:
         kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
@@ -49,12 +50,16 @@ class PerplexitySettings(ComparisonSettings):
         "first",
     )
     keep: Path | None = option(
-        None, help="folder that keeps the loss of each token (Parquet); what it has is not rerun"
+        None,
+        help="folder that keeps the loss of each token (Parquet); what it has is not rerun",
+        writes="folder",
     )
     stepwise: bool = option(
         False, help="one step a token even where a faster way gives the same figures"
     )
-    plot: Path | None = option(None, help="also draw perplexity against cache size (.png or .svg)")
+    plot: Path | None = option(
+        None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +75,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
-        nll_nats (mean a label), quarters (perplexity of each quarter of the labels), segments (see
+        nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
+        labels are too few), quarters (perplexity of each quarter of the labels), segments (see
         `kvalign.eval.statistics.by_segment`; with a reference each has its ratio, too), seconds.
 
     Raises:
@@ -123,7 +129,7 @@ COLUMNS = {
 }
 MORE_COLUMNS = {
     "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
-    "high": Column("95 % to", 2, about="moving-block bootstrap over the labels"),
+    "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
@@ -238,7 +244,11 @@ class Perplexity(Evaluation):
 def _bars(document: Document) -> str:
     """What the whiskers of its perplexities are."""
     reference = document["settings"]["reference"]
-    return "bars: 95 %" + (f" of the ratio to {reference}'s" if reference else "")
+    if any(row["high"] is None for row in document["rows"]):
+        return "no bars: too few labels"
+    return "bars: 95 %" + (
+        f" of the ratio to {reference}'s, not of each by itself" if reference else ""
+    )
 
 
 def _judged(document: Document) -> str:
@@ -253,7 +263,13 @@ def _by_size(document: Document) -> Figure:
     rows = document["rows"]
     lines = with_intervals(series(rows, "cache_size", "perplexity"), rows)
     x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw({EVALUATION.title(document): lines}, x=x, y=y, doubling_x=True, log_y=True)
+    return draw(
+        {f"{EVALUATION.title(document)}\n{_bars(document)}": lines},
+        x=x,
+        y=y,
+        doubling_x=True,
+        log_y=True,
+    )
 
 
 EVALUATION = Perplexity()

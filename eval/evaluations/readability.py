@@ -57,6 +57,7 @@ class ReadabilitySettings(WritingSettings):
         None,
         help="folder for the page, its figures and the results (default: readability, or "
         "readability-2, ... where that is taken; with --json none)",
+        writes="folder",
     )
     open: bool = option(False, help="open the page in a browser")
 

@@ -21,6 +21,7 @@ from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.app.next_steps import say_stopped
 from kvalign.errors import RunError, UserError
+from kvalign.settings import check_outputs
 
 _HELP = ("-h", "--help")
 # A path that the user gave: there is nothing, it is of another kind, or it is not theirs.
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cls = command.settings_for(flags)
         known = cls.flags()
         settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
+        check_outputs(settings)
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
         return int(end.code or 0)

@@ -40,7 +40,9 @@ class ConversationSettings(StreamSettings):
     system: str | None = option(None, help="what the model is told first; it is never evicted")
     say: str | None = option(None, help="one turn to say, instead of reading turns")
     state: Path | None = option(
-        None, help="file of the conversation: resumed if it exists, written after each answer"
+        None,
+        help="file of the conversation: resumed if it exists, written after each answer",
+        writes="file",
     )
     cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: str = option(

@@ -117,15 +117,21 @@ def show(as_json: bool, **tables: list[Row]) -> None:
     if as_json:
         print(json.dumps(tables))
         return
-    from kvalign.console import Heading, print_table
+    from kvalign.console import Entry, Heading, print_table
+    from kvalign.eval.evaluation import Column
+    from kvalign.eval.tables import Table
+    from kvalign.eval.terminal import print_tables
 
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
-        headings = [
-            Heading(name.replace("_", " "), is_number=isinstance(value, int))
-            for name, value in rows[0].items()
-        ]
-        print_table(headings, [[_text(value) for value in row.values()] for row in rows])
+        titles, facts = [name.replace("_", " ") for name in rows[0]], rows[0].values()
+        lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
+        if "about" in rows[0]:  # sentences, which wrap
+            print_table([Heading(title) for title in titles], lines)
+            continue
+        digits = [0 if isinstance(value, int) else None for value in facts]
+        columns = [Column(title, digits=one) for title, one in zip(titles, digits, strict=True)]
+        print_tables([Table("", columns, lines)])
 
 
 def _rows(

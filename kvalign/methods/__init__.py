@@ -100,7 +100,8 @@ def make_method(
     fixed = cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every")
     for size in fixed:
         if asked[size] is not None:
-            log.warning("%s %s: %s=%s has no effect", name, cls.about, size, asked[size])
+            why = f"it {cls.about}" if size in cls.fixed else "it is for kvalign"
+            log.warning("%s=%s has no effect on %s: %s", size, asked[size], name, why)
             asked[size] = None
     if cls.takes_aligner:
         loaded = _load_aligner(aligner, model)

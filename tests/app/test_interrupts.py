@@ -102,7 +102,7 @@ def test_a_table_keeps_nothing(folder):
         process.send_signal(signal.SIGINT)
         *_, line = process.stderr
     assert process.returncode == 130 and not (folder / "table").exists()
-    assert line == "kvalign train: interrupted; nothing was kept\n"
+    assert line == "kvalign train: interrupted; nothing was kept: the same command begins anew\n"
 
 
 def test_perplexity_keeps_the_losses_of_finished_methods(folder):

@@ -119,3 +119,11 @@ def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
         heading, rule, *lines = block.splitlines()
         assert heading.split()[0] == next(iter(rows[0])) and set(rule) == {"─"}
         assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in rows]
+
+
+def test_a_narrow_terminal_gets_whole_words_and_the_names_of_what_is_left_out(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert out.count("architecture") == 2 and "left out at 80 columns: default aligner" in out

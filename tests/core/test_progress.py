@@ -62,6 +62,22 @@ def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
     assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:0")  # all that was needed
 
 
+def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
+    @progress.shown_as("job")
+    def work():
+        progress.expect(100, "rows")
+        for _ in range(30):
+            progress.advance(1)
+            time.sleep(0.04)
+        time.sleep(1.7)
+
+    work()
+    lines = capfd.readouterr().err.splitlines()
+    assert "rows/s" in lines[0] and lines[0].endswith(" left")
+    assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
+    assert lines[-2].endswith(" so far")
+
+
 def test_what_is_short_says_nothing(monkeypatch, capfd):
     assert drawn_in_terminal(monkeypatch, lambda: job(100, 0.0001)) == []
     job(100, 0.0001)

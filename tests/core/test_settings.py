@@ -12,7 +12,8 @@ from kvalign.settings import Settings, keywords_of, option
 
 @dataclass(frozen=True, kw_only=True)
 class BakeSettings(Settings):
-    out: Path = option(help="where it goes")
+    out: Path = option(help="where it goes", writes="folder")
+    photo: Path | None = option(None, help="of the loaves", writes="file")
     sizes: tuple[int, ...] = option((1, 2), help="of each loaf", at_least=1)
     kind: str = option("rye", help="of flour", choices=("rye", "wheat"))
 
@@ -32,7 +33,7 @@ def test_keywords_make_the_settings():
 
 def test_signature_and_help_name_every_field():
     parameters = inspect.signature(bake).parameters
-    assert list(parameters) == ["out", "sizes", "kind", "oven"]
+    assert list(parameters) == ["out", "photo", "sizes", "kind", "oven"]
     assert parameters["out"].default is inspect.Parameter.empty
     assert parameters["sizes"].default == (1, 2)
     assert inspect.getdoc(bake).startswith("Bake loaves.") and "kind: of flour" in bake.__doc__
@@ -49,6 +50,24 @@ def test_signature_and_help_name_every_field():
 def test_values_out_of_range_are_refused(keywords, message):
     with pytest.raises(UserError, match=message):
         bake(**keywords)
+
+
+def test_what_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loaf").write_text("")
+    with pytest.raises(UserError, match="--out loaf cannot be written: .*loaf is a file"):
+        bake(out="loaf")
+    with pytest.raises(UserError, match=r"--photo loaf/a.png cannot be written: .*loaf is a file"):
+        bake(out="new", photo="loaf/a.png")
+    with pytest.raises(UserError, match=r"--photo \. is a folder: name a file in it"):
+        bake(out="new", photo=".")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="--out new/er cannot be written: .* not yours to write in"):
+        bake(out="new/er")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    bake(out="new/er", photo="new/photos/a.png")
+    assert not Path("new").exists()
 
 
 def test_unknown_and_doubled_keywords_are_refused():

@@ -2,8 +2,6 @@
 not.
 """
 
-import math
-
 import pytest
 from helpers.results_example import documents
 
@@ -23,7 +21,8 @@ from kvalign.eval.verdicts import (
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):
     sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=0, num_evicted=1)
-    ends = dict(ratio_low=low if low is not None else ratio, ratio_high=high or ratio)
+    ends = dict(ratio_low=ratio, ratio_high=ratio)
+    ends |= dict(ratio_low=low, ratio_high=high) if low is not None else {}
     ppl = dict(perplexity=80.0 * ratio, low=60.0 * ratio, high=100.0 * ratio)
     return sizes | ends | ppl | dict(ratio=ratio, num_labels=labels, drift=drift) | more
 
@@ -41,7 +40,7 @@ REFERENCE = row("recompute")
         (1.25, 1.20, 1.30, Verdict.WORSE),
         (1.26, 1.20, 1.30, Verdict.FAILS),
         (1.90, 0.90, 3.00, Verdict.OPEN),
-        (1.90, 0.0, math.inf, Verdict.UNKNOWN),
+        (1.90, 0.0, None, Verdict.UNKNOWN),
     ],
 )
 def test_a_ratio_is_judged_by_its_interval(ratio, low, high, expected):
@@ -98,7 +97,7 @@ def test_good_at_one_size_is_not_good_at_every_one():
 
 
 def test_few_labels_judge_nothing():
-    rows = [REFERENCE, row("window", 1.9, 0.0, math.inf, labels=60)]
+    rows = [REFERENCE, row("window", 1.9, 0.0, None, labels=60)]
     headline, (sentence,) = quality(rows, "recompute", "60 labels")
     assert (
         headline == "On 60 labels at C = 32 there are too few labels to tell any method from "

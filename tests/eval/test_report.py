@@ -95,6 +95,18 @@ def test_every_document_has_its_command_and_rows(source, results):
         assert [row["method"] for row in rows] == [row["method"] for row in document["rows"]]
 
 
+def test_intervals_without_an_end_are_null_and_infinity_in_older_documents(tmp_path):
+    folder, (document, old) = tmp_path, (documents()["perplexity"], documents()["perplexity"])
+    for row, before in zip(document["rows"], old["rows"], strict=True):
+        row |= dict(low=0.0, high=None, ratio_low=0.0, ratio_high=None)
+        before |= dict(low=0.0, high=math.inf, ratio_low=0.0, ratio_high=math.inf)
+    (folder / "a.json").write_text(json.dumps(document, allow_nan=False))
+    (folder / "b.json").write_text(json.dumps(old))
+    read_back = read(folder).documents
+    assert read_back["a"]["rows"] == read_back["b"]["rows"] == document["rows"]
+    assert "too few labels" in render(read(folder), sections(read(folder)))
+
+
 def test_command_writes_page_and_plots(tmp_path, capsys):
     folder = write_folder(tmp_path / "results")
     assert main(["report", str(folder)]) == 0
@@ -138,7 +150,7 @@ def test_the_reference_is_not_the_best_and_infinite_intervals_are_explained():
     assert shown.rows[0][3].more == "" and shown.rows[1][3].more == "1.050\N{EN DASH}1.150"
     assert shown.note == ""
     for one in rows:
-        one |= dict(low=0.0, high=math.inf, ratio_low=0.0, ratio_high=math.inf)
+        one |= dict(low=0.0, high=None, ratio_low=0.0, ratio_high=None)
     shown = table("T", rows, columns, "recompute")
     assert not any(entry.is_best or entry.more for line in shown.rows for entry in line)
     assert "200 labels" in shown.note and "--num-tokens" in shown.note

@@ -19,7 +19,9 @@ class RunSettings(Settings):
     """
 
     suite: str = option(help="name of a suite, or a .yaml file", positional=True)
-    out: Path = option(help="folder for results and report; finished cells in it are kept")
+    out: Path = option(
+        help="folder for results and report; finished cells in it are kept", writes="folder"
+    )
     override: str = option(
         "",
         help='flags that replace those of the cells which have them, as "--device cuda"; with '

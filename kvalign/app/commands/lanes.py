@@ -16,7 +16,7 @@ class LanesSettings(Settings):
         kvalign lanes --out cache.html --method streaming-llm --cache-size 7 --num-sinks 3
     """
 
-    out: Path = option(help="file of the page")
+    out: Path = option(help="file of the page", writes="file")
     method: str = option(
         "streaming-llm", help="streaming method; an unknown name lists the known ones"
     )
