@@ -21,7 +21,7 @@ OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
     "temperature": ("at least 0", lambda x: x >= 0),
-    "top_k": ("at least 0", lambda x: x >= 0),
+    "top_k": ("at least 0 (0 draws from all)", lambda x: x >= 0),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "repetition_penalty": ("above 0", lambda x: x > 0),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import stream_file
 from kvalign.aligners import Aligner, embedding_fingerprint
-from kvalign.errors import RunError, UserError
+from kvalign.errors import KeywordError, RunError, UserError
 from kvalign.generation import end_ids, stream_tokens
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
@@ -26,6 +26,7 @@ from kvalign.sampling import Sampling
 from kvalign.stream_file import SavedStream
 
 _STATE = "method."  # what a tensor of the method's own state is called by in a file
+_SIZES = ("cache_size", "num_sinks", "num_evicted", "realign_every")
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
 
@@ -266,14 +267,16 @@ def load_stream(
         UserError: it is not a stream, or one of another model, precision or aligner.
         KeywordError: an unknown setting, with the nearest one.
     """
+    for name in ("method", *_SIZES):
+        if name in sampling:
+            raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
     Sampling.of(load_stream, sampling)
     if sampling.get("seed") is None:
         sampling.pop("seed", None)
     saved, tensors = stream_file.read(Path(path))
     try:
         stream_file.check_fits(saved, tensors, model)
-        names = ("cache_size", "num_sinks", "num_evicted", "realign_every")
-        sizes = {name: getattr(saved, name) for name in names}
+        sizes = {name: getattr(saved, name) for name in _SIZES}
         cls = METHODS.find(saved.method)
         for name in cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every"):
             del sizes[name]

@@ -8,11 +8,12 @@ one line. Help answers at once: what is heavy is imported by the command that ru
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvalign.app import catalogue
@@ -80,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kvalign", version("kvalign"))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    name = ""
+    name, flags_of = "", set[str]()
     try:
         command, flags = catalogue.find(args)
         name = command.name
         cls = command.settings_for(flags)
+        flags_of = cls.flags()
         settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
@@ -99,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, message = explain(error)
+        message = _in_flags(message, flags_of)
         print(f"kvalign {name}".strip() + f": error: {' '.join(message.split())}", file=sys.stderr)
         return code
     return 0
@@ -127,6 +130,15 @@ def explain(error: Exception) -> tuple[int, str]:
         f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
         "prints with --debug"
     )
+
+
+def _in_flags(message: str, flags: Collection[str]) -> str:
+    """A message that begins with a setting by the name that Python has for it, in flags."""
+    by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
+    by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
+    if message.partition(" ")[0] not in by_name:
+        return message
+    return re.sub(r"\b\w+_\w+\b", lambda word: by_name.get(word[0], word[0]), message)
 
 
 def family_usage() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.sampling import DRAWS, Sampling
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
@@ -88,6 +89,8 @@ class StreamSettings(ModelSettings):
     )
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:  # all, to other programs
+            raise UserError("--top-k must be at least 0, got -1: 0 draws from all")
         super().__post_init__()
         num_evicted_of(self.num_evicted or 1, 2)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +157,8 @@ def make_cache(
         if method == AUTO:
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
-                f"no cache stays right on {_described(model)}: {lack}; train one (kvalign "
-                "train --model) and name its folder as aligner, or take method streaming-llm, "
+                f"no cache stays right on {_described(model)}: {lack}; train one ({_train(model)}) "
+                "and give its folder as aligner=, or take method streaming-llm, "
                 "which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
@@ -179,9 +180,16 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     if name is None:
         raise UserError(
             f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            "needs none, or train one (kvalign train --model) and name its folder as aligner"
+            f"needs none, or train one ({_train(model)}) and give its folder (--aligner, aligner=)"
         )
     return Aligner.from_pretrained(name)
+
+
+def _train(model: PreTrainedModel) -> str:
+    """The command that makes an aligner for a model."""
+    from kvalign.models import spec_of
+
+    return shlex.join(["kvalign", "train", "--model", spec_of(model.config).name or "NAME"])
 
 
 def _described(model: PreTrainedModel) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.app.stream_settings import StreamSettings
-from kvalign.errors import UserError
+from kvalign.errors import NotFoundError, UserError
 from kvalign.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     """The prompt from one of the two flags; None if neither is given.
 
     Raises:
+        NotFoundError: no such file.
         UserError: both are given, or there is no text in it.
     """
     if prompt is not None and prompt_file is not None:
@@ -96,6 +97,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     elif prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{prompt_file} is not UTF-8 text: {error}") from None
     if prompt is not None and not prompt.strip():
