@@ -86,8 +86,7 @@ class TextStream:
         self.check_whole()
         if not self.ids:
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
-        limit = self.sampling.max_new_tokens
-        while not self.has_ended and (limit is None or len(self.token_ids) < limit):
+        while not (self.has_ended or self.is_cut):
             start = time.perf_counter()
             self._is_whole = False
             token = next(self._tokens, None)
@@ -106,6 +105,17 @@ class TextStream:
     def has_ended(self) -> bool:
         """Whether the last token is the model's end token, and ends the stream until it is fed."""
         return bool(self.token_ids) and self.token_ids[-1] in self.end_ids
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether max_new_tokens ends the stream here, until it is fed."""
+        limit = self.sampling.max_new_tokens
+        return limit is not None and len(self.token_ids) >= limit and not self.has_ended
+
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that were fed and are out of the cache."""
+        return self.num_fed - self.method.fill if self.num_fed else 0
 
     @property
     def text(self) -> str:

@@ -28,7 +28,7 @@ def say_stopped(name: str, stop: KeyboardInterrupt, args: Sequence[str]) -> None
     """Say what Ctrl-C left of a command, and how to go on with that."""
     kept = "nothing was kept"
     if isinstance(stop, Interrupted):
-        kept = f"{stop}; to go on: {shlex.join(['kvalign', *args])}"
+        kept = f"{stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
     below = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
     _say(f"{below}kvalign {name}".rstrip() + f": interrupted; {kept}")
 

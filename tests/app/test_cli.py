@@ -3,6 +3,7 @@ code 2.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -102,8 +103,8 @@ WRONG = [
         ["generate", *PROMPT, "--cache-size", "4", "--num-sinks", "4"],
         "--cache-size must be above --num-sinks",
     ),
-    (["generate", *PROMPT, "--num-sinks", "64"], "--cache-size must be above --num-sinks"),
-    (["generate", *PROMPT, "--num-evicted", "65"], "--num-evicted must be between 1 and"),
+    (["generate", *PROMPT, "--num-sinks", "128"], "--cache-size must be above --num-sinks"),
+    (["generate", *PROMPT, "--num-evicted", "129"], "--num-evicted must be between 1 and"),
     (["generate", *PROMPT, "--num-evicted", "third"], "takes numbers or half, got 'third'"),
     (["chat", "--num-evicted", "-1"], "takes numbers or half, got '-1'"),
     (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
@@ -252,9 +253,23 @@ def test_text_comes_on_stdout_timing_on_stderr(capfd):
     for _ in range(2):
         assert main([*argv, "--max-new-tokens", "20"]) == 0
         captured = capfd.readouterr()
-        assert captured.out.startswith("The island") and "20 tokens by window" in captured.err
+        assert (
+            captured.out.startswith("The island")
+            and "20 tokens by window, cache of 16" in captured.err
+        )
+        assert "out of the cache" not in captured.err
         texts.append(captured.out)
     assert texts[0] == texts[1]
+
+
+def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd):
+    argv = ["generate", "--prompt", "The island " * 50, "--max-new-tokens", "3"]
+    assert main([*argv, "--cache-size", "16"]) == 0
+    lines = capfd.readouterr().err.splitlines()[1:]
+    assert re.match(r"\d+ of the prompt's \d+ tokens are out of the cache already", lines[0])
+    num_evicted, num_prompt = map(int, re.findall(r"\d+", lines[0]))
+    assert num_prompt >= 100 and num_prompt - num_evicted == 16
+    assert "3 tokens by kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
 
 
 def test_interrupt_ends_cleanly(capfd, monkeypatch):
