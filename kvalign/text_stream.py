@@ -77,7 +77,7 @@ class TextStream:
             ids = list(text)
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
-        if self.has_ended:
+        if self._has_end_token:
             self.ids.pop()  # the end token: it has not been fed, and the stream goes on
         self.ids += ids
         self._begin_answer()
@@ -103,7 +103,11 @@ class TextStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last token is the model's end token, and ends the stream until it is fed."""
+        """Whether the model's end token or a stop string ends the stream, until it is fed."""
+        return self._has_end_token or self._stops.found
+
+    @property
+    def _has_end_token(self) -> bool:
         return bool(self.token_ids) and self.token_ids[-1] in self.end_ids
 
     @property
@@ -172,6 +176,7 @@ class TextStream:
         self.token_ids: list[int] = []
         self.times_s: list[float] = []
         self._pieces: list[str] = []
+        self._stops = self.sampling.stops()
         self._tokens = self._new_tokens()
         # It knows what came before, so that a word in the middle keeps its space.
         self._decoder = DecodeStream(skip_special_tokens=True)
@@ -194,6 +199,7 @@ class TextStream:
         piece = self._decoder.step(self.tokenizer.backend_tokenizer, token)
         if piece:
             self._pieces.append(piece)
+            self._stops.read(piece)
         return piece
 
 
@@ -227,8 +233,9 @@ def stream(
         method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
         sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, stop_at_end, seed: see `Sampling`. Without max_new_tokens the
-            stream has no end, without a seed it draws one: `stream.sampling.seed`.
+            no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
+            max_new_tokens the stream has no end, without a seed it draws one:
+            `stream.sampling.seed`.
 
     Raises:
         UserError: as in `make_method`, or a tokenizer that cannot stream.

@@ -84,6 +84,7 @@ class StreamSettings(ModelSettings):
         at_least=0,
     )
     stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
+    stop_strings: str | None = option(None, help="stop where this text has been generated")
     seed: int | None = option(
         None, help="seed of the draws (default: a random one, which is printed)", at_least=0
     )
