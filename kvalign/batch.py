@@ -4,6 +4,7 @@ for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens
     print(row, piece)
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvalign.errors import UserError
 from kvalign.generation import History, end_ids
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
-from kvalign.sampling import Sampling
+from kvalign.sampling import Sampling, StopStrings
 from kvalign.text_stream import check_fast
 
 
@@ -74,6 +75,8 @@ def stream_batch(
     )
     ends = end_ids(model.generation_config) if settings.stop_at_end else []
     decoders: dict[int, DecodeStream] = {}
+    stops = defaultdict[int, StopStrings](settings.stops)
+    stopped: set[int] = set()
 
     def ids_of() -> Iterator[list[int]]:
         for row, prompt in enumerate(prompts):
@@ -82,10 +85,18 @@ def stream_batch(
             yield ids
 
     for row, token in stream_rows(
-        streaming, ids_of(), sampling=settings, eos_token_ids=ends, max_rows=max_rows
+        streaming,
+        ids_of(),
+        sampling=settings,
+        eos_token_ids=ends,
+        stopped=stopped,
+        max_rows=max_rows,
     ):
         piece = decoders[row].step(tokenizer.backend_tokenizer, token)
         if piece:
+            stops[row].read(piece)
+            if stops[row].found:
+                stopped.add(row)
             yield row, piece
 
 
@@ -96,6 +107,7 @@ def stream_rows(
     *,
     sampling: Sampling,
     eos_token_ids: Collection[int] = (),
+    stopped: Collection[int] = (),
     max_rows: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
@@ -105,6 +117,7 @@ def stream_rows(
         prompts: ids of each row, at least one.
         sampling: how tokens are chosen; row i draws with seed + i.
         eos_token_ids: tokens that end a row.
+        stopped: numbers of rows that end here; the caller adds to them as tokens come.
         max_rows: rows that are stepped at once; None: all.
 
     Yields:
@@ -127,7 +140,7 @@ def stream_rows(
                 raise UserError(f"prompt {number} is empty: give at least one token")
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
-            row = _Row(number, prompt, sampling, eos_token_ids)
+            row = _Row(number, prompt, sampling, eos_token_ids, stopped)
             yield number, row.choose(alone.feed(prompt))
             if not row.has_ended:
                 begun.append((row, alone))
@@ -153,9 +166,15 @@ class _Row:
     """One stream of a batch: what it has said, and how it chooses."""
 
     def __init__(
-        self, number: int, prompt: Tensor, sampling: Sampling, eos_token_ids: Collection[int]
+        self,
+        number: int,
+        prompt: Tensor,
+        sampling: Sampling,
+        eos_token_ids: Collection[int],
+        stopped: Collection[int],
     ):
         self.number, self.sampling, self.ends = number, sampling, eos_token_ids
+        self.stopped = stopped
         self.history, self.num_new, self.token = History(prompt), 0, -1
         self.processors = sampling.processors()
         self.generator = sampling.generator(prompt.device, number)
@@ -173,4 +192,5 @@ class _Row:
 
     @property
     def has_ended(self) -> bool:
-        return self.token in self.ends or self.num_new == self.sampling.max_new_tokens
+        is_long = self.num_new == self.sampling.max_new_tokens
+        return is_long or self.token in self.ends or self.number in self.stopped

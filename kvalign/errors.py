@@ -18,7 +18,13 @@ class ExistsError(UserError, FileExistsError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stopped by Ctrl-C: the message says what was kept, with which the same call goes on."""
+    """Stopped by Ctrl-C: the message says what was kept, with which the same call goes on, or the
+    command `to_go_on` does.
+    """
+
+    def __init__(self, kept: str, to_go_on: str = ""):
+        super().__init__(kept)
+        self.to_go_on = to_go_on
 
 
 class RunError(RuntimeError):

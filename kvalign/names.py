@@ -16,8 +16,10 @@ _ALIASES = {
     "top_p": "p nucleus",
     "repetition_penalty": "repeat_penalty frequency_penalty presence_penalty rep_pen",
     "no_repeat_ngram_size": "no_repeat_ngram ngram_size",
-    "stop_at_end": "stop stop_at_eos stop_on_eos ignore_eos eos",
-    "seed": "random_seed random_state rng manual_seed",
+    "stop_at_end": "stop_at_eos stop_on_eos eos",
+    "no_stop_at_end": "ignore_eos",
+    "stop_strings": "stop stop_string stop_sequences stop_words",
+    "seed": "random_seed random_state rng manual_seed sampling_seed generator",
     "cache_size": "cache_len max_cache_len cache_length kv_size kv_cache_size window_size "
     "window_length window n_ctx num_ctx ctx_size context_size context_length",
     "cache_sizes": "cache_len cache_lens kv_size window_size context_length",
@@ -33,6 +35,7 @@ _ALIASES = {
     "corpus": "dataset data_set text",
     "lr": "learning_rate",
     "stream_to": "streamer",
+    "max_rows": "batch_size",
     "system": "system_prompt",
     "say": "message",
     "state": "session",
@@ -40,12 +43,14 @@ _ALIASES = {
 }
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that is meant, by what other programs call it or by its letters."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
+    """The known name that is meant, by what other programs call it or else by its letters; None
+    where nothing is near.
+    """
     known = list(known)
-    for meant, aliases in _ALIASES.items():
-        if meant in known and name in aliases.split():
-            return meant
+    others = [meant for meant, aliases in _ALIASES.items() if name in aliases.split()]
+    if others:
+        return next((meant for meant in others if meant in known), None)
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 

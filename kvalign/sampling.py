@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,15 @@ OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
     "temperature": ("at least 0", lambda x: x >= 0),
-    "top_k": ("at least 0", lambda x: x >= 0),
+    "top_k": ("at least 0 (0 draws from all)", lambda x: x >= 0),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "repetition_penalty": ("above 0", lambda x: x > 0),
     "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
+    "stop_strings": (
+        "texts that are not empty",
+        lambda x: all(isinstance(text, str) and text for text in x),
+    ),
     "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
 }
 
@@ -46,6 +50,7 @@ class Sampling:
             prompt and evicted tokens included; 1 for off.
         no_repeat_ngram_size: over the whole history, 0 for off.
         stop_at_end: end at the model's end token.
+        stop_strings: end with the first of these texts, one or several, that was generated.
         seed: of the draws; None becomes a random one, which is then read here.
     """
 
@@ -58,11 +63,15 @@ class Sampling:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     stop_at_end: bool = False
+    stop_strings: str | Sequence[str] | None = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
+        strings = self.stop_strings or ()
+        strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        object.__setattr__(self, "stop_strings", strings)
         for name, (needed, holds) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not holds(value):
@@ -114,6 +123,11 @@ class Sampling:
         assert self.seed is not None
         return torch.Generator(device).manual_seed(self.seed + row)
 
+    def stops(self) -> StopStrings:
+        """What looks for the stop strings in one text."""
+        assert isinstance(self.stop_strings, tuple)
+        return StopStrings(self.stop_strings)
+
     def in_flags(self) -> str:
         """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
         if not self.do_sample:
@@ -129,3 +143,20 @@ class Sampling:
 
     def _differs(self, name: str) -> bool:
         return getattr(self, name) != getattr(Sampling, name)
+
+
+class StopStrings:
+    """Looks for texts in a text that comes in pieces.
+
+    Attributes:
+        found: whether one of them has come.
+    """
+
+    def __init__(self, strings: tuple[str, ...]):
+        self._strings, self._tail, self.found = strings, "", False
+        self._overlap = max(map(len, strings), default=1) - 1
+
+    def read(self, piece: str) -> None:
+        text = self._tail + piece
+        self.found = self.found or any(string in text for string in self._strings)
+        self._tail = text[len(text) - self._overlap :] if len(text) > self._overlap else text

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import stream_file
 from kvalign.aligners import Aligner, embedding_fingerprint
-from kvalign.errors import RunError, UserError
+from kvalign.errors import KeywordError, RunError, UserError
 from kvalign.generation import end_ids, stream_tokens
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
@@ -26,6 +26,7 @@ from kvalign.sampling import Sampling
 from kvalign.stream_file import SavedStream
 
 _STATE = "method."  # what a tensor of the method's own state is called by in a file
+_SIZES = ("cache_size", "num_sinks", "num_evicted", "realign_every")
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
 
@@ -76,7 +77,7 @@ class TextStream:
             ids = list(text)
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
-        if self.has_ended:
+        if self._has_end_token:
             self.ids.pop()  # the end token: it has not been fed, and the stream goes on
         self.ids += ids
         self._begin_answer()
@@ -85,8 +86,7 @@ class TextStream:
         self.check_whole()
         if not self.ids:
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
-        limit = self.sampling.max_new_tokens
-        while not self.has_ended and (limit is None or len(self.token_ids) < limit):
+        while not (self.has_ended or self.is_cut):
             start = time.perf_counter()
             self._is_whole = False
             token = next(self._tokens, None)
@@ -103,8 +103,23 @@ class TextStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last token is the model's end token, and ends the stream until it is fed."""
+        """Whether the model's end token or a stop string ends the stream, until it is fed."""
+        return self._has_end_token or self._stops.found
+
+    @property
+    def _has_end_token(self) -> bool:
         return bool(self.token_ids) and self.token_ids[-1] in self.end_ids
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether max_new_tokens ends the stream here, until it is fed."""
+        limit = self.sampling.max_new_tokens
+        return limit is not None and len(self.token_ids) >= limit and not self.has_ended
+
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that were fed and are out of the cache."""
+        return self.num_fed - self.method.fill if self.num_fed else 0
 
     @property
     def text(self) -> str:
@@ -161,6 +176,7 @@ class TextStream:
         self.token_ids: list[int] = []
         self.times_s: list[float] = []
         self._pieces: list[str] = []
+        self._stops = self.sampling.stops()
         self._tokens = self._new_tokens()
         # It knows what came before, so that a word in the middle keeps its space.
         self._decoder = DecodeStream(skip_special_tokens=True)
@@ -183,6 +199,7 @@ class TextStream:
         piece = self._decoder.step(self.tokenizer.backend_tokenizer, token)
         if piece:
             self._pieces.append(piece)
+            self._stops.read(piece)
         return piece
 
 
@@ -216,8 +233,9 @@ def stream(
         method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
         sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, stop_at_end, seed: see `Sampling`. Without max_new_tokens the
-            stream has no end, without a seed it draws one: `stream.sampling.seed`.
+            no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
+            max_new_tokens the stream has no end, without a seed it draws one:
+            `stream.sampling.seed`.
 
     Raises:
         UserError: as in `make_method`, or a tokenizer that cannot stream.
@@ -266,14 +284,16 @@ def load_stream(
         UserError: it is not a stream, or one of another model, precision or aligner.
         KeywordError: an unknown setting, with the nearest one.
     """
+    for name in ("method", *_SIZES):
+        if name in sampling:
+            raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
     Sampling.of(load_stream, sampling)
     if sampling.get("seed") is None:
         sampling.pop("seed", None)
     saved, tensors = stream_file.read(Path(path))
     try:
         stream_file.check_fits(saved, tensors, model)
-        names = ("cache_size", "num_sinks", "num_evicted", "realign_every")
-        sizes = {name: getattr(saved, name) for name in names}
+        sizes = {name: getattr(saved, name) for name in _SIZES}
         cls = METHODS.find(saved.method)
         for name in cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every"):
             del sizes[name]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.app.conversation import SYSTEM
 from kvalign.errors import ExistsError, UserError
 from kvalign.registry import unknown
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/help": "this list",
     "/tokens": "how long the conversation is, and what of it is in the cache",
+    "/system": "what --system said: it begins the conversation, and stays",
     "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
     "/reset": "begin anew, with the same --system",
     "/exit": "leave, as Ctrl-D does",
@@ -39,9 +41,14 @@ def obey(line: str, conversation: Conversation) -> str:
     if name == "/save":
         return _save(conversation, rest.strip())
     if rest.strip():
+        if name == "/system":
+            raise UserError("a conversation begins with it: kvalign chat --system TEXT")
         raise UserError(f"{name} takes nothing, got {rest.strip()!r}")
     if name == "/tokens":
         return _tokens(conversation)
+    if name == "/system":
+        none = "none: kvalign chat --system TEXT begins with one"
+        return conversation.stream.notes.get(SYSTEM, none)
     if name == "/reset":
         conversation.stream.reset()
         until = (
@@ -64,9 +71,9 @@ def _save(conversation: Conversation, name: str) -> str:
 
 def _tokens(conversation: Conversation) -> str:
     stream = conversation.stream
-    method, num_fed = stream.method, stream.num_fed
-    fill = method.fill if num_fed else 0
+    num_fed, num_evicted = stream.num_fed, stream.num_evicted
     return (
-        f"{len(stream.ids)} tokens; in the cache: {fill}, of {method.sizes.cache_size} at most; "
-        f"evicted: {num_fed - fill}"
+        f"{len(stream.ids)} tokens; in the cache: {num_fed - num_evicted}, of "
+        f"{stream.method.sizes.cache_size} at most; evicted: {num_evicted}; "
+        f"not fed yet: {len(stream.ids) - num_fed}"
     )

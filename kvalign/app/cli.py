@@ -8,11 +8,12 @@ one line. Help answers at once: what is heavy is imported by the command that ru
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvalign import progress
@@ -86,19 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(levelname)s: %(message)s",
         handlers=[progress.LogHandler()],
     )
-    name, known = "", set[str]()
+    name, flags_of = "", set[str]()
     try:
         command, flags = catalogue.find(args)
         name = command.name
         cls = command.settings_for(flags)
-        known = cls.flags()
+        flags_of = cls.flags()
         settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
         check_outputs(settings)
         command.run(settings, as_json)
     except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
         return int(end.code or 0)
     except KeyboardInterrupt as stop:
-        say_stopped(name, stop, args, known)
+        say_stopped(name, stop, args, flags_of)
         return 130
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
@@ -107,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, message = explain(error)
+        message = _in_flags(message, flags_of)
         print(f"kvalign {name}".strip() + f": error: {' '.join(message.split())}", file=sys.stderr)
         return code
     return 0
@@ -135,6 +137,15 @@ def explain(error: Exception) -> tuple[int, str]:
         f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
         "prints with --debug"
     )
+
+
+def _in_flags(message: str, flags: Collection[str]) -> str:
+    """A message that begins with a setting by the name that Python has for it, in flags."""
+    by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
+    by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
+    if message.partition(" ")[0] not in by_name:
+        return message
+    return re.sub(r"\b\w+_\w+\b", lambda word: by_name.get(word[0], word[0]), message)
 
 
 def family_usage() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from kvalign.app.next_steps import of_model
 from kvalign.app.stream_settings import MAX_NEW_TOKENS, StreamSettings
-from kvalign.errors import UserError
+from kvalign.errors import Interrupted, RunError, UserError
 from kvalign.sampling import Sampling
 from kvalign.settings import flag, option
 
@@ -44,7 +42,6 @@ class ConversationSettings(StreamSettings):
         help="file of the conversation: resumed if it exists, written after each answer",
         writes="file",
     )
-    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: str = option(
         "auto",
         help="first entries that stay; auto: what comes before the user's first word if there is a "
@@ -98,18 +95,31 @@ class Conversation:
                 if interrupted.is_set():
                     break
         if self.path:
-            stream.save(self.path)
+            try:
+                stream.save(self.path)
+            except OSError as error:
+                raise RunError(f"this answer is not kept: {error}") from error
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Let Ctrl-C say what of it is in its file, and the command that goes on with that."""
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            if self.path is None or not self.path.exists():
+                raise
+            kept = f"{self.path} holds the conversation up to its last answer"
+            raise Interrupted(kept, self.to_go_on()) from stop
 
     def to_go_on(self) -> str:
         """The command that takes it up from its file."""
-        settings = self.settings
-        aligner = ["--aligner", settings.aligner] if settings.aligner else []
-        words = ["chat", *of_model(settings.model), *aligner, "--state", str(self.path)]
-        return shlex.join(["kvalign", *words])
+        same = ("model", "dtype", "device", "aligner", "compile")
+        given = {name: getattr(self.settings, name) for name in same}
+        return ConversationSettings(**given, state=self.path).command_line("chat")
 
     def about(self) -> str:
         """What it is, in a line: model, method, sizes, sampling, file."""
-        stream, sizes = self.stream, self.stream.method.sizes
+        stream = self.stream
         sampling, says = stream.sampling, Sampling.of_model(stream.method.model.generation_config)
         flags = sampling.in_flags()
         taken = [
@@ -121,9 +131,8 @@ class Conversation:
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
         kept = f"; kept in {self.path}{goes_on}" if self.path else ""
         return (
-            f"{stream.method.spec.name} by {stream.method.title}, cache of {sizes.cache_size} "
-            f"entries, {sizes.num_sinks} sinks; --max-new-tokens {sampling.max_new_tokens} "
-            f"{flags}{by_model}{kept}"
+            f"{stream.method.spec.name} by {stream.method.in_words}; "
+            f"--max-new-tokens {sampling.max_new_tokens} {flags}{by_model}{kept}"
         )
 
 

@@ -30,7 +30,7 @@ def say_stopped(
     """Say what Ctrl-C left of a command that has these flags, and how to go on with that."""
     kept = ""
     if isinstance(stop, Interrupted):
-        kept = f"; {stop}; to go on: {shlex.join(['kvalign', *args])}"
+        kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
     elif "--keep" in flags:
         kept = "; nothing was kept: with --keep FOLDER what is finished is"
     elif "--out" in flags:

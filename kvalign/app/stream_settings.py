@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.sampling import DRAWS, Sampling
 from kvalign.settings import NUM_EVICTED, ModelSettings, option
@@ -24,7 +25,7 @@ class StreamSettings(ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
     method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
-    cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
+    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
     num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
         None,
@@ -83,11 +84,14 @@ class StreamSettings(ModelSettings):
         at_least=0,
     )
     stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
+    stop_strings: str | None = option(None, help="stop where this text has been generated")
     seed: int | None = option(
         None, help="seed of the draws (default: a random one, which is printed)", at_least=0
     )
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:  # all, to other programs
+            raise UserError("--top-k must be at least 0, got -1: 0 draws from all")
         super().__post_init__()
         num_evicted_of(self.num_evicted or 1, 2)
 
@@ -136,6 +140,13 @@ class StreamSettings(ModelSettings):
         if why and aligner is None:  # one that is named or was trained here needs no more words
             print(f"method {method}: {why} (--method names another)", file=sys.stderr)
         return text_stream
+
+    def used(self, stream: TextStream) -> dict[str, Any]:
+        """What holds for a stream, as JSON can hold it: the settings, and what the stream takes
+        where they leave it open or where it goes on from a file.
+        """
+        taken = {**asdict(stream.method.sizes), **asdict(stream.sampling)}
+        return {**self.as_dict(), "method": stream.method.name, **taken}
 
     def sampling(self) -> dict[str, Any]:
         """What the flags say of sampling; one that says how to draw says that tokens are drawn."""

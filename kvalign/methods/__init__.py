@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +159,7 @@ def make_cache(
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
                 f"no cache stays right on {_described(model)}: {lack}; train one "
-                f"({how_to_train(model, cache_size)}) and name its folder as aligner, or take "
+                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or take "
                 "method streaming-llm, which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
@@ -180,9 +181,11 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     if name is None:
         raise UserError(
             f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            f"needs none, or train one ({how_to_train(model)}) and name its folder as aligner"
+            f"needs none, or train one ({how_to_train(model)}) and give its folder (--aligner, "
+            "aligner=)"
         )
     return Aligner.from_pretrained(name)
+
 
 
 def _described(model: PreTrainedModel) -> str:

@@ -77,6 +77,12 @@ class Method(ABC):
         return f"{self.name} ({self.aligner_name})" if self.aligner_name else self.name
 
     @property
+    def in_words(self) -> str:
+        """What a command says it is: `kvalign (table), cache of 64 entries, 0 sinks`."""
+        sizes = self.sizes
+        return f"{self.title}, cache of {sizes.cache_size} entries, {sizes.num_sinks} sinks"
+
+    @property
     def goes_stale(self) -> bool:
         """Whether entries that stay after an eviction are wrong where they are then."""
         return False

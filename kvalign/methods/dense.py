@@ -23,6 +23,10 @@ class Dense(Method):
         self.reset()
 
     @property
+    def in_words(self) -> str:
+        return f"{self.title}, which keeps everything"
+
+    @property
     def fill(self) -> int:
         return self.cache.get_seq_length()
 

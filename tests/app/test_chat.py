@@ -1,6 +1,7 @@
 """`kvalign chat`: one conversation over several runs, its opening kept as sinks."""
 
 import io
+import itertools
 import json
 import os
 import pty
@@ -195,6 +196,8 @@ def test_generate_has_defaults_of_its_own(warm_model, capsys):
 PIPED = """Who?
 /help
 /tokens
+/system
+/system Be brief.
 /save
 /save kept
 Why?
@@ -220,12 +223,15 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     assert printed.out.startswith("> Who?\n") and "\n\n> Why?\n" in printed.out
     for line in (
         "/save [FILE]  keep the conversation in FILE, from now on after each answer",
-        "34 tokens; in the cache: 33, of 40 at most; evicted: 0",
+        "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",
+        "a conversation begins with it: kvalign chat --system TEXT",
+        "\nYou know.\n",
+        "[12 tokens by kvalign (table-kl), cut by --max-new-tokens 12, ",
         "/save needs a file: /save talk.safetensors",
         "saved: kept; it goes on with kvalign chat --state kept",
         "unknown command '/sav'; did you mean /save? (known: /help, /tokens, ",
         "the conversation begins anew; kept is written after the next answer",
-        "0 tokens; in the cache: 0, of 40 at most; evicted: 0",
+        "0 tokens; in the cache: 0, of 40 at most; evicted: 0; not fed yet: 0",
         "other exists: name another file",
     ):
         assert line in printed.err, line
@@ -239,6 +245,50 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     assert main(["chat", "--state", "kept"]) == 0
     assert "/tokens takes nothing, got 'now'" in capsys.readouterr().err
     assert said("kept", loaded).ids[: len(begins)] == begins, "its --system is in the file"
+
+
+def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_path, capsys):
+    path = str(tmp_path / "talk.safetensors")
+    first = ["--system", "You know.", "--method", "discard-half", "--state", path, "--say", "Who?"]
+    assert chat(*first, "--json") == 0
+    begun = json.loads(capsys.readouterr().out)
+    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert begun["settings"] | {"say": "Why?"} == resumed["settings"]
+    used = resumed["settings"]
+    assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
+    opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
+    assert used["num_sinks"] == opening and used["max_new_tokens"] == 12
+    assert resumed["answers"][0]["is_cut"]
+
+
+def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
+    def lines():
+        yield "/save talk"
+        yield "Who?"
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvalign.app.conversation.turns", lambda say: lines())
+    assert chat() == 130
+    kept = "talk holds the conversation up to its last answer; to go on: kvalign chat --state talk"
+    assert capsys.readouterr().err.endswith(f"\nkvalign chat: interrupted; {kept}\n")
+    monkeypatch.setattr(
+        "kvalign.app.conversation.turns", lambda say: itertools.islice(lines(), 1, 9)
+    )
+    assert chat() == 130
+    assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted; nothing was kept\n")
+
+
+def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("cannot write talk: no space left")
+
+    monkeypatch.setattr("kvalign.stream_file.write", full)
+    assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\n") and len(printed.out) > 10
+    assert "error: this answer is not kept: cannot write talk: no space left\n" in printed.err
 
 
 def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):

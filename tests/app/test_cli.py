@@ -3,6 +3,7 @@ code 2.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -73,7 +74,7 @@ WRONG = [
     (["generate", "--cache-size", "many", *PROMPT], "argument --cache-size: invalid int value"),
     (["generate", *PROMPT, "--prompt-file", "x"], "either --prompt or --prompt-file"),
     (["generate", "--prompt", "  \n"], "the prompt is empty"),
-    (["generate", "--prompt-file", "missing.txt"], "missing.txt"),
+    (["generate", "--prompt-file", "missing.txt"], "no file missing.txt, which --prompt-file"),
     (["generate", "--prompt-file", "binary.txt"], "is not UTF-8 text"),
     (["generate", *PROMPT, "--model", "gpt3-mini"], "no model 'gpt3-mini'"),
     (["generate", *PROMPT, "--model", "."], "cannot load a model from folder"),
@@ -95,7 +96,10 @@ WRONG = [
     ),
     (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
-    (["generate", *PROMPT, "--top-k", "-1"], "--top-k must be at least 0, got -1"),
+    (
+        ["generate", *PROMPT, "--top-k", "-1"],
+        "--top-k must be at least 0, got -1: 0 draws from all",
+    ),
     (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be at least 0, got -1"),
     (["generate", *PROMPT, "--max-tokens", "5"], "--max-tokens 5; did you mean --max-new-tokens?"),
     (["generate", *PROMPT, "--greedy"], "did you mean --no-do-sample?"),
@@ -112,10 +116,10 @@ WRONG = [
     (["generate", *PROMPT, "--method", "autoo"], "did you mean auto? (known: auto, dense, window"),
     (
         ["generate", *PROMPT, "--cache-size", "4", "--num-sinks", "4"],
-        "cache_size must be above num_sinks",
+        "--cache-size must be above --num-sinks",
     ),
-    (["generate", *PROMPT, "--num-sinks", "64"], "cache_size must be above num_sinks"),
-    (["generate", *PROMPT, "--num-evicted", "65"], "num_evicted must be between 1 and"),
+    (["generate", *PROMPT, "--num-sinks", "128"], "--cache-size must be above --num-sinks"),
+    (["generate", *PROMPT, "--num-evicted", "129"], "--num-evicted must be between 1 and"),
     (["generate", *PROMPT, "--num-evicted", "third"], "takes numbers or half, got 'third'"),
     (["chat", "--num-evicted", "-1"], "takes numbers or half, got '-1'"),
     (["generate", *PROMPT, "--aligner", "nowhere"], "no aligner 'nowhere'"),
@@ -126,14 +130,15 @@ WRONG = [
     ),
     (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
     (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
+    (["eval", "perplexity", "--corpus", "short.txt"], "so say text:short.txt"),
     (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
     (["eval", "perplexity", "--corpus", "text:short.txt"], "or smaller --cache-sizes"),
     (["eval", "perplexity", "--methods", "window,sink"], "unknown method 'sink'"),
     (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
-    (["eval", "perplexity", "--cache-sizes", "32,600"], "cache_size must be at most"),
+    (["eval", "perplexity", "--cache-sizes", "32,600"], "--cache-sizes must be at most"),
     (["eval", "perplexity", "--cache-sizes", "32,x"], "argument --cache-sizes"),
     (["eval", "perplexity", "--num-evicted", "1,third"], "takes numbers or half, got 'third'"),
-    (["eval", "perplexity", "--num-evicted", "33", "--cache-sizes", "32"], "num_evicted must be"),
+    (["eval", "perplexity", "--num-evicted", "33", "--cache-sizes", "32"], "--num-evicted must be"),
     (["eval", "perplexity", "--reference", "dense"], "--reference dense is not among --methods"),
     (["eval", "latency", "--model", "shape:gpt5"], "unknown shape 'gpt5' (known: distilgpt2"),
     (["eval", "latency", "--aligner-kinds", "tables"], "unknown aligner kind 'tables'"),
@@ -168,7 +173,7 @@ WRONG = [
     (["lanes", "--out", "short.txt"], "short.txt already exists: give --overwrite"),
     (["lanes", "--out", "d", "--method", "kv-align"], "did you mean kvalign?"),
     (["lanes", "--out", "d", "--cache-size", "25"], "at most 24 for this page"),
-    (["lanes", "--out", "d", "--cache-size", "3"], "cache_size must be above num_sinks"),
+    (["lanes", "--out", "d", "--cache-size", "3"], "--cache-size must be above --num-sinks"),
     (["gen-data", "--out", "d", "--chunk-len", "5"], "--chunk-len must be above"),
     (["gen-data", "--out", "d", "--chunk-len", "600"], "--chunk-len must be at most 512"),
     (["gen-data", "--out", "d", "--corpus", "text:short.txt"], "name a longer text, or"),
@@ -266,9 +271,23 @@ def test_text_comes_on_stdout_timing_on_stderr(capfd):
     for _ in range(2):
         assert main([*argv, "--max-new-tokens", "20"]) == 0
         captured = capfd.readouterr()
-        assert captured.out.startswith("The island") and "20 tokens by window" in captured.err
+        assert (
+            captured.out.startswith("The island")
+            and "20 tokens by window, cache of 16" in captured.err
+        )
+        assert "out of the cache" not in captured.err
         texts.append(captured.out)
     assert texts[0] == texts[1]
+
+
+def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd):
+    argv = ["generate", "--prompt", "The island " * 50, "--max-new-tokens", "3"]
+    assert main([*argv, "--cache-size", "16"]) == 0
+    lines = capfd.readouterr().err.splitlines()[1:]
+    assert re.match(r"\d+ of the prompt's \d+ tokens are out of the cache already", lines[0])
+    num_evicted, num_prompt = map(int, re.findall(r"\d+", lines[0]))
+    assert num_prompt >= 100 and num_prompt - num_evicted == 16
+    assert "3 tokens by kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
 
 
 def test_interrupt_ends_cleanly(capfd, monkeypatch):

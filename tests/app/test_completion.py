@@ -41,7 +41,7 @@ LINES = [
     ("kvalign generate --aligner my", {"my-aligner/"}),
     ("kvalign generate --dtype ", {"float32", "bfloat16", "float16"}),
     ("kvalign generate --cache-size ", set()),
-    ("kvalign generate --cache-size 64 --stop", {"--stop-at-end"}),
+    ("kvalign generate --cache-size 64 --stop", {"--stop-at-end", "--stop-strings"}),
     ("kvalign eval perplexity --methods window,", {f"window,{name}" for name in METHODS}),
     ("kvalign eval perplexity --methods window,kva", {"window,kvalign"}),
     ("kvalign eval perplexity --reference re", {"recompute"}),

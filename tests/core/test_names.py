@@ -17,6 +17,11 @@ KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_
         ("greedy", "do_sample"),
         ("window", "cache_size"),
         ("temprature", "temperature"),
+        ("sampling_seed", "seed"),
+        ("num_beams", None),
+        ("streamer", None),
+        ("batch_size", None),
+        ("ignore_eos", None),
         ("xyzzy", None),
     ],
 )
@@ -26,6 +31,8 @@ def test_other_programs_names_and_misspellings(name, meant):
 
 def test_an_alias_of_what_is_not_there_is_no_answer():
     assert nearest("greedy", ["cache_size"]) is None
+    assert nearest("ignore_eos", ["stop_at_end", "no_stop_at_end"]) == "no_stop_at_end"
+    assert nearest("num_beams", ["num_sinks", "num_tokens"]) is None
     assert nearest("greedy", ["no_do_sample", "do_sample"]) == "no_do_sample"
 
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import kvalign
 from kvalign.app.stream_settings import StreamSettings
+from kvalign.errors import UserError
 from kvalign.models import load_model
 from kvalign.processors import RepetitionPenalty
 from kvalign.sampling import OF_MODEL, Sampling
@@ -128,3 +129,36 @@ def test_flags_that_choose_so_again():
     assert (
         Sampling(top_k=1, no_repeat_ngram_size=3).in_flags() == "--top-k 1 --no-repeat-ngram-size 3"
     )
+
+
+def test_a_text_ends_with_its_first_stop_string(loaded, tmp_path):
+    how = dict(cache_size=24, max_new_tokens=40, seed=0)
+    whole = "".join(kvalign.stream(loaded.model, loaded.tokenizer, PROMPT, **how))
+    stop = whole[20:26]
+    end = whole.index(stop) + len(stop)
+    stream = kvalign.stream(
+        loaded.model, loaded.tokenizer, PROMPT, stop_strings=["not there", stop], **how
+    )
+    text = "".join(stream)
+    assert whole.startswith(text) and end <= len(text) < len(whole)
+    assert text == stream.text and stop not in text[: end - len(stop)]
+    assert stream.has_ended and not stream.is_cut and list(stream) == []
+    stream.save(tmp_path / "talk")
+    again = kvalign.load_stream(tmp_path / "talk", loaded.model, loaded.tokenizer)
+    assert again.sampling == stream.sampling and list(again) == []
+    for one in (stream, again):
+        one.feed(" Then")
+    assert "".join(again) == "".join(stream) != "", "a stop string in what came before is none"
+    texts = ["", ""]
+    batch = kvalign.stream_batch(
+        loaded.model, loaded.tokenizer, [PROMPT, "In"], stop_strings=stop, **how
+    )
+    for row, piece in batch:
+        texts[row] += piece
+    assert texts[0] == text and len(texts[1]) > 20
+
+
+@pytest.mark.parametrize("wrong", [["", "a"], [3]])
+def test_stop_strings_are_texts(wrong):
+    with pytest.raises(UserError, match="stop_strings must be texts that are not empty, got"):
+        Sampling(stop_strings=wrong)

@@ -68,6 +68,14 @@ CALLS = [
         r"load_stream\(\) has no .* did you mean temperature",
     ),
     (
+        lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, cache_size=64),
+        r"load_stream\(\) takes no cache_size: the saved stream keeps its own",
+    ),
+    (
+        lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, ["It"], batch_size=2)),
+        "did you mean max_rows",
+    ),
+    (
         lambda m: stream_generate(m.model, PROMPT, cache_len=16),
         r"stream_generate\(\) has no keyword 'cache_len': did you mean cache_size",
     ),

@@ -8,10 +8,9 @@ SETTINGS = ConversationSettings
 def run(settings: ConversationSettings, as_json: bool) -> None:
     import json
     import sys
-    from dataclasses import asdict
 
     from kvalign.app.chat_commands import is_command, obey
-    from kvalign.app.conversation import Conversation, turns
+    from kvalign.app.conversation import SYSTEM, Conversation, turns
     from kvalign.errors import UserError
     from kvalign.escape import escape_controls
 
@@ -25,28 +24,33 @@ def run(settings: ConversationSettings, as_json: bool) -> None:
         leave = "" if settings.say or is_piped else "; /help, Ctrl-D leaves"
         say(f"{conversation.about()}{leave}")
     answers: list[dict] = []
-    for turn in turns(settings.say):
-        if settings.say is None and is_command(turn):
-            if turn == "/exit":
-                break
+    with conversation.keeping():
+        for turn in turns(settings.say):
+            if settings.say is None and is_command(turn):
+                if turn == "/exit":
+                    break
+                try:
+                    say(obey(turn, conversation))
+                except (UserError, OSError) as error:
+                    say(str(error))
+                continue
+            if is_piped and not as_json:
+                print("\n" * bool(answers) + f"> {escape_controls(turn)}", flush=True)
             try:
-                say(obey(turn, conversation))
-            except (UserError, OSError) as error:
-                say(str(error))
-            continue
-        if is_piped and not as_json:
-            print("\n" * bool(answers) + f"> {escape_controls(turn)}", flush=True)
-        for piece in conversation.answer(turn):
+                for piece in conversation.answer(turn):
+                    if not as_json:
+                        print(piece, end="", flush=True)
+            finally:
+                if not as_json:
+                    print(flush=True)
+            timing = stream.timing()
+            answers.append({"turn": turn, "text": stream.text, "is_cut": stream.is_cut, **timing})
             if not as_json:
-                print(piece, end="", flush=True)
-        timing = stream.timing()
-        answers.append({"turn": turn, "text": stream.text, **timing})
-        if not as_json:
-            print(flush=True)
-            say(
-                "[{num_tokens} tokens by {method}, {ms_per_token:.2f} ms/token; {num_ids} in all]"
-                "".format(method=stream.method.title, num_ids=len(stream.ids), **timing)
-            )
+                cut = f", cut by --max-new-tokens {stream.sampling.max_new_tokens}" * stream.is_cut
+                say(
+                    f"[{timing['num_tokens']} tokens by {stream.method.title}{cut}, "
+                    f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
+                )
     if as_json:
-        taken = {"method": stream.method.name, **asdict(stream.sampling)}
-        print(json.dumps({"settings": settings.as_dict() | taken, "answers": answers}))
+        used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
+        print(json.dumps({"settings": used, "answers": answers}))

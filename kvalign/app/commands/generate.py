@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.app.stream_settings import StreamSettings
-from kvalign.errors import UserError
+from kvalign.errors import NotFoundError, UserError
 from kvalign.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
@@ -54,9 +54,17 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     pieces = iter(text_stream)
     with suppress(KeyboardInterrupt):
         with progress.shown_as("prompt") as bar:
-            bar.expect(len(text_stream.ids), "tokens")
+            num_prompt = len(text_stream.ids)
+            bar.expect(num_prompt, "tokens")
             text_stream.method.on_tokens = bar.update
             first = next(pieces, "")
+        with suppress(NotImplementedError):  # a method of the user's own that does not say
+            if num_evicted := text_stream.num_evicted:
+                print(
+                    f"{num_evicted} of the prompt's {num_prompt} tokens are out of the cache "
+                    "already, and forgotten: a larger --cache-size keeps more",
+                    file=sys.stderr,
+                )
         if not as_json:
             print(prompt, end="", flush=True)
         for piece in chain([first], pieces):
@@ -64,16 +72,18 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
                 print(piece, end="", flush=True)
     timing = text_stream.timing()
     if as_json:
-        method = {"method": text_stream.method.name}
-        used = settings.as_dict() | asdict(text_stream.sampling) | method
-        document = {"settings": used, "prompt": prompt, "text": text_stream.text}
+        document = {
+            "settings": settings.used(text_stream),
+            "prompt": prompt,
+            "text": text_stream.text,
+        }
         print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
     else:
         print()
     print(
         "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
         "ms/token; {sampling}".format(
-            method=text_stream.method.title, sampling=text_stream.sampling.in_flags(), **timing
+            method=text_stream.method.in_words, sampling=text_stream.sampling.in_flags(), **timing
         ),
         file=sys.stderr,
     )
@@ -85,6 +95,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     """The prompt from one of the two flags; None if neither is given.
 
     Raises:
+        NotFoundError: no such file.
         UserError: both are given, or there is no text in it.
     """
     if prompt is not None and prompt_file is not None:
@@ -96,6 +107,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     elif prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{prompt_file} is not UTF-8 text: {error}") from None
     if prompt is not None and not prompt.strip():
