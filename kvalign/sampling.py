@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.names import check_keywords
-from kvalign.settings import flag
+from kvalign.settings import flag, typed, without_none
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,9 @@ class Sampling:
         no_repeat_ngram_size: over the whole history, 0 for off.
         stop_at_end: end at the model's end token.
         seed: of the draws; None becomes a random one, which is then read here.
+
+    Raises:
+        UserError: a value of another type or out of range.
     """
 
     max_new_tokens: int | None = None
@@ -63,10 +67,15 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
-        for name, (needed, holds) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not holds(value):
+        for name, hint in typing.get_type_hints(Sampling).items():
+            value, kind = getattr(self, name), without_none(hint)
+            if value is None and kind is not hint:
+                continue
+            value = typed(name, value, kind)
+            needed, holds = _RANGES.get(name, ("", lambda x: True))
+            if not holds(value):
                 raise UserError(f"{name} must be {needed}, got {value}")
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> Sampling:

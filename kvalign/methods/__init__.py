@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.registry import Registry, unknown
+from kvalign.settings import typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +45,8 @@ AUTO_ABOUT = (
 
 def check_name(name: str) -> None:
     """Raise UserError unless it is the name of a method, or `auto`."""
+    if not isinstance(name, str):
+        raise UserError(f"method must be one of {', '.join([AUTO, *METHODS])}, got {name!r:.80}")
     if name != AUTO and name not in METHODS:
         raise UserError(unknown("method", name, [AUTO, *METHODS]))
 
@@ -77,7 +80,8 @@ def make_method(
             methods are compared on purpose.
 
     Raises:
-        UserError: unknown method, sizes that do not fit, no aligner, or another model's.
+        UserError: unknown method, sizes that are no whole numbers or do not fit, no aligner, or
+            another model's.
         TypeError: the model is none.
     """
     if not hasattr(model, "config"):
@@ -88,6 +92,7 @@ def make_method(
     from kvalign.methods.choice import choose, warn_if_stale
 
     check_name(name)
+    cache_size, compile = typed("cache_size", cache_size, int), typed("compile", compile, bool)
     if name == AUTO:
         name, why = dataclasses.astuple(choose(model, cache_size=cache_size, aligner=aligner))
         log.info("auto takes %s: %s", name, why)
@@ -175,6 +180,9 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
 
     if isinstance(aligner, Aligner):
         return aligner
+    if not isinstance(aligner, str | Path | None):
+        kind = type(aligner).__name__
+        raise UserError(f"aligner must be an Aligner, its folder or its name, got {kind}")
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(
