@@ -135,8 +135,8 @@ def make_cache(
 
     Args:
         model: a causal LM of transformers.
-        cache_size: entries stored between steps. The first input may have one more; feed a longer
-            one in parts that fit, or let `kvalign.stream_tokens` do it.
+        cache_size: entries stored between steps. An input may have one more, a longer one is
+            refused: feed it in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
             first of them that fits the model.
         num_sinks, num_evicted, realign_every, aligner: as in `make_method`.

@@ -135,7 +135,7 @@ STREAMS = [
     (dict(prompt=PROMPT), r"got Tensor .* ids\[0\].tolist\(\)"),
     (dict(prompt={"input_ids": PROMPT}), "got dict"),
     (dict(prompt=None), "got NoneType"),
-    (dict(prompt=[10**6]), "token ids must be below 16384 for this model, got 1000000"),
+    (dict(prompt=[10**6]), "token ids must be below .* for this model, got 1000000"),
 ]
 CALLS += [
     (lambda m, wrong=wrong: kvalign.stream(m.model, m.tokenizer, **wrong), message)
