@@ -181,8 +181,7 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     if isinstance(aligner, Aligner):
         return aligner
     if not isinstance(aligner, str | Path | None):
-        kind = type(aligner).__name__
-        raise UserError(f"aligner must be an Aligner, its folder or its name, got {kind}")
+        raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(
