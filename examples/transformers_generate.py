@@ -18,7 +18,7 @@ output = model.generate(
     max_new_tokens=600,
     do_sample=True,
     top_k=20,
-    stream_to=TextStreamer(tokenizer),  # `streamer=` would not reach us
+    streamer=TextStreamer(tokenizer),
 )
 print(
     f"{output.shape[1]} tokens from a model with {model.config.max_position_embeddings} positions"

@@ -11,6 +11,7 @@ from .methods import METHODS as METHODS
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method
 from .models import load_model as load_model
+from .sampling import Sampling as Sampling
 from .scoring import score as score
 from .sizes import CacheSizes as CacheSizes
 from .text_stream import load_stream as load_stream

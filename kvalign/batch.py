@@ -20,7 +20,8 @@ from kvalign.generation import History, end_ids
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling, StopStrings
-from kvalign.text_stream import check_fast
+from kvalign.settings import typed
+from kvalign.text_stream import check_fast, encoded
 
 
 def stream_batch(
@@ -80,7 +81,7 @@ def stream_batch(
 
     def ids_of() -> Iterator[list[int]]:
         for row, prompt in enumerate(prompts):
-            ids = tokenizer(prompt, verbose=False)["input_ids"]
+            ids = encoded(prompt, tokenizer, model)
             decoders[row] = DecodeStream(ids=ids, skip_special_tokens=True)
             yield ids
 
@@ -126,7 +127,7 @@ def stream_rows(
     Raises:
         UserError: an empty prompt, or a method whose rows cannot be put together.
     """
-    if max_rows is not None and max_rows < 1:
+    if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
     waiting, batch = enumerate(prompts), method.new()
     rows: list[_Row] = []

@@ -114,6 +114,12 @@ class StreamingCache(Cache):
 
     def begin_step(self, num_rows: int, num_new: int) -> Step:
         """Bring all entries to where the next tokens find them."""
+        most = self.sizes.first_input_len
+        if num_new > most and self.segment is None:
+            raise UserError(
+                f"this cache takes at most cache_size + 1 = {most} tokens at once, got {num_new}: "
+                "feed them in parts, or let kvalign.stream_tokens do it"
+            )
         if not self.seen:
             self.seen, self._moved = [0] * num_rows, [0] * num_rows
         if num_rows != len(self.seen):

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from kvalign.aligners import Aligner
@@ -103,6 +105,7 @@ def stream_generate(
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     stream_to: BaseStreamer | None = None,
+    stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """Generate past the context length; made for `model.generate(...,
@@ -113,20 +116,26 @@ def stream_generate(
             `generate` hands them over.
         method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
             `kvalign.make_method`.
-        stream_to: a transformers streamer (`generate` does not forward `streamer=` to a callable).
+        stream_to: a transformers streamer; `streamer=` of `generate` does the same.
+        stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
 
     Returns:
         [B, prompt + new tokens] int64.
 
     Raises:
-        UserError: what streaming cannot do: beams, padding on the right, a cache already filled,
-            dictionaries of scores.
+        UserError: what streaming cannot do: beams, assistants, padding on the right, embeddings for
+            ids, another cache or one already filled, dictionaries of scores.
     """
     for name in model_kwargs.keys() - inspect.signature(model.forward).parameters.keys():
         if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
             check_keywords(stream_generate, [name])
     config = generation_config or model.generation_config
-    _refuse(config, model_kwargs)
+    if stop_strings is not None:
+        raise UserError(
+            "stop_strings lack a tokenizer here: give stopping_criteria="
+            "[transformers.StopStringCriteria(tokenizer, stop_strings)]"
+        )
+    _refuse(config, model, model_kwargs)
     streaming = make_method(
         method,
         model,
@@ -154,6 +163,8 @@ def stream_generate(
     new = []
     if stream_to is not None:
         stream_to.put(input_ids.cpu())
+    else:
+        stream_to = _given_to_generate("streamer")  # which has been given the prompt
     for token in tokens:
         new.append(token)
         if stream_to is not None:
@@ -200,10 +211,32 @@ class History:
         self._len += 1
 
 
-def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _given_to_generate(name: str) -> Any:
+    """What `model.generate`, if it is who calls, was given but hands on to no function; else None.
+
+    It is in the variables of that call alone.
+    """
+    generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return frame.f_locals.get(name) if frame is not None else None
+
+
+def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     if (config.num_beams or 1) > 1:
         got = config.num_beams
         raise UserError(f"streaming has no beam search: num_beams must be 1, got {got}")
+    mode = config.get_generation_mode(_given_to_generate("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        what = mode.value.replace("_", " ")
+        asks = "assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers"
+        raise UserError(f"streaming has no {what}: leave out what asks for it ({asks})")
+    own = model.generation_config.cache_implementation
+    if config.cache_implementation not in (None, own):
+        got = config.cache_implementation
+        raise UserError(f"streaming has a cache of its own: leave out cache_implementation={got!r}")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UserError("streaming takes the ids of tokens: input_ids in place of inputs_embeds")
     if config.return_dict_in_generate:
         raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
     cache = model_kwargs.get("past_key_values")

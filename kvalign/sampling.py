@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.names import check_keywords
-from kvalign.settings import flag
+from kvalign.settings import flag, typed, without_none
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,9 @@ class Sampling:
         stop_at_end: end at the model's end token.
         stop_strings: end with the first of these texts, one or several, that was generated.
         seed: of the draws; None becomes a random one, which is then read here.
+
+    Raises:
+        UserError: a value of another type or out of range.
     """
 
     max_new_tokens: int | None = None
@@ -72,10 +76,15 @@ class Sampling:
         strings = self.stop_strings or ()
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         object.__setattr__(self, "stop_strings", strings)
-        for name, (needed, holds) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not holds(value):
+        for name, hint in typing.get_type_hints(Sampling).items():
+            value, kind = getattr(self, name), without_none(hint)
+            if value is None and kind is not hint:
+                continue
+            value = typed(name, value, kind)
+            needed, holds = _RANGES.get(name, ("", lambda x: True))
+            if not holds(value):
                 raise UserError(f"{name} must be {needed}, got {value}")
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> Sampling:

@@ -7,6 +7,8 @@ keywords, and call the same function. They stand beside what they configure and 
 import dataclasses
 import functools
 import inspect
+import math
+import numbers
 import operator
 import os
 import shlex
@@ -54,18 +56,27 @@ class Settings:
     A path may be given as text, several values as a list or, if it is one, as it is.
 
     Raises:
-        UserError: a value out of range; the message names the command line's flag.
+        UserError: a value of another type or out of range; the message names the command line's
+            flag.
     """
 
     def __post_init__(self) -> None:
         self._convert()
+        hints = typing.get_type_hints(type(self))
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
             name = field.name.upper() if field.metadata["positional"] else flag(field.name)
             if value == ():
                 raise UserError(f"{name} needs at least one value")
-            for item in value if isinstance(value, tuple) else (value,):
+            hint = without_none(hints[field.name])
+            if value is None and hint is not hints[field.name]:
+                continue
+            is_tuple = typing.get_origin(hint) is tuple
+            kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
+            items = tuple(typed(name, item, kind) for item in items)
+            for item in items:
                 _check_range(name, item, field.metadata)
+            object.__setattr__(self, field.name, items if is_tuple else items[0])
 
     def _convert(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
@@ -122,8 +133,31 @@ def fields_of(cls: type) -> tuple[dataclasses.Field, ...]:
 def without_none(hint: Any) -> Any:
     """T of `T | None`, any other hint as it is."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        arms = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        return functools.reduce(operator.or_, arms)
     return hint
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda x: isinstance(x, bool)),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
+}
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """A value that was given for an int, a float or a bool, and is one: True is no number, a whole
+    number is a float, too. NumPy's become Python's. Of other types nothing is asked.
+
+    Raises:
+        UserError: it is of another type, or not finite; the message begins with `name`.
+    """
+    if hint not in _KINDS:
+        return value
+    needed, holds = _KINDS[hint]
+    if not holds(value) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"{name} must be {needed}, got {value!r:.80}")
+    return value if isinstance(value, int | float) else hint(value)
 
 
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}

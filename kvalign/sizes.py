@@ -6,10 +6,11 @@ places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from kvalign.errors import UserError
+from kvalign.settings import typed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ class CacheSizes:
             run on. Several evictions at once are as many of these steps.
 
     Raises:
-        UserError: sizes that do not fit together.
+        UserError: sizes that are no whole numbers, or do not fit together.
     """
 
     cache_size: int
@@ -40,6 +41,8 @@ class CacheSizes:
     realign_every: int = 1
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, typed(field.name, getattr(self, field.name), int))
         if self.num_sinks < 0:
             raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
         if self.cache_size <= self.num_sinks:
@@ -116,10 +119,12 @@ class CacheSizes:
 
 def num_evicted_of(asked: int | str, window_size: int) -> int:
     """Entries to evict at once, given as a number or as `half` of the window, which is what LLM
-    runtimes discard; UserError for other text.
+    runtimes discard; UserError for anything else.
     """
     if asked == "half":
         return max(1, window_size // 2)
-    if isinstance(asked, str) and not (asked.isascii() and asked.isdigit()):
+    if not isinstance(asked, str):
+        return typed("num_evicted", asked, int)
+    if not (asked.isascii() and asked.isdigit()):
         raise UserError(f"num_evicted takes numbers or half, got {asked!r}")
     return int(asked)

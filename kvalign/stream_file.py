@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners.base import has_fingerprint
 from kvalign.cache import expect_tensor
@@ -33,6 +33,7 @@ class SavedStream(BaseModel):
     Attributes:
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
         embedding_fingerprint: of the base model (`probe` in files of version 0.1).
+        tokenizer: SHA-256 of its vocabulary; None in files of before.
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
         notes: see `TextStream`.
@@ -54,6 +55,7 @@ class SavedStream(BaseModel):
     device: str
     num_fed: Count
     num_new: Count
+    tokenizer: str | None = None
     notes: dict[str, str] = {}
 
 
@@ -85,7 +87,7 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
-    except (SafetensorError, json.JSONDecodeError, RecursionError, IsADirectoryError) as error:
+    except (SafetensorError, json.JSONDecodeError, RecursionError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     return checked(SavedStream, about, wrong), tensors
 
@@ -116,3 +118,9 @@ def aligner_digest(method: Method) -> str | None:
     for name, x in sorted(aligner.state_dict().items()):
         digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of a fast tokenizer's vocabulary; tokens that were added to it do not count."""
+    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

@@ -67,14 +67,10 @@ class TextStream:
         """Add a text, or its token ids, after what was generated; the next iteration goes on there.
 
         The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
-        stream. UserError if there is nothing in it.
+        stream. UserError if there is nothing in it, or it is neither.
         """
         self.check_whole()
-        if isinstance(text, str):
-            special = not self.ids
-            ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        else:
-            ids = list(text)
+        ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
         if self._has_end_token:
@@ -100,6 +96,12 @@ class TextStream:
             piece = self._decode(self.token_ids[-1])
             if piece:
                 yield piece
+
+    def __repr__(self) -> str:
+        model, size = self.method.spec.name or "a model", self.method.sizes.cache_size
+        return (
+            f"<stream of {model}: {self.method.title}, cache_size {size}, {len(self.ids)} tokens>"
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -135,7 +137,9 @@ class TextStream:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write all that going on later needs to one safetensors file; see `load_stream`."""
+        """Write all that going on later needs to one safetensors file; see `load_stream`. A stream
+        without input is one, too, and begins when it is fed.
+        """
         self.check_whole()
         method, model = self.method, self.method.model
         saved = SavedStream(
@@ -148,6 +152,7 @@ class TextStream:
             device=model.device.type,
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
+            tokenizer=stream_file.tokenizer_digest(self.tokenizer),
             notes=self.notes,
         )
         tensors = {_STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
@@ -203,6 +208,40 @@ class TextStream:
         return piece
 
 
+def encoded(
+    text: str | Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    special: bool = True,
+) -> list[int]:
+    """The token ids of an input, which may be them already.
+
+    Args:
+        special: whether the tokenizer adds its special tokens to a text.
+
+    Raises:
+        UserError: it is neither, or has ids that the model does not know.
+    """
+    if isinstance(text, str):
+        ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    elif isinstance(text, Sequence) and all(type(token) is int for token in text):
+        ids = list(text)
+    else:
+        raise UserError(
+            f"the input must be text or a list of token ids, got {type(text).__name__} (messages: "
+            "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True); "
+            "a tensor: ids[0].tolist())"
+        )
+    size = model.config.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise UserError(
+            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: is the "
+            "tokenizer its own?"
+        )
+    return ids
+
+
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError for a tokenizer that cannot decode token by token."""
     if not getattr(tokenizer, "is_fast", False):
@@ -238,7 +277,7 @@ def stream(
             `stream.sampling.seed`.
 
     Raises:
-        UserError: as in `make_method`, or a tokenizer that cannot stream.
+        UserError: as in `make_method`, a prompt that is no text, a tokenizer that cannot stream.
         KeywordError: an unknown setting, with the nearest one.
     """
     settings = Sampling.of(stream, sampling)
@@ -253,7 +292,7 @@ def stream(
         compile=compile,
     )
     text_stream = TextStream(tokenizer, streaming, settings)
-    if prompt:
+    if not (isinstance(prompt, str) and prompt == ""):
         text_stream.feed(prompt)
     return text_stream
 
@@ -281,7 +320,7 @@ def load_stream(
 
     Raises:
         NotFoundError: no such file.
-        UserError: it is not a stream, or one of another model, precision or aligner.
+        UserError: it is not a stream, or one of another model, tokenizer, precision or aligner.
         KeywordError: an unknown setting, with the nearest one.
     """
     for name in ("method", *_SIZES):
@@ -301,6 +340,8 @@ def load_stream(
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
+        if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
+            raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
         method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
         same_seed = loaded.sampling.seed == saved.sampling.get("seed")

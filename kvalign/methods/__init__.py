@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.errors import UserError
 from kvalign.registry import Registry, unknown
+from kvalign.settings import typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,8 @@ AUTO_ABOUT = (
 
 def check_name(name: str) -> None:
     """Raise UserError unless it is the name of a method, or `auto`."""
+    if not isinstance(name, str):
+        raise UserError(f"method must be one of {', '.join([AUTO, *METHODS])}, got {name!r:.80}")
     if name != AUTO and name not in METHODS:
         raise UserError(unknown("method", name, [AUTO, *METHODS]))
 
@@ -78,7 +81,8 @@ def make_method(
             methods are compared on purpose.
 
     Raises:
-        UserError: unknown method, sizes that do not fit, no aligner, or another model's.
+        UserError: unknown method, sizes that are no whole numbers or do not fit, no aligner, or
+            another model's.
         TypeError: the model is none.
     """
     if not hasattr(model, "config"):
@@ -89,6 +93,7 @@ def make_method(
     from kvalign.methods.choice import choose, warn_if_stale
 
     check_name(name)
+    cache_size, compile = typed("cache_size", cache_size, int), typed("compile", compile, bool)
     if name == AUTO:
         name, why = dataclasses.astuple(choose(model, cache_size=cache_size, aligner=aligner))
         log.info("auto takes %s: %s", name, why)
@@ -132,8 +137,8 @@ def make_cache(
 
     Args:
         model: a causal LM of transformers.
-        cache_size: entries stored between steps. The first input may have one more; feed a longer
-            one in parts that fit, or let `kvalign.stream_tokens` do it.
+        cache_size: entries stored between steps. An input may have one more, a longer one is
+            refused: feed it in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
             first of them that fits the model.
         num_sinks, num_evicted, realign_every, aligner: as in `make_method`.
@@ -177,6 +182,8 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
 
     if isinstance(aligner, Aligner):
         return aligner
+    if not isinstance(aligner, str | Path | None):
+        raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(
@@ -185,7 +192,6 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
             "aligner=)"
         )
     return Aligner.from_pretrained(name)
-
 
 
 def _described(model: PreTrainedModel) -> str:

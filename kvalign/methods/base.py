@@ -16,6 +16,7 @@ from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
 from kvalign.realign import Realigner
+from kvalign.settings import typed
 from kvalign.sizes import CacheSizes, num_evicted_of
 
 
@@ -67,7 +68,8 @@ class Method(ABC):
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
             num_evicted = cls.default_num_evicted
-        num_evicted = num_evicted_of(num_evicted, cache_size - num_sinks)
+        window_size = cache_size - typed("num_sinks", num_sinks, int)
+        num_evicted = num_evicted_of(num_evicted, window_size)
         every = 1 if realign_every is None else realign_every
         return CacheSizes(cache_size, num_sinks, num_evicted, every)
 

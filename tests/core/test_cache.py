@@ -37,7 +37,7 @@ def test_evictions_are_counted_one_in_k():
     assert max(lengths) == 10 and min(lengths[10:]) == 8
 
 
-@pytest.mark.parametrize("chunks", [[25], [10, 15], [1] * 25, [11, 1, 1, 6, 6]])
+@pytest.mark.parametrize("chunks", [[12, 12, 1], [10, 12, 3], [1] * 25, [11, 1, 1, 6, 6]])
 @pytest.mark.parametrize("num_evicted", [1, 2, 5, 8])
 def test_entries_do_not_depend_on_chunks(chunks, num_evicted):
     """Two moves are one long move (llama.cpp issue 3825: only the last was kept)."""

@@ -262,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def feed_several(self, data):
         position = self.rows[0].seen - self.rows[0].moved
-        room = min(MAX_POSITION + 1 - position, 2 * self.sizes.cache_size + 3)
+        room = min(MAX_POSITION + 1 - position, self.sizes.first_input_len)
         if room > 0:
             self.feed(self.cache, self.rows, data.draw(st.integers(1, room), label="tokens"))
 
@@ -336,7 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Rows of another cache; before this one has been fed anything they are all there is."""
         other, rows = self.new_cache(), self.new_rows(num_rows)
         for length in parts:
-            self.feed(other, rows, length)
+            self.feed(other, rows, min(length, self.sizes.first_input_len))
         self.rows = [*(self.rows if self.rows[0].seen else []), *rows]
         self.cache.join([other])
 

@@ -123,7 +123,8 @@ class _Streamer:
         self.ended = True
 
 
-def test_generate_of_transformers_streams(model, ids):
+@pytest.mark.parametrize("name", ["streamer", "stream_to"])
+def test_generate_of_transformers_streams(name, model, ids):
     """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
     limit.
     """
@@ -135,13 +136,14 @@ def test_generate_of_transformers_streams(model, ids):
         max_new_tokens=150,
         do_sample=False,
         eos_token_id=None,
-        stream_to=streamer,
+        **{name: streamer},
         **kwargs,
     )
     method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
     assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 150))
     assert torch.equal(out[:, :30], ids[:, :30])
     assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
+    assert torch.equal(streamer.got[0], ids[:, :30])
 
 
 def test_generate_takes_prompts_of_unequal_lengths(model, ids):

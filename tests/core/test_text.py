@@ -168,6 +168,32 @@ def test_a_stream_of_before_is_read(gpt2, tmp_path):
     assert list(again) == list(stream) and again.sampling == stream.sampling
 
 
+def test_another_tokenizer_is_refused(gpt2, tmp_path):
+    """Not one to which tokens were added, nor where the file is of before and does not say."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(100)}, "w0"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(ValueError, match="made with another tokenizer: give that of gpt2-mini"):
+        kvalign.load_stream(path, gpt2.model, other)
+    more = load_model("gpt2-mini").tokenizer
+    more.add_tokens(["<more>"])
+    expected = list(stream)
+    assert list(kvalign.load_stream(path, gpt2.model, more)) == expected
+    _changed(path, lambda tensors, about: about.pop("tokenizer"))
+    assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == expected
+
+
+def test_a_stream_says_what_it_is(gpt2):
+    stream = begin(gpt2, prompt="", method="window")
+    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 0 tokens>"
+    stream.feed([5, 6, 7])
+    list(stream)
+    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 63 tokens>"
+
+
 def test_a_stream_saved_before_its_first_token(gpt2, tmp_path):
     path = tmp_path / "talk.safetensors"
     begin(gpt2).save(path)

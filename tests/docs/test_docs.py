@@ -43,7 +43,6 @@ from kvalign.methods import METHODS
 # What is made smaller in Python, as `SMALLER` does in commands.
 SMALLER_PYTHON = {
     "max_new_tokens=20_000": "max_new_tokens=300",
-    "== 20_000": "== 60",
     "max_new_tokens=2000": "max_new_tokens=80",
     "max_new_tokens=500": "max_new_tokens=80",
     "range(1000)": "range(300)",
