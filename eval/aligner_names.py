@@ -54,7 +54,7 @@ def _forms(row: Row) -> list[str]:
     if label is None:
         return [row["aligner"]]
     if path is None:
-        return [label, f"untrained {label}"]
+        return [f"untrained {label}"]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
     return [label, *ends, f"{path}@{revision}"]

@@ -22,6 +22,7 @@ from kvalign.eval.verdicts import (
     drifts,
     in_words,
     listed,
+    readable_apart,
     spread,
     verdict,
 )
@@ -231,8 +232,7 @@ def _beside(base: Row, others: Sequence[Row]) -> str:
     def percent(row: Row) -> float:
         return 100 * row["readable"]
 
-    ends = itemgetter("readable_low", "readable_high")
-    told = [row for row in others if apart(ends(row), ends(base))]
+    told = [row for row in others if readable_apart(row, base)]
     own = f"{BESIDE}'s {percent(base):.0f} % of {base['num_chunks']} chunks, one draw"
     parts = []
     for word, sign in (("less", 1), ("more", -1)):

@@ -47,8 +47,8 @@ class LatencySettings(ComparisonSettings):
 
     aligner_kinds: tuple[str, ...] | None = option(
         None,
-        help="untrained kinds of kvalign, without --aligner, a row each: table, network, anchored "
-        "(default: table,network)",
+        help="untrained kinds of kvalign in place of trained ones, a row each: table, network, "
+        "anchored (default, where no aligner is named or at hand: table,network)",
     )
     reference: str = option("streaming-llm", help="method to give each row's ratio to")
     batch_sizes: tuple[int, ...] = option((1,), help="streams at once, comma-separated", at_least=1)
@@ -146,7 +146,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
 BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
-    "batch_size": Column("batch", weight=6),
+    "batch_size": Column("batch", weight=6, is_key=True),
     "mean_ms": Column(
         "ms/token", 2, "lower", "mean of whole periods: what a stream pays", weight=4
     ),

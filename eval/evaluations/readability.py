@@ -136,7 +136,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
 
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
-    "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
+    "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True, is_key=True),
     "num_readable": Column("readable chunks", is_optional=True),
     "num_chunks": Column("chunks", is_optional=True, weight=2),
     **MEAN_COLUMNS,
