@@ -117,7 +117,7 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
         Verdict.WORSE: (WORSE, ""),
         Verdict.FAILS: (FAILING, ""),
         Verdict.OPEN: ("Too few labels to tell", ""),
-        Verdict.UNKNOWN: (f"Not told from {reference}", few),
+        Verdict.UNKNOWN: (f"Too few labels to compare with {reference}", few),
     }
     sentences = [
         Sentence(lead, f"{rule}{_spans(by[v], sizes, with_interval=v is not Verdict.UNKNOWN)}.")

@@ -231,7 +231,8 @@ def _by_size(document: Document) -> Figure:
 
     title, figures = EVALUATION.title(document), ("cache_size", "mean_ms", "p99_ms")
     panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
-    x, y = "cache size (entries)", "ms/token (lower is better)"
+    x = "cache size (entries)"
+    y = "ms/token (lower is better)\nbars: to the 99th percentile"
     return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 

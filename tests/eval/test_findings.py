@@ -104,7 +104,10 @@ def test_few_labels_judge_nothing():
         headline == "On 60 labels at C = 32 there are too few labels to tell any method from "
         "recompute."
     )
-    assert sentence.lead == "Not told from recompute" and "which take 200" in sentence.text
+    assert (
+        sentence.lead == "Too few labels to compare with recompute"
+        and "which take 200" in sentence.text
+    )
     assert "inf" not in sentence.text
 
 
