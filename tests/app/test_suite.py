@@ -77,7 +77,7 @@ def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
         assert document["rows"][0]["num_labels"] == 15
         assert document["settings"]["model"] == "llama-mini"
     page = (tmp_path / "results/report.html").read_text()
-    assert "Changed for this run: <code>--num-tokens 15 --model llama-mini</code>" in page
+    assert "Changed for this run:</strong> <code>--num-tokens 15 --model llama-mini</code>" in page
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 2
     assert "has another command's result" in capfd.readouterr().err
     useless = ["--override", "--num-tokens 15 --num-turns 3"]

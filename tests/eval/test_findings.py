@@ -152,6 +152,8 @@ def test_words_are_compared_where_intervals_are_apart():
     )
     (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
     assert sentence.text.startswith("none is told from recompute's 95 %")
+    few = [written("recompute", 1.0, 4), written("window", 0.0, 4)]
+    assert writing(few, "Passages")[0].text.startswith("none is told from recompute's 100 % of 4")
     assert writing([written("window", 0.5)], "Passages") == []
 
 
