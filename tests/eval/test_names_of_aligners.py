@@ -160,7 +160,7 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert names(here) == names(shipped) == ["table"] and names(row(".")) == ["table"]
     assert names(row("/a/kvalign-data/mine/table", "table-kl"), shipped) == ["table-kl", "table"]
     assert names(here, shipped) == ["table", "kvalign-gpt2-mini-table"]
-    assert names(row("y/network"), row("z"), row("x", "network")) == ["y/network", "z", "x"]
+    assert names(row("y/network"), row("z"), row("x", "network")) == ["network", "z", "x"]
     old = {"method": "kvalign", "aligner": "table"}
     assert names(old, row("x")) == ["table", "x"]
     assert names({"method": "window", "aligner": None}) == [None]
