@@ -1,14 +1,17 @@
 """What rows of results call their aligners: as short as keeps them apart.
 
-`table` where no other aligner beside it is a table, else the end of its path as far as it differs
-(`a-table`, `x/table`), else the whole of it with its revision.
+`table` of one that ships or lies in `kvalign-data/MODEL`, where no other aligner beside it is
+called so; else, as of the user's own folders, the end of its path as far as it differs (`a-table`,
+`x/table`), else the whole of it with its revision.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import PurePath
 
+from kvalign import checkpoints
 from kvalign.eval.evaluation import SIZES, Row
+from kvalign.folders import ROOT
 
 _FACTS = ("aligner_label", "aligner_path", "aligner_revision")
 _SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
@@ -54,10 +57,11 @@ def _forms(row: Row) -> list[str]:
     if label is None:
         return [row["aligner"]]
     if path is None:
-        return [label, f"untrained {label}"]
+        return [f"untrained {label}"]
     parts = PurePath(path).parts
     ends = [PurePath(*parts[-n:]).as_posix() for n in range(1, len(parts) + 1)]
-    return [label, *ends, f"{path}@{revision}"]
+    is_ours = checkpoints.aligner_path(path) or parts[-3:-2] == (ROOT.name,)
+    return [*([label] if is_ours or not parts else []), *ends, f"{path}@{revision}"]
 
 
 def _often(name: str, row: Row) -> str:

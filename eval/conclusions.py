@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from kvalign.eval.evaluation import FLOOR, Row
 from kvalign.eval.tables import grouped, label_of
 from kvalign.eval.verdicts import (
+    DRIFT_LABELS,
     FAR,
     Verdict,
-    apart,
+    drifts,
     in_words,
     listed,
-    share_interval,
+    readable_apart,
     spread,
     verdict,
 )
 
-CLIMBS = 1.2  # last segment's ratio by the first one's
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
 
 
@@ -42,27 +42,23 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
     return f"{spread(ratios, 2)} times {reference}'s: {told}." if ratios else ""
 
 
-def by_segment(rows: Sequence[Row], judged: str) -> str:
-    """Which lines of the drift climb."""
-    grown: dict[str, tuple[float, Row]] = {}
-    for row in rows:
-        first, last = row["segments"][0][judged], row["segments"][-1][judged]
-        if len(row["segments"]) > 1 and last / first > grown.get(_name(row), (0.0, row))[0]:
-            grown[_name(row)] = last / first, row
-    climb = [
-        f"{label} (at C = {row['cache_size']} from {row['segments'][0][judged]:.2f} to "
-        f"{row['segments'][-1][judged]:.2f})"
-        for label, (growth, row) in grown.items()
-        if growth >= CLIMBS
+def by_drift(rows: Sequence[Row], reference: str | None) -> str:
+    """Of which methods an error adds up, by the rule that the findings have (`drifts`)."""
+    if not reference:
+        return "Without a reference the lines hold the text's own ups and downs."
+    rows = [row for row in rows if row.get("drift") is not None]
+    if not rows:
+        return ""
+    if (num_labels := rows[0]["num_labels"]) < DRIFT_LABELS:
+        return f"{num_labels} labels are too few to tell of drift, which takes {DRIFT_LABELS}."
+    growing = [
+        f"{_name(row)} (at C = {row['cache_size']} drift {row['drift']:.2f})"
+        for row in rows
+        if drifts(row)
     ]
-    flat = [label for label, (growth, _) in grown.items() if growth < CLIMBS]
-    said = [f"By the last segment these have climbed: {listed(climb)}." if climb else ""]
-    limit = f"{100 * (CLIMBS - 1):.0f} %"
-    if flat and climb:
-        said.append(f"The others grow by less than {limit}.")
-    elif flat:
-        said.append(f"No line climbs by {limit} or more.")
-    return " ".join(filter(None, said))
+    if growing:
+        return f"An error adds up: {listed(growing)}."
+    return f"No error is shown to add up: drift is {spread((row['drift'] for row in rows), 2)}."
 
 
 def by_time(rows: Sequence[Row]) -> str:
@@ -126,8 +122,7 @@ def readable(rows: Sequence[Row], what: str = "chunks") -> str:
     shares = [f"{100 * row['readable']:.0f} %" for row in (first, last)]
     if len(rows) == 1 or shares[0] == shares[1]:
         return f"Readable {what}: {shares[0]}{' of each' * (len(rows) > 1)}."
-    ends = [share_interval(row["readable"], row["num_chunks"]) for row in (first, last)]
-    few = "" if ends[0] and ends[1] and apart(ends[0], ends[1]) else ", too few to tell them apart"
+    few = "" if readable_apart(first, last) else ", too few to tell them apart"
     return f"Readable {what}: {shares[0]} ({_name(first)}) to {shares[1]} ({_name(last)}){few}."
 
 

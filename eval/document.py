@@ -3,7 +3,8 @@
     {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
      "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
 
-`--json` prints it, `kvalign eval run` keeps one a cell, `kvalign report` reads them.
+`--json` prints it, `kvalign eval run` keeps one a cell, with what it `changed` of the suite's flags
+and variables; `kvalign report` reads them.
 """
 
 import os

@@ -59,6 +59,7 @@ class Column:
             overlap none is the best.
         by_reference: the reference is what it is measured by, so that is never the best.
         weight: where there is no room columns of less are left out first.
+        is_key: it tells rows of one method apart, so it stays where its entries differ.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Column:
     ends: tuple[str, str] | None = None
     by_reference: bool = False
     weight: int = 1
+    is_key: bool = False
 
     @property
     def is_number(self) -> bool:

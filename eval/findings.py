@@ -22,6 +22,7 @@ from kvalign.eval.verdicts import (
     drifts,
     in_words,
     listed,
+    readable_apart,
     spread,
     verdict,
 )
@@ -116,7 +117,7 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
         Verdict.WORSE: (WORSE, ""),
         Verdict.FAILS: (FAILING, ""),
         Verdict.OPEN: ("Too few labels to tell", ""),
-        Verdict.UNKNOWN: (f"Not told from {reference}", few),
+        Verdict.UNKNOWN: (f"Too few labels to compare with {reference}", few),
     }
     sentences = [
         Sentence(lead, f"{rule}{_spans(by[v], sizes, with_interval=v is not Verdict.UNKNOWN)}.")
@@ -232,8 +233,7 @@ def _beside(base: Row, others: Sequence[Row]) -> str:
     def percent(row: Row) -> float:
         return 100 * row["readable"]
 
-    ends = itemgetter("readable_low", "readable_high")
-    told = [row for row in others if apart(ends(row), ends(base))]
+    told = [row for row in others if readable_apart(row, base)]
     own = f"{BESIDE}'s {percent(base):.0f} % of {base['num_chunks']} chunks, one draw"
     parts = []
     for word, sign in (("less", 1), ("more", -1)):

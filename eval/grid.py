@@ -100,15 +100,20 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
 
 
 def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str]:
-    """What was trained here, where none ships."""
-    if not lack_of_aligner(model):
-        return ()
-    asked = "methods" in settings.changed()
-    trained = trained_here(model, settings.model, must_help=not asked)
+    """What was trained here, where none ships; that is said."""
+    trained = trained_for(settings, model)
     if trained is None:
         return ()
     log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
     return (str(trained),)
+
+
+def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
+    """What was trained here, where none ships; where methods are named, even if it did not help."""
+    if not lack_of_aligner(model):
+        return None
+    asked = "methods" in settings.changed()
+    return trained_here(model, settings.model, must_help=not asked)
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:

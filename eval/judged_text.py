@@ -69,7 +69,7 @@ MEASURES = {
     "distinct_1": Column("distinct-1", 3, about="different words by all words"),
     "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
     "repetition": Column(
-        "repetition", 3, "lower", "share of 4-grams that were there before", weight=3
+        "repetition", 3, "lower", "share of 4-grams of words that were there before", weight=3
     ),
     "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
     "dense_perplexity": Column(

@@ -10,9 +10,10 @@ from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.data_gen.prompts import conversations
 from kvalign.errors import UserError
 from kvalign.eval.evaluations.latency import LatencySettings
-from kvalign.eval.grid import load
+from kvalign.eval.grid import load, trained_for
 from kvalign.eval.timing import random_ids
 from kvalign.methods import METHODS
+from kvalign.methods.choice import lack_of_aligner
 from kvalign.models import LoadedModel, check_device, spec_of
 from kvalign.sizes import num_evicted_of
 
@@ -69,10 +70,13 @@ def load_with_prompts(
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
-    """Of the kinds asked for: aligners that change nothing and take as long as those that do. None
-    where trained ones are named, or no method takes any.
+    """Of the kinds asked for, or where no trained one is at hand: aligners that change nothing and
+    take as long as those that do. None where trained ones are taken, or no method takes any.
     """
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
+        return None
+    at_hand = not lack_of_aligner(model) or trained_for(settings, model)
+    if at_hand and not settings.aligner_kinds:
         return None
     spec, sizes = spec_of(model.config, settings.model), settings.cache_sizes
     aligners = []

@@ -149,10 +149,11 @@ def draw(
         figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
         all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            x_values = [v for line in lines for v in line.x]
             for number, line in enumerate(lines):
                 apart = 1.012 ** (number - (len(lines) - 1) / 2)  # so that whiskers do not cover
-                _draw_line(axes, line, apart if line.low and doubling_x else 1.0)
-            x_values = [v for line in lines for v in line.x]
+                is_apart = doubling_x and (line.low or len(set(x_values)) == 1)
+                _draw_line(axes, line, apart if is_apart else 1.0)
             if doubling_x:
                 _double(axes, x_values)
             elif log_x:
@@ -201,12 +202,12 @@ def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
     style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
     compared = 3 if "(" in line.label else 2  # before what it is compared with
     style |= dict(zorder=1.5 if line.is_floor else compared)
+    x = [apart * value for value in line.x]
     if line.high is None:
-        axes.plot(line.x, line.y, label=line.label, **style)
+        axes.plot(x, line.y, label=line.label, **style)
         return
     up = [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)]
     down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
-    x = [apart * value for value in line.x]
     axes.errorbar(x, line.y, [down, up], label="_", capsize=3, elinewidth=1, **style)
     axes.plot([], [], label=line.label, **style)
 
@@ -219,8 +220,7 @@ def _double(axes: Axes, x: list[float]) -> None:
     if len(ticks) < 3:
         ticks |= {min(x), max(x)}
     if len(ticks) < 3:
-        low, high = min(ticks), max(ticks)
-        ticks |= {low / 2, 2 * low} if low == high else {(low + high) / 2}
+        ticks.add((min(ticks) + max(ticks)) / 2)
     axes.set_xticks(sorted(ticks), [f"{value:.3g}" for value in sorted(ticks)], minor=False)
 
 

@@ -66,6 +66,9 @@ def render(results: Results, contents: list[Section]) -> str:
     return templates.get_template("report.html").render(
         suite=results.suite,
         documents=results.documents,
+        changed=[
+            *filter(None, dict.fromkeys(d.get("changed") for d in results.documents.values()))
+        ],
         findings=findings(results),
         meaning=MEANING,
         summary=summary(results),

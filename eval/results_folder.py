@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from kvalign.errors import NotFoundError, UserError
 from kvalign.eval.evaluation import Document, Evaluation
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.suite_file import Step, Suite, parse_suite_text
+from kvalign.eval.suite_file import Step, Suite, filled_in, parse_suite_text
 from kvalign.eval.sweeps import Sweep
 from kvalign.files import checked, read_checked, read_json
 
@@ -45,6 +45,8 @@ def read(folder: Path) -> Results:
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
     suite = _suite(folder / SUITE_FILE)
     documents = {path.stem: read_document(path) for path in sorted(folder.glob("*.json"))}
+    for document in documents.values():
+        document["command"] = filled_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
@@ -106,6 +108,7 @@ class _Settings(BaseModel, extra="allow"):
 class _Document(BaseModel):
     kind: str
     command: str
+    changed: str = ""
     environment: dict[str, Any]
 
 

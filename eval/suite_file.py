@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -9,6 +10,8 @@ from pydantic import BaseModel
 
 from kvalign.errors import UserError
 from kvalign.files import checked
+
+OUT = "{out}"  # in a command: the folder of the results, which may be moved
 
 
 class Step(BaseModel):
@@ -74,6 +77,15 @@ class Suite(BaseModel, frozen=True):
             return values.get(match[1], match[0])
 
         return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
+
+
+def filled_in(command: str, out: Path) -> str:
+    """A command with the folder of the results for {out}, as a shell takes it."""
+    try:
+        words = shlex.split(command) if OUT in command else []
+    except ValueError:  # of a file that is not ours
+        words = []
+    return shlex.join(word.replace(OUT, str(out)) for word in words) or command
 
 
 def parse_suite_text(text: str, name: str) -> Suite:

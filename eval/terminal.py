@@ -74,16 +74,20 @@ def print_meanings(tables: list[Table]) -> None:
 
 def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     """A table as far as there is room, and what is left out: columns and intervals, those of the
-    least weight first, among equals the last. One column of figures is always left.
+    least weight first, among equals the last. What tells rows apart and one column of figures are
+    always left.
     """
     columns = set(range(1, len(table.columns)))
     intervals = {i for i in columns if any(row[i].more for row in table.rows)}
-    droppable = [(table.columns[i].weight, -i, "") for i in columns]
+    keys = {
+        i for i in columns if table.columns[i].is_key and len({row[i] for row in table.rows}) > 1
+    }
+    droppable = [(table.columns[i].weight, -i, "") for i in columns - keys]
     droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
     left_out = list[str]()
     for _, place, what in sorted(droppable):
         shown = _part(table, columns, intervals)
-        if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns) == 1:
+        if sum(_widths(shown, width)) + GAP * len(columns) <= width or len(columns - keys) == 1:
             break
         (intervals if what else columns).discard(-place)
         title = table.columns[-place].title

@@ -12,6 +12,8 @@ MIN_LABELS = 200  # fewer have no interval
 GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
 FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
+DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
+MIN_CHUNKS = 10  # fewer tell nobody apart
 
 
 MEANING = (
@@ -42,7 +44,7 @@ def verdict(row: Row) -> Verdict:
 
 def drifts(row: Row) -> bool:
     """Whether an error adds up: the ratio grows from quarter to quarter, each of enough labels."""
-    enough = row["num_labels"] >= 4 * MIN_LABELS
+    enough = row["num_labels"] >= DRIFT_LABELS
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
     return enough and is_worse and (row.get("drift") or 0.0) >= DRIFT
 
@@ -61,6 +63,14 @@ def share_interval(share: float, total: int) -> tuple[float, float] | None:
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether two intervals have nothing in common."""
     return one[1] < other[0] or other[1] < one[0]
+
+
+def readable_apart(one: Row, other: Row) -> bool:
+    """Whether two shares of readable chunks differ: of enough chunks, by their intervals."""
+    if min(one["num_chunks"], other["num_chunks"]) < MIN_CHUNKS:
+        return False
+    ends = [share_interval(row["readable"], row["num_chunks"]) for row in (one, other)]
+    return bool(ends[0] and ends[1] and apart(ends[0], ends[1]))
 
 
 def spread(values: Iterable[float], digits: int) -> str:

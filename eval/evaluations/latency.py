@@ -47,8 +47,8 @@ class LatencySettings(ComparisonSettings):
 
     aligner_kinds: tuple[str, ...] | None = option(
         None,
-        help="untrained kinds of kvalign, without --aligner, a row each: table, network, anchored "
-        "(default: table,network)",
+        help="untrained kinds of kvalign in place of trained ones, a row each: table, network, "
+        "anchored (default, where no aligner is named or at hand: table,network)",
     )
     reference: str = option(
         "streaming-llm",
@@ -153,7 +153,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
 BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
-    "batch_size": Column("batch", weight=6),
+    "batch_size": Column("batch", weight=6, is_key=True),
     "mean_ms": Column(
         "ms/token", 2, "lower", "mean of whole periods: what a stream pays", weight=4
     ),
@@ -238,7 +238,8 @@ def _by_size(document: Document) -> Figure:
 
     title, figures = EVALUATION.title(document), ("cache_size", "mean_ms", "p99_ms")
     panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
-    x, y = "cache size (entries)", "ms/token (lower is better)"
+    x = "cache size (entries)"
+    y = "ms/token (lower is better)\nbars: to the 99th percentile"
     return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 

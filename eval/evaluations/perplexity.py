@@ -125,7 +125,14 @@ COLUMNS = {
         by_reference=True,
         weight=7,
     ),
-    "drift": Column("drift", 3, "", "ratio in the last quarter by the first's", True, weight=3),
+    "drift": Column(
+        "drift",
+        3,
+        "",
+        "ratio in the last quarter of the labels by that in the first",
+        True,
+        weight=3,
+    ),
 }
 MORE_COLUMNS = {
     "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
@@ -138,7 +145,9 @@ MORE_COLUMNS = {
 DRIFT = (
     "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
     "by the reference's on the same labels where there is one, which takes the text's own ups and "
-    "downs out. A line that climbs compounds an error."
+    "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
+    "tables is the ratio in the last quarter of the labels by that in the first. An error that is "
+    "compounded climbs in both."
 )
 TOTAL_TIME = (
     "Every method made to step token by token, as it does when it generates (the paper's figure "
@@ -202,7 +211,7 @@ class Perplexity(Evaluation):
         return [*super().sections(chosen), drift, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
-        from kvalign.eval.conclusions import by_segment
+        from kvalign.eval.conclusions import by_drift
         from kvalign.eval.plots import draw, panels_by
 
         settings, judged = document["settings"], _judged(document)
@@ -221,7 +230,7 @@ class Perplexity(Evaluation):
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
         rows = [row for row in document["rows"] if row["method"] != reference]
-        return figure, caption[0].upper() + caption[1:], by_segment(rows, judged)
+        return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.conclusions import by_time

@@ -51,7 +51,9 @@ class ReadabilitySettings(WritingSettings):
     )
     num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
     no_repeat_ngram_sizes: tuple[int, ...] = option(
-        (0, 2), help="never repeat an n-gram of this size, a run each; 0: off", at_least=0
+        (0, 2),
+        help="never repeat an n-gram of this many tokens of the model, a run each; 0: off",
+        at_least=0,
     )
     out: Path | None = option(
         None,
@@ -137,14 +139,16 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
 
 CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
 COLUMNS = {
-    "no_repeat_ngram_size": Column("no repeated n-gram", is_optional=True),
+    "no_repeat_ngram_size": Column(
+        "no repeated n-gram", about="of the model's tokens", is_optional=True, is_key=True
+    ),
     "num_readable": Column("readable chunks", is_optional=True),
     "num_chunks": Column("chunks", is_optional=True, weight=2),
     **MEAN_COLUMNS,
 }
 ABOUT_TEXTS = (
     "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
-    "repetition stands beside it."
+    "repetition, of 4-grams of words, stands beside it."
 )
 
 
@@ -155,7 +159,8 @@ class Readability(JudgedText):
     heading = "Readability"
     about = (
         "Every method continues the same prompts with the same seed. The rule counts words and no "
-        "sense, so repetition stands beside it. Means over the prompts; the passages are below."
+        "sense, so repetition, of 4-grams of words, stands beside it; the n-grams that a run never "
+        "repeats are of the model's tokens. Means over the prompts; the passages are below."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS

@@ -96,7 +96,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
 
 
 COLUMNS = {
-    "distance_lines": Column("lines back", weight=6),
+    "distance_lines": Column("lines back", weight=6, is_key=True),
     "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),

@@ -18,6 +18,7 @@ from kvalign.app.next_steps import PART_OF_RUN
 from kvalign.app.suite_cells import Cell, parse_suite, read_suite
 from kvalign.errors import RunError, UserError
 from kvalign.eval.results_folder import PREPARED, SUITE_FILE
+from kvalign.eval.suite_file import filled_in
 from kvalign.files import locked, read_json, write_text
 from kvalign.runs import keeping
 
@@ -47,17 +48,19 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
 def _run(cells: list[Cell], settings: RunSettings) -> None:
     """Run cells and keep what they print; with `ray` the evaluations run side by side."""
+    changed = " ".join(filter(None, (settings.variables, settings.override)))
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
             place = f"{number} of {len(cells)}"
-            print(f"== {place}, {cell.name}: {cell.command}", file=sys.stderr)
-            keep(cell, settings.out, run_cell(cell.command, settings.out))
+            command = filled_in(cell.command, settings.out)
+            print(f"== {place}, {cell.name}: {command}", file=sys.stderr)
+            keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
     if parallel:
         from kvalign.app.suite_on_ray import run_on_ray
 
         for cell, output in run_on_ray(parallel, settings):
-            keep(cell, settings.out, output)
+            keep(cell, settings.out, output, changed)
 
 
 def _kept(cells: list[Cell], out: Path) -> str:
@@ -86,8 +89,7 @@ def run_cell(command: str, out: Path) -> str:
     Raises:
         RunError: it failed; its own message is on stderr.
     """
-    words = [word.replace("{out}", str(out)) for word in shlex.split(command)]
-    words = [sys.executable, "-m", *words, "--json"]
+    words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
     done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
     if done.returncode:
@@ -96,11 +98,13 @@ def run_cell(command: str, out: Path) -> str:
     return done.stdout
 
 
-def keep(cell: Cell, out: Path, output: str) -> None:
-    """Write what a cell printed as its document."""
+def keep(cell: Cell, out: Path, output: str, changed: str = "") -> None:
+    """Write what a cell printed as its document, with what the run changed of the suite."""
     printed = json.loads(output)
     document: dict[str, Any] = {"result": printed} if cell.is_preparation else printed
     document["command"] = cell.command
+    if changed:
+        document["changed"] = changed
     path = _path(cell, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(document) + "\n")

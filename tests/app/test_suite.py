@@ -52,10 +52,12 @@ def own(tmp_path, monkeypatch):
 def test_finished_cells_are_kept(own, tmp_path, capfd):
     argv = ["eval", "run", "own.yaml", "--out", "results", "--json"]
     assert main(argv) == 0
-    assert json.loads(capfd.readouterr().out)["cells"] == {"short": "run", "long": "run"}
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["cells"] == {"short": "run", "long": "run"}
+    assert "--keep results/losses" in captured.err and "{out}" not in captured.err
     found = read(tmp_path / "results").documents
     assert [len(found[name]["rows"]) for name in ("short", "long")] == [1, 2]
-    assert found["long"]["command"].endswith("--keep '{out}/losses'")
+    assert found["long"]["command"].endswith(f"--keep {tmp_path}/results/losses")
     assert len(list((tmp_path / "results" / "losses").iterdir())) == 2
     (tmp_path / "results" / "short.json").unlink()
     shutil.move("results", "moved")  # a folder of results is whole in itself
@@ -63,6 +65,9 @@ def test_finished_cells_are_kept(own, tmp_path, capfd):
     captured = capfd.readouterr()
     assert "2 cells in moved, 1 of them from before" in captured.err
     assert captured.out == "report: moved/report.html\n" and len(own) == 3
+    page = (tmp_path / "moved/report.html").read_text()
+    assert "--keep moved/losses" in page and "{out}" not in page  # to be copied as they stand
+    assert "Changed for this run" not in page
 
 
 def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
@@ -71,6 +76,8 @@ def test_overrides_reach_the_cells_that_have_the_flag(own, tmp_path, capfd):
     for document in read(tmp_path / "results").documents.values():
         assert document["rows"][0]["num_labels"] == 15
         assert document["settings"]["model"] == "llama-mini"
+    page = (tmp_path / "results/report.html").read_text()
+    assert "Changed for this run:</strong> <code>--num-tokens 15 --model llama-mini</code>" in page
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 2
     assert "has another command's result" in capfd.readouterr().err
     useless = ["--override", "--num-tokens 15 --num-turns 3"]

@@ -82,7 +82,7 @@ def test_an_aligner_kind_is_a_file_and_a_line(copy):
     copy.run(*kind, "--num-tokens", "4000", "--chunk-len", "64", "--out", "mine")
     flags = ["--cache-sizes", "32", "--num-tokens", "20", "--methods", "kvalign"]
     rows = json.loads(copy.run("eval", "perplexity", *flags, "--aligner", "mine", "--json"))["rows"]
-    assert rows[0]["aligner"] == "centred"
+    assert rows[0]["aligner_label"] == "centred"
     flags = ["--aligner-kinds", "centred", "--num-trials", "1", "--trial-len", "2"]
     copy.run("eval", "latency", "--methods", "kvalign,streaming-llm", "--cache-sizes", "32", *flags)
 

@@ -70,3 +70,14 @@ def test_times_need_no_trained_aligner(models, caplog):
     aligners = untrained_aligners(models["gpt2"], settings)
     assert names(make_grid(settings, models["gpt2"], aligners)).count("kvalign") == 4
     assert not caplog.messages
+
+
+def test_times_are_of_what_was_trained_here(models, tmp_path, monkeypatch):
+    """As in every other evaluation, unless untrained kinds are asked for."""
+    monkeypatch.chdir(tmp_path)
+    tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
+    named = LatencySettings(**SIZES, methods=("streaming-llm", "kvalign"))
+    assert untrained_aligners(models["gpt2"], named) is None
+    asked = LatencySettings(**SIZES, aligner_kinds="network")
+    (untrained,) = untrained_aligners(models["gpt2"], asked)
+    assert untrained.config.kind == "network"

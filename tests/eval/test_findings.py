@@ -103,7 +103,10 @@ def test_few_labels_judge_nothing():
         headline == "On 60 labels at C = 32 there are too few labels to tell any method from "
         "recompute."
     )
-    assert sentence.lead == "Not told from recompute" and "which take 200" in sentence.text
+    assert (
+        sentence.lead == "Too few labels to compare with recompute"
+        and "which take 200" in sentence.text
+    )
     assert "inf" not in sentence.text
 
 
@@ -148,6 +151,8 @@ def test_words_are_compared_where_intervals_are_apart():
     )
     (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
     assert sentence.text.startswith("none is told from recompute's 95 %")
+    few = [written("recompute", 1.0, 4), written("window", 0.0, 4)]
+    assert writing(few, "Passages")[0].text.startswith("none is told from recompute's 100 % of 4")
     assert writing([written("window", 0.5)], "Passages") == []
 
 
@@ -178,13 +183,10 @@ def test_a_model_has_its_paragraph_and_texts_have_none():
 
 
 def test_plots_have_conclusions():
-    def segments(*ratios):
-        return {"segments": [{"end": 1, "ratio": ratio} for ratio in ratios]}
-
     rows = [
-        REFERENCE | segments(1, 1),
-        row("window", 1.9, 1.7, 2.1, **segments(1.1, 1.9)),
-        row("kvalign", 1.0, 0.98, 1.02, **segments(1.0, 1.1)),
+        REFERENCE,
+        row("window", 1.9, 1.7, 2.1, drift=1.73),
+        row("kvalign", 1.0, 0.98, 1.02, drift=1.1),
     ]
     assert conclusions.by_size(rows, "recompute") == (
         "As good as recompute at every C: kvalign with 0 sinks. Far above recompute: window with 0 "
@@ -195,11 +197,17 @@ def test_plots_have_conclusions():
     )
     middling = [REFERENCE, row("window", 1.1, 0.9, 1.4)]
     assert conclusions.by_size(middling, "recompute").startswith("1.10 times recompute's: none is")
-    assert conclusions.by_segment(rows[1:], "ratio") == (
-        "By the last segment these have climbed: window with 0 sinks (at C = 32 from 1.10 to 1.90)."
-        " The others grow by less than 20 %."
+    assert conclusions.by_drift(rows[1:], "recompute") == (
+        "An error adds up: window with 0 sinks (at C = 32 drift 1.73)."
     )
-    assert conclusions.by_segment(rows[2:], "ratio") == "No line climbs by 20 % or more."
+    assert conclusions.by_drift(rows[2:], "recompute") == (
+        "No error is shown to add up: drift is 1.10."
+    )
+    few = [one | {"num_labels": 60} for one in rows[1:]]
+    assert conclusions.by_drift(few, "recompute") == (
+        "60 labels are too few to tell of drift, which takes 800."
+    )
+    assert "own ups and downs" in conclusions.by_drift(rows, None)
     slow, fast = row("recompute", seconds=9.0), row("kvalign", 1.02, seconds=2.0)
     assert conclusions.by_time([slow, fast, row("window", 1.9, seconds=1.0)]) == (
         "Lowest: recompute with 0 sinks at C = 32 (80.0 in 9 s). The fastest of those within 5 % "
@@ -209,6 +217,8 @@ def test_plots_have_conclusions():
         "Readable chunks: 90 % (recompute with 0 sinks) to 20 % (window with 0 sinks)."
     )
     few = [written("window", 0.4, 5), written("recompute", 0.6, 5)]
+    assert conclusions.readable(few).endswith(", too few to tell them apart.")
+    few = [written("window", 0.0, 4), written("recompute", 1.0, 4)]  # all and none, of four
     assert conclusions.readable(few).endswith(", too few to tell them apart.")
 
 

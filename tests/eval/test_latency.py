@@ -75,7 +75,8 @@ def calls(monkeypatch):
 def test_every_kind_is_timed_beside_the_reference(run):
     kinds = ["--aligner-kinds", "table,network,anchored"]
     rows = run(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
-    names = ["bare", "streaming-llm", "table", "network", "anchored", "recompute"]
+    kinds = [f"untrained {kind}" for kind in ("table", "network", "anchored")]
+    names = ["bare", "streaming-llm", *kinds, "recompute"]
     assert [row["aligner"] or row["method"] for row in rows] == names * 2
     assert [row["cache_size"] for row in rows] == [12] * 6 + [20] * 6
     for row in rows:
@@ -373,7 +374,7 @@ def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
     assert main([*SHORT, "--cache-sizes", "12"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["peak_mb"] for row in rows} == {None}
-    assert [row["aligner"] for row in rows if row["method"] == "kvalign"] == ["table", "network"]
+    assert [row["aligner"] for row in rows if row["method"] == "kvalign"] == ["table-kl"]
     assert main([*SHORT[:-1], "--cache-sizes", "12"]) == 0
     out = capsys.readouterr().out
     assert "ms/token" in out and "peak MB" not in out, "a column without a figure is left out"

@@ -106,7 +106,7 @@ def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatc
     labels = [
         f"{method}, 0 sinks{several}"
         for several in ("", ", 8 at once")
-        for method in ("kvalign (table)", "kvalign (table-every-8)", "recompute")
+        for method in ("kvalign (a-table)", "kvalign (a-table-every-8)", "recompute")
     ]
     check_apart(name, document, labels, monkeypatch)
 
@@ -115,7 +115,9 @@ def test_figures_of_two_aligners_are_their_own(loaded, folders):
     both = run("perplexity", loaded, aligner=folders)["rows"]
     for folder in folders:
         alone = run("perplexity", loaded, aligner=folder)["rows"]
-        assert [row["aligner"] for row in alone][:1] == ["table"]  # short where it is alone
+        assert [row["aligner"] for row in alone][:1] == [
+            folder
+        ]  # its own name where it is alone, too
         mine = [row for row in both if row["aligner"] in (folder, None)]
         assert [row["nll_nats"] for row in mine] == [row["nll_nats"] for row in alone]
 
@@ -150,23 +152,28 @@ def test_names_are_as_short_as_keeps_them_apart(loaded):
     assert names(row("x/table"), row("y/table")) == ["x/table", "y/table"]
     assert names(row("/a/x/t"), row("/b/x/t")) == ["a/x/t", "b/x/t"]
     assert names(row("x"), row("x", revision="2")) == ["x@1", "x@2"]
-    assert names(row("x"), row("x", every=8)) == ["table", "table-every-8"]
+    assert names(row("x"), row("x", every=8)) == ["x", "x-every-8"]
     assert names(row("x"), row(None, revision=None)) == ["x", "untrained table"]
-    assert names(row("x", "network"), row("y")) == ["network", "table"]
-    assert names(row("y/network"), row("z"), row("x", "network")) == ["y/network", "z", "x"]
+    assert names(row(None, revision=None)) == ["untrained table"]
+    assert names(row("x", "network"), row("y")) == ["x", "y"]
+    here, shipped = row("kvalign-data/mine/table"), row("kvalign-gpt2-mini-table")
+    assert names(here) == names(shipped) == ["table"] and names(row(".")) == ["table"]
+    assert names(row("/a/kvalign-data/mine/table", "table-kl"), shipped) == ["table-kl", "table"]
+    assert names(here, shipped) == ["table", "kvalign-gpt2-mini-table"]
+    assert names(row("y/network"), row("z"), row("x", "network")) == ["network", "z", "x"]
     old = {"method": "kvalign", "aligner": "table"}
     assert names(old, row("x")) == ["table", "x"]
     assert names({"method": "window", "aligner": None}) == [None]
 
 
 def test_summary_joins_rows_of_the_same_aligner_alone(loaded, folders, tmp_path):
-    """Two documents call two aligners `table`, a third has both; their figures stay apart."""
+    """Two documents have an aligner each, a third has both; their figures stay apart."""
     documents = {
         "first": run("perplexity", loaded, aligner="a-table"),
         "second": run("perplexity", loaded, aligner="b-table"),
         "third": run("streameval", loaded, aligner=folders[::-1]),
     }
-    assert {row["aligner"] for row in documents["second"]["rows"]} == {"table", None}
+    assert {row["aligner"] for row in documents["second"]["rows"]} == {"b-table", None}
     for name, document in documents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     for table in summary(read(tmp_path)):

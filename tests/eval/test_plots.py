@@ -23,7 +23,8 @@ def test_axes_have_three_ticks_at_least(values, sizes):
         low, high = axis.get_view_interval()
         ticks = [tick for tick in axis.get_ticklocs() if low * 0.999 <= tick <= high * 1.001]
         texts = [label.get_text() for label in axis.get_ticklabels()]
-        assert 3 <= len(ticks) <= 13 and len(set(texts)) == len(texts)
+        least = 1 if axis is axes.xaxis and len(sizes) == 1 else 3  # none that was not measured
+        assert least <= len(ticks) <= 13 and len(set(texts)) == len(texts)
 
 
 def test_whiskers_are_those_of_the_ratio_where_there_is_one():

@@ -104,7 +104,7 @@ def test_nothing_is_wider_than_a_phone(phone):
 
 
 def test_on_a_phone_the_summary_is_a_card_a_method(phone):
-    cards = phone.locator(".cards tbody tr")
+    cards = phone.locator("#summary .cards tbody tr")
     boxes = [card.bounding_box() for card in cards.all()]
     assert len(boxes) == 6 and all(300 < box["width"] <= 390 for box in boxes)
     assert all(a["y"] + a["height"] < b["y"] for a, b in itertools.pairwise(boxes))
@@ -119,7 +119,7 @@ def test_on_a_phone_the_summary_is_a_card_a_method(phone):
 
 
 def test_on_a_desktop_the_summary_is_a_table(page):
-    cells = page.locator(".cards tbody tr").first.locator("td").all()
+    cells = page.locator("#summary .cards tbody tr").first.locator("td").all()
     tops = {round(cell.bounding_box()["y"]) for cell in cells}
     assert len(tops) == 1
     first = page.locator("main h2").first

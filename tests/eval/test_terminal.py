@@ -15,6 +15,7 @@ from kvalign.eval.tables import Table
 from kvalign.eval.terminal import fitted, print_tables
 
 FIGURES = [Entry("84.10"), Entry("1234.56")]
+KEYS = ["no repeated n-gram", "ratio"]
 WIDE = Table(
     "model",
     [
@@ -60,6 +61,20 @@ def test_the_least_weight_goes_first_and_the_ratio_stays():
     orders = [fitted(WIDE, width)[1] for width in range(120, 20, -1)]
     assert max(orders, key=len) == ["least", "more, of it", "intervals of ratio", "perplexity"]
     assert "ratio" in [column.title for column in fitted(WIDE, 20)[0].columns]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_what_tells_rows_apart_stays(width):
+    def table(*sizes):
+        rows = [[Entry("window"), Entry(size), Entry("0.500"), *FIGURES] for size in sizes]
+        size = Column("no repeated n-gram", weight=0, is_key=True)
+        figures = [Column("ratio", 3, weight=7), Column("least", 2), Column("more", 2)]
+        return Table("model", [Column("method", None), size, *figures], rows)
+
+    shown, left_out = fitted(table("0", "2"), width)
+    assert [column.title for column in shown.columns[:3]] == ["method", *KEYS]
+    assert not set(KEYS) & set(left_out)
+    assert fitted(table("2", "2"), 30)[1][0] == KEYS[0]  # it tells nothing apart here
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -173,7 +173,7 @@ def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work
         "9",
     ]
     assert main([*argv, "--aligner", out, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner"] == f"table-{objective}"
+    assert json.loads(capfd.readouterr().out)["rows"][0]["aligner_label"] == f"table-{objective}"
 
 
 def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
