@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
