@@ -277,7 +277,7 @@ def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
         "kvalign.app.conversation.turns", lambda say: itertools.islice(lines(), 1, 9)
     )
     assert chat() == 130
-    assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted; nothing was kept\n")
+    assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted\n")
 
 
 def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, capsys):

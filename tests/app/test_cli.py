@@ -92,7 +92,7 @@ WRONG = [
             "streaming-llm",
             "--cache-sizes=3",
         ],
-        "above num_sinks (4)",
+        "above --num-sinks (4)",
     ),
     (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),

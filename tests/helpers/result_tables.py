@@ -120,11 +120,22 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
                 yield row, document
 
 
+class _NotKnown:
+    """A figure that a document has not, whatever its format."""
+
+    def __format__(self, spec: str) -> str:
+        return "-"
+
+
+_NOT_KNOWN = _NotKnown()
+
+
 def _known(row: Row, document: Document) -> Row:
     """What format strings of a table may name."""
     method, aligner = row.get("method"), row.get("aligner")
     label = f"`{method}`" + f" ({aligner})" * bool(aligner)
-    known = row | {"label": label, "settings": document["settings"]}
+    known = {name: _NOT_KNOWN if value is None else value for name, value in row.items()}
+    known |= {"label": label, "settings": document["settings"]}
     if "batch_size" in row:  # times are a token's
         known["step_ms"] = row["median_ms"] * row["batch_size"]
     return known

@@ -84,7 +84,7 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
     parts = [part for part in config.training.values() if isinstance(part, dict)]
-    if any(part.get("used", True) for part in parts):
+    if kind == "network" or any(part.get("used", True) for part in parts):
         say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
     else:
         print("no part helped on held-out text: this aligner changes nothing", file=sys.stderr)
