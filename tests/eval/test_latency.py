@@ -178,7 +178,10 @@ def test_whole_periods_are_timed(run, clock):
         assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("cache_size", "trial_len"), [(9, 7), (20, 1), (45, 3), (45, 30)])
+@pytest.mark.parametrize(
+    ("cache_size", "trial_len"),
+    [(9, 7), (20, 1), *(pytest.param(45, n, marks=pytest.mark.slow) for n in (3, 30))],
+)
 def test_refills_have_their_share_at_any_length(run, clock, cache_size, trial_len):
     flags = ["--cache-sizes", f"{cache_size}", "--num-trials", "3", "--trial-len", f"{trial_len}"]
     flags += ["--num-evicted", "1,3", "--reference", "discard-half"]

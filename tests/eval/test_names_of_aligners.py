@@ -99,7 +99,9 @@ def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch)
     check_apart(name, document, labels, monkeypatch)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [*(n for n in SHORT if n != "latency"), pytest.param("latency", marks=pytest.mark.slow)]
+)
 def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatch):
     settings = dict(aligner="a-table", num_evicted=("1", "8"), realign_every=(1, 8))
     document = run(name, loaded, **settings)
