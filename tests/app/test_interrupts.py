@@ -97,7 +97,7 @@ def test_a_network_goes_on_at_its_last_validation(folder):
 
 def test_a_table_keeps_nothing(folder):
     with start(TABLE.format("table"), folder) as process:
-        while " tokens, " not in process.stderr.readline():
+        while " tokens computed, " not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         *_, line = process.stderr
