@@ -97,11 +97,11 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[Event]:
-    """Within it Ctrl-C and `kill` set the event and stop nothing: in the middle of a step they
-    would leave no state to keep. A second one stops at once.
+def held_back(*stops: signal.Signals) -> Iterator[Event]:
+    """Within it Ctrl-C and `kill`, or the signals given, set the event and stop nothing: in the
+    middle of a step they would leave no state to keep. A second one stops at once.
     """
-    interrupted, stops = Event(), (signal.SIGINT, signal.SIGTERM)
+    interrupted, stops = Event(), stops or (signal.SIGINT, signal.SIGTERM)
     if current_thread() is not main_thread():
         yield interrupted
         return

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING
 
 from kvalign.app.stream_settings import MAX_NEW_TOKENS, StreamSettings
 from kvalign.errors import Interrupted, RunError, UserError
+from kvalign.runs import held_back
 from kvalign.sampling import Sampling
 from kvalign.settings import flag, option
 
@@ -87,7 +87,7 @@ class Conversation:
         from kvalign.turns import turn_ids
 
         stream = self.stream
-        with _interruption() as interrupted:
+        with held_back(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
             stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, system))
             for piece in stream:
@@ -197,14 +197,3 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
                 "name another --state"
             )
     return stream
-
-
-@contextmanager
-def _interruption() -> Iterator[Event]:
-    """Within it, Ctrl-C sets the event: inside a step, it would leave the cache inconsistent."""
-    interrupted = Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
