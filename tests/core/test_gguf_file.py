@@ -1,5 +1,5 @@
-"""A GGUF file is a model as any: the weights and the tokenizer that are in it, or one line that says
-what is wrong with it.
+"""A GGUF file is a model as any: the weights and the tokenizer that are in it, or one line that
+says what is wrong with it.
 """
 
 import pytest
