@@ -39,6 +39,16 @@ def test_logits_and_tokens_are_those_of_the_model_it_was_made_of(file, model, id
     assert folder_of(str(file)).name == "tiny-llama"
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_other_architectures_are_read_as_well(kind, ids, tmp_path):
+    shape = dict(head_dim=128) if kind == "qwen3" else {}  # what transformers takes it to be
+    model = tiny_model(kind, vocab_size=len(TOKENS), **ENDS, **shape)
+    write_gguf(tmp_path / "other.gguf", model)
+    loaded = load_model(str(tmp_path / "other.gguf"))
+    assert loaded.spec.model_type == kind
+    assert torch.equal(loaded.model(ids[:, :40]).logits, model(ids[:, :40]).logits)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_weights_are_unpacked_to_the_dtype(model, tmp_path, dtype):
     expected = write_gguf(tmp_path / "q8.gguf", model, quantised=True)

@@ -27,16 +27,16 @@ def write_gguf(
     model: PreTrainedModel,
     *,
     quantised: bool = False,
-    architecture: str = "llama",
+    architecture: str = "",
     scaling: str = "",
     leave_out: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Write a Llama-shaped model.
+    """Write a Llama or a Qwen.
 
     Args:
         model: its vocabulary is `TOKENS`.
         quantised: matrices in blocks of 8 bits (Q8_0), else all in float32.
-        architecture: what the file says it is.
+        architecture: what the file says it is, if not what it is.
         scaling: a RoPE scaling for it to name.
         leave_out: what the names of tensors to leave out begin with.
 
@@ -45,7 +45,8 @@ def write_gguf(
     """
     import gguf
 
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture or config.model_type)
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -53,7 +54,8 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(len(TOKENS))
@@ -68,8 +70,11 @@ def write_gguf(
     writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    family = gguf.MODEL_ARCH[config.model_type.upper()]
+    names = gguf.get_tensor_name_map(family, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    if config.model_type != "llama":
+        heads = {}
     unpacked = {}
     for name, tensor in model.state_dict().items():
         weights = tensor.float().numpy()
@@ -77,7 +82,7 @@ def write_gguf(
             kind = gguf.GGMLQuantizationType.Q8_0
             weights = gguf.quants.dequantize(gguf.quants.quantize(weights, kind), kind)
         unpacked[name] = torch.from_numpy(weights.copy())
-        place = names.get_name(name, try_suffixes=(".weight",))
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if leave_out and place.startswith(leave_out):
             continue
         for part, count in heads.items():  # llama.cpp rotates pairs of neighbours
