@@ -116,7 +116,7 @@ def _read(name: str, source: str, dtype: str) -> tuple[PreTrainedModel, PreTrain
     try:
         config = transformers.AutoConfig.from_pretrained(source, **local)
     except (OSError, ValueError) as error:
-        raise UserError(_not_found(name, error)) from error
+        raise UserError(_not_found(name, source, error)) from error
     spec_of(config, name)  # refuse before the weights are read
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -124,7 +124,7 @@ def _read(name: str, source: str, dtype: str) -> tuple[PreTrainedModel, PreTrain
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **local)
     except OSError as error:
-        raise UserError(_not_found(name, error)) from error
+        raise UserError(_not_found(name, source, error)) from error
     return model, tokenizer
 
 
@@ -194,9 +194,9 @@ def _rope_kind(config: PretrainedConfig) -> str:
     return rope.get("rope_type", "default")
 
 
-def _not_found(name: str, error: Exception) -> str:
-    if os.path.isdir(name):
-        return f"cannot load a model from folder {name!r}: {str(error).splitlines()[0]}"
+def _not_found(name: str, source: str, error: Exception) -> str:
+    if os.path.isdir(source):
+        return f"cannot load a model from folder {source!r}: {str(error).splitlines()[0]}"
     if name in fetched.MODELS:
         return f"{name} is not here: {fetched.how_to_fetch(name)}"
     near = difflib.get_close_matches(name, [*checkpoints.MODELS, *fetched.MODELS], n=1)

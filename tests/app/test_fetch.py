@@ -90,6 +90,10 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     again = json.loads(capsys.readouterr().out)
     assert again == {"name": NAME, "folder": str(folder), "is_new": False}
 
+    (folder / "model.safetensors").unlink()
+    assert main(["chat", "--model", NAME, "--say", "the"]) == 2
+    assert f"cannot load a model from folder '{folder}'" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
