@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -20,6 +21,7 @@ from kvalign.errors import NotFoundError, UserError
 
 SUFFIX = ".gguf"
 _READERS = ("gguf", "accelerate")  # what transformers' reader imports
+_SINCE = "5.18"  # of transformers; before, it made other tokenizers of some files
 # Tensors and fields by which a file scales its RoPE.
 _SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SCALING = (".rope.scaling.type", ".rope.scale_linear")
@@ -47,11 +49,13 @@ def find(source: str) -> Path | None:
 
 
 def check_readers() -> None:
-    """Raise UserError if a package is missing that reads such files."""
-    missing = [name for name in _READERS if importlib.util.find_spec(name) is None]
-    if missing:
-        needed = " and ".join(missing)
-        raise UserError(f"a GGUF file is read with {needed}: pip install 'kvalign[gguf]'")
+    """Raise UserError if a package is missing that reads such files, or too old."""
+    needed = [name for name in _READERS if importlib.util.find_spec(name) is None]
+    if Version(transformers.__version__) < Version(_SINCE):
+        needed.append(f"transformers {_SINCE} or later")
+    if needed:
+        names = " and ".join(needed)
+        raise UserError(f"a GGUF file is read with {names}: pip install 'kvalign[gguf]'")
 
 
 def config_of(path: Path) -> PretrainedConfig:
@@ -91,16 +95,13 @@ def read(
     Raises:
         UserError: a file without all weights, as one part of several, or without a tokenizer.
     """
-    unpacked: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # newer ones can keep them packed
-        unpacked["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _reading(path):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
-            **unpacked,
+            quantization_config=transformers.GgufConfig(dequantize=True),
             **_in_folder(path),
         )
         if missing := sorted(found["missing_keys"]):

@@ -123,3 +123,7 @@ def test_missing_packages_are_named_with_the_command_that_brings_them(file, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "gguf" else found(n))
     with pytest.raises(UserError, match=r"read with gguf: pip install 'kvalign\[gguf\]'"):
         load_model(str(file))
+    monkeypatch.undo()
+    monkeypatch.setattr(gguf_file.transformers, "__version__", "5.4.0")
+    with pytest.raises(UserError, match=r"read with transformers 5.18 or later: pip install"):
+        load_model(str(file))

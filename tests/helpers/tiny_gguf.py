@@ -68,6 +68,7 @@ def write_gguf(
     writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(TOKENS.index("<|im_start|>"))
     writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
+    writer.add_unk_token_id(TOKENS.index("<|endoftext|>"))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     family = gguf.MODEL_ARCH[config.model_type.upper()]
