@@ -4,6 +4,7 @@ name is a model as any. The index is a folder of wheels made here.
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -131,3 +132,18 @@ def test_the_cache_is_the_users_and_one_variable_moves_it(tmp_path, monkeypatch)
 def test_a_name_that_is_none_is_refused(capsys):
     assert main(["models", "--fetch", "smollm3"]) == 2
     assert NAME in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    fetched.model_path(NAME) is None, reason=f"{NAME} is not here: {fetched.how_to_fetch(NAME)}"
+)
+def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
+    capital = "What is the capital of France?"
+    turns = [capital, "Why does it rain?", "Explain what a cache is.", capital]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
+    words = ["--method", "streaming-llm", "--cache-size", "64", "--max-new-tokens", "60"]
+    assert main(["chat", "--model", NAME, "--no-do-sample", *words, "--json"]) == 0
+    first, *between, last = json.loads(capsys.readouterr().out)["answers"]
+    assert "Paris" in first["text"] and "Paris" in last["text"]
+    assert sum(answer["num_tokens"] for answer in between) > 64
