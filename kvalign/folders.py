@@ -3,7 +3,8 @@
     kvalign-data/MODEL/caches   what `kvalign gen-data` records of a model
     kvalign-data/MODEL/KIND     its aligner of a kind, from `kvalign train`
 
-MODEL is the last part of the model's name: `distilgpt2` of `distilbert/distilgpt2`.
+MODEL is the last part of the model's name: `distilgpt2` of `distilbert/distilgpt2`, `my-model` of
+`files/my-model.gguf`.
 """
 
 import os
@@ -15,7 +16,7 @@ RECORDING = "caches"
 
 def folder_of(model: str) -> Path:
     """The folder of what is made for a model, given its name or its own folder."""
-    return ROOT / os.path.basename(os.path.abspath(model))
+    return ROOT / os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
 
 
 def newest_first(model: str, file_name: str) -> list[Path]:

@@ -11,7 +11,8 @@ A family says what moving a cached entry means:
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from kvalign import checkpoints, hub, progress
+from kvalign import checkpoints, fetched, gguf_file, hub, progress
 from kvalign.errors import UserError
 from kvalign.rope import Rotation
 
@@ -50,7 +51,7 @@ class ModelSpec:
     """What the cache needs to know of a model.
 
     Attributes:
-        name: as the user gave it: a shipped name, a hub id or a folder.
+        name: as the user gave it: a shipped or fetched name, a hub id, a folder or a file.
         context_len: positions the model was built for; None where nothing limits them.
     """
 
@@ -75,35 +76,56 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     """Load a causal LM of transformers with its tokenizer and spec.
 
     Args:
-        name: a shipped name (`gpt2-mini`, `llama-mini`), a hub id, or a local folder.
+        name: a shipped name (`gpt2-mini`, `llama-mini`), one that was fetched (`kvalign models`), a
+            hub id, a local folder or a GGUF file.
         device, dtype: as torch names them.
 
     Raises:
         UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
     """
     progress.phase(f"loading {name}")
-    source = str(checkpoints.model_path(name) or name)
+    source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
     check_device(device)
+    file = gguf_file.find(source)
+    with without_bars():
+        if file is None:
+            model, tokenizer = _read(name, source, dtype)
+        else:
+            config = gguf_file.config_of(file)
+            spec_of(config, name)  # refuse before the weights are read
+            model, tokenizer = gguf_file.read(file, config, dtype)
+    model.config.name_or_path = name
+    model.to(device).eval()
+    return LoadedModel(model, tokenizer, spec_of(model.config, name))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Let transformers load and save without bars of its own, which would be drawn over ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _read(name: str, source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     local = {"local_files_only": os.path.isdir(source) or not hub.is_reachable()}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **local)
     except (OSError, ValueError) as error:
-        raise UserError(_not_found(name, error)) from error
+        raise UserError(_not_found(name, source, error)) from error
     spec_of(config, name)  # refuse before the weights are read
-    show_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=getattr(torch, dtype), use_safetensors=True, **local
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **local)
     except OSError as error:
-        raise UserError(_not_found(name, error)) from error
-    finally:
-        if show_bar:
-            logging.enable_progress_bar()
-    model.to(device).eval()
-    return LoadedModel(model, tokenizer, spec_of(model.config, name))
+        raise UserError(_not_found(name, source, error)) from error
+    return model, tokenizer
 
 
 def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
@@ -176,13 +198,15 @@ def _rope_kind(config: PretrainedConfig) -> str:
     return rope.get("rope_type", "default")
 
 
-def _not_found(name: str, error: Exception) -> str:
-    if os.path.isdir(name):
-        return f"cannot load a model from folder {name!r}: {str(error).splitlines()[0]}"
-    near = difflib.get_close_matches(name, checkpoints.MODELS, n=1)
+def _not_found(name: str, source: str, error: Exception) -> str:
+    if os.path.isdir(source):
+        return f"cannot load a model from folder {source!r}: {str(error).splitlines()[0]}"
+    if name in fetched.MODELS:
+        return f"{name} is not here: {fetched.how_to_fetch(name)}"
+    near = difflib.get_close_matches(name, [*checkpoints.MODELS, *fetched.MODELS], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     unasked = "" if hub.is_reachable() else ", which does not answer"
     return (
         f"no model {name!r} here or on the hub{unasked}{hint} (works offline: "
-        f"{', '.join(checkpoints.MODELS)}, or the path of a folder)"
+        f"{', '.join(checkpoints.MODELS)}, or the path of a folder or a GGUF file)"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from huggingface_hub import ModelCardData
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 
 if TYPE_CHECKING:
     from kvalign.aligners.base import AlignerConfig
@@ -64,5 +64,5 @@ def _datasets(data: dict[str, Any]) -> list[str]:
 
 
 def _is_hub_id(name: str) -> bool:
-    known_here = name in checkpoints.MODELS or Path(name).exists()
+    known_here = name in (*checkpoints.MODELS, *fetched.MODELS) or Path(name).exists()
     return not known_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None

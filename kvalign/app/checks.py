@@ -13,7 +13,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from kvalign import checkpoints, hub
+from kvalign import checkpoints, fetched, hub
 from kvalign.app import listing
 from kvalign.app.requirements import how_to_install, installed, requirements
 from kvalign.errors import UserError
@@ -116,7 +116,11 @@ def models() -> Iterator[Check]:
     for row in rows:
         about = f"{row['where']}, {row['architecture']}, {row['positions']} positions"
         yield Check("models", row["name"], "ok", about)
-    if all(row["where"] == "shipped" for row in rows):
+    for name in sorted(set(fetched.MODELS) - {row["name"] for row in rows}):
+        source, todo = fetched.MODELS[name], fetched.how_to_fetch(name)
+        where = f"not in {fetched.cache_dir()} ({fetched.MOVED_BY} moves it)"
+        yield Check("models", name, "missing", where, f"{todo} ({source.size}, {source.licence})")
+    if not any(row["where"] == "cached" for row in rows):
         todo = "--model HUB_ID fetches one; kvalign models lists the architectures"
         yield Check("models", "from the hub", "missing", "none in the cache", todo)
 

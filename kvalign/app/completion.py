@@ -16,7 +16,7 @@ from pathlib import Path
 import argcomplete
 from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 from kvalign.aligners.kinds import KINDS
 from kvalign.app.arguments import add_arguments
 from kvalign.app.catalogue import COMMANDS, Command
@@ -71,7 +71,7 @@ def _names() -> dict[str, tuple[str, ...]]:
     """By field, the names that it may be given."""
     methods, texts = tuple(METHODS), _typed(corpora.NAMES)
     return {
-        "model": checkpoints.MODELS,
+        "model": (*checkpoints.MODELS, *fetched.MODELS),
         "aligner": checkpoints.ALIGNERS,
         "aligner_kind": tuple(KINDS),
         "aligner_kinds": tuple(KINDS),

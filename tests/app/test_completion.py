@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 from kvalign.aligners import KINDS
 from kvalign.app.catalogue import COMMANDS, Command
 from kvalign.app.cli import main
@@ -35,7 +35,8 @@ LINES = [
     ("kvalign lanes --method ", set(METHODS)),
     ("kvalign generate --method kv", {"kvalign"}),
     ("kvalign generate --method=kv", {"kvalign"}),
-    ("kvalign generate --model ", set(checkpoints.MODELS)),
+    ("kvalign generate --model ", {*checkpoints.MODELS, *fetched.MODELS}),
+    ("kvalign models --fetch ", set(fetched.MODELS)),
     ("kvalign generate --model no", {"notes.txt"}),
     ("kvalign generate --aligner kvalign-llama", {n for n in checkpoints.ALIGNERS if "llama" in n}),
     ("kvalign generate --aligner my", {"my-aligner/"}),

