@@ -65,6 +65,27 @@ def by_segment(rows: Sequence[Row], judged: str) -> str:
     return " ".join(filter(None, said))
 
 
+def recall(rows: Sequence[Row], reference: str) -> str:
+    """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
+    that on new ones, where their intervals are apart.
+    """
+    lost: dict[str, list[str]] = {}
+    for row in rows:
+        slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
+        old, new = slices[0.75, 1.0], slices[None, None]
+        ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
+        if row["method"] == reference or None in (*ends[0], *ends[1]):
+            continue
+        if ends[0][0] > ends[1][1]:
+            figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
+            lost.setdefault(_name(row), []).append(figures)
+    what = "on bigrams of 0.75 to 1 C tokens back"
+    if not lost:
+        return f"No method is shown to be further from {reference} {what} than on new ones."
+    said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+
+
 def by_time(rows: Sequence[Row]) -> str:
     """The least time for a perplexity near the lowest."""
     low = min(rows, key=lambda row: row["perplexity"])
