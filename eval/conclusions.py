@@ -16,6 +16,7 @@ from kvalign.eval.verdicts import (
 )
 
 CLIMBS = 1.2  # last segment's ratio by the first one's
+SINK = 5  # times its even share that the first entry gets at least where it is a sink
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
 
 
@@ -84,6 +85,27 @@ def recall(rows: Sequence[Row], reference: str) -> str:
         return f"No method is shown to be further from {reference} {what} than on new ones."
     said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
     return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+
+
+def sinks(rows: Sequence[Row]) -> str:
+    """Whether the model has attention sinks, and what its queries look at once they are gone."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        row, even = group[0], 100 / (size + 1)
+        num_layers = len(row["before"]["by_head"])
+        layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
+        span = f"{row['first_before']:.0f} % (95 %: {_span(row, 'first_before')})"
+        after = [f"{_name(row)} {row['first_after']:.0f} %" for row in group]
+        found = "an attention sink" if row["first_before_low"] > SINK * even else "no sink"
+        said.append(
+            f"C = {size}: before an eviction {span} of the attention of {layers} goes to the first "
+            f"entry, {found} (even: {even:.1f} %); after, to the oldest kept: {listed(after)}."
+        )
+    return " ".join(said)
+
+
+def _span(row: Row, name: str) -> str:
+    return f"{row[f'{name}_low']:.0f} to {row[f'{name}_high']:.0f}"
 
 
 def by_time(rows: Sequence[Row]) -> str:
