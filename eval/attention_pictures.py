@@ -14,7 +14,7 @@ from kvalign.eval.plots import INK, THEME, Series, draw, styles_of
 from kvalign.eval.tables import grouped, label_of
 
 EDGE = 4  # bins that are an entry each, at either end
-BEFORE = "before any eviction"
+BEFORE, AFTER = "before any eviction", "after: "
 SHADES = LogNorm(0.1, 100, clip=True)
 
 
@@ -52,7 +52,8 @@ def by_layer(document: Document) -> Figure:
     """The share of the first four entries in each layer, before and after, a panel a cache size."""
     panels = {}
     for cache_size, rows in grouped(document["rows"], "cache_size").items():
-        styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)
+        styles = {BEFORE: (INK, ".", "--")}
+        styles |= {f"{AFTER}{label}": style for label, style in styles_of(rows).items()}
         panels[f"C = {cache_size}"] = [
             Series(label, styles[label], [*range(1, len(shares) + 1)], shares)
             for label, maps in _columns(rows).items()
@@ -63,7 +64,8 @@ def by_layer(document: Document) -> Figure:
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
     """The maps before, which methods that evict nothing yet have in common, and after."""
-    return {BEFORE: rows[0]["before"]} | {label_of(row): row["after"] for row in rows}
+    after = {f"{AFTER}{label_of(row)}": row["after"] for row in rows}
+    return {BEFORE: rows[0]["before"]} | after
 
 
 def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:
@@ -81,5 +83,5 @@ def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:
 
 
 def _name_places(axes: Axes, num: int) -> None:
-    names = {0.5: "1", EDGE - 0.5: f"{EDGE}", num - EDGE + 0.5: f"-{EDGE}", num - 0.5: "new"}
+    names = {0.5: "1", EDGE - 0.5: f"{EDGE}", num - 0.5: "new"}
     axes.set_xticks([*names], [*names.values()])

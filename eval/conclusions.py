@@ -92,20 +92,19 @@ def sinks(rows: Sequence[Row]) -> str:
     said = []
     for size, group in grouped(rows, "cache_size").items():
         row, even = group[0], 100 / (size + 1)
+        share, low, high = (
+            row[name] for name in ("first_before", "first_before_low", "first_before_high")
+        )
         num_layers = len(row["before"]["by_head"])
         layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
-        span = f"{row['first_before']:.0f} % (95 %: {_span(row, 'first_before')})"
-        after = [f"{_name(row)} {row['first_after']:.0f} %" for row in group]
-        found = "an attention sink" if row["first_before_low"] > SINK * even else "no sink"
+        found = "an attention sink" if low > SINK * even else "no sink"
+        after = [f"{_name(row)} {row['first_after']:.1f} %" for row in group]
         said.append(
-            f"C = {size}: before an eviction {span} of the attention of {layers} goes to the first "
-            f"entry, {found} (even: {even:.1f} %); after, to the oldest kept: {listed(after)}."
+            f"C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of the "
+            f"attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); after, "
+            f"to the first that is kept: {listed(after)}."
         )
     return " ".join(said)
-
-
-def _span(row: Row, name: str) -> str:
-    return f"{row[f'{name}_low']:.0f} to {row[f'{name}_high']:.0f}"
 
 
 def by_time(rows: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from kvalign.eval.aligner_names import identity_of, renamed
+from kvalign.eval.conclusions import sinks
 from kvalign.eval.evaluation import FLOOR, Document, Row
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
@@ -89,6 +90,8 @@ def _of_model(results: Results, model: str) -> Finding:
         rows = named(group[0] for group in grouped(chain(*same), identity_of).values())
         headline, sentences = quality(rows, reference, title.removeprefix(f"{model}, "))
         fit = _fit(rows, reference)
+    for document in of("attention")[:1]:
+        sentences.append(Sentence("Attention", sinks(named(document["rows"]))))
     for document in of("latency")[:1]:
         rows = named(EVALUATIONS["latency"].summary_rows(document))
         sentences += cost(rows, fit, reference)

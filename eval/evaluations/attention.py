@@ -13,7 +13,8 @@ weights over texts, by layer, head and place.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,10 @@ class Attention(Evaluation):
         for column in COLUMNS.values()
         for name in column.ends or ()
     }
+    @property
+    def summary_columns(self) -> Mapping[str, Column]:
+        return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %", weight=1)}
+
     row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
     settings_read = ("corpus", "num_texts", "num_steps")
 
@@ -146,7 +151,7 @@ class Attention(Evaluation):
         from kvalign.eval.attention_pictures import by_place
         from kvalign.eval.conclusions import sinks
 
-        caption = f"Attention by layer and place, and of the first four by head: "
+        caption = "Attention by layer and place, and of the first four by head: "
         return by_place(document), caption + self.title(document), sinks(document["rows"])
 
     def sections(self, documents: Documents) -> list[Section]:
