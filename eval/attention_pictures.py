@@ -14,7 +14,7 @@ from kvalign.eval.plots import INK, THEME, Series, draw, styles_of
 from kvalign.eval.tables import grouped, label_of
 
 EDGE = 4  # bins that are an entry each, at either end
-BEFORE, AFTER = "before any eviction", "after: "
+BEFORE = "before any eviction"
 SHADES = LogNorm(0.1, 100, clip=True)
 
 
@@ -39,7 +39,8 @@ def by_place(document: Document) -> Figure:
                 mesh = _map(top, maps["by_entry"], "entry")
                 _name_places(top, len(maps["by_entry"][0]))
                 _map(bottom, maps["by_head"], "head")
-                top.set_title(escape_controls(title), fontsize=8, parse_math=False)
+                phase = "" if title == BEFORE else "after: "
+                top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
             all_axes[2 * pair, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
             all_axes[2 * pair + 1, 0].set_ylabel("layer, first four")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
@@ -52,20 +53,18 @@ def by_layer(document: Document) -> Figure:
     """The share of the first four entries in each layer, before and after, a panel a cache size."""
     panels = {}
     for cache_size, rows in grouped(document["rows"], "cache_size").items():
-        styles = {BEFORE: (INK, ".", "--")}
-        styles |= {f"{AFTER}{label}": style for label, style in styles_of(rows).items()}
+        styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)
         panels[f"C = {cache_size}"] = [
             Series(label, styles[label], [*range(1, len(shares) + 1)], shares)
             for label, maps in _columns(rows).items()
             for shares in [[float(np.mean(heads)) for heads in maps["by_head"]]]
         ]
-    return draw(panels, x="layer", y="attention on the first four entries, %")
+    return draw(panels, x="layer", y="attention on first four, %")
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
     """The maps before, which methods that evict nothing yet have in common, and after."""
-    after = {f"{AFTER}{label_of(row)}": row["after"] for row in rows}
-    return {BEFORE: rows[0]["before"]} | after
+    return {BEFORE: rows[0]["before"]} | {label_of(row): row["after"] for row in rows}
 
 
 def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:

@@ -39,7 +39,7 @@ def figure(document: Document) -> Drawing | None:
     drawn = draw(panels, x="last there, tokens back", y=y, log_y=True, names=names)
     caption = f"Perplexity{by} of labels that end a bigram, by how far back that was: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
-    return drawn, caption, recall(rows, reference) if reference else ""
+    return drawn, caption, recall(rows, reference)
 
 
 def tables(document: Document) -> list[Table]:

@@ -1,6 +1,8 @@
 """What is seen in each plot of the report: one sentence made of its numbers."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from kvalign.eval.evaluation import FLOOR, Row
 from kvalign.eval.tables import grouped, label_of
@@ -66,14 +68,22 @@ def by_segment(rows: Sequence[Row], judged: str) -> str:
     return " ".join(filter(None, said))
 
 
-def recall(rows: Sequence[Row], reference: str) -> str:
+def recall(rows: Sequence[Row], reference: str | None) -> str:
     """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
-    that on new ones, where their intervals are apart.
+    that on new ones, where their intervals are apart; without a reference both perplexities.
     """
+    if reference is None:
+        last = max(row["cache_size"] for row in rows)
+        said = [
+            f"{_name(row)} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
+            for row in rows
+            for old, new in [row["bigrams"][-4 :: 3]]
+            if row["cache_size"] == last and new["perplexity"]
+        ]
+        return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
     lost: dict[str, list[str]] = {}
     for row in rows:
-        slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
-        old, new = slices[0.75, 1.0], slices[None, None]
+        old, new = row["bigrams"][-4::3]
         ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
         if row["method"] == reference or None in (*ends[0], *ends[1]):
             continue
@@ -103,6 +113,24 @@ def sinks(rows: Sequence[Row]) -> str:
             f"C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of the "
             f"attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); after, "
             f"to the first that is kept: {listed(after)}."
+        )
+    return " ".join(said)
+
+
+def sink_layers(rows: Sequence[Row]) -> str:
+    """How many layers have a sink, before and after."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        maps = {"before": group[0]["before"]} | {_name(row): row["after"] for row in group}
+        shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
+        even = 400 / (size + 1)
+        num = {label: sum(x > SINK * even for x in found) for label, found in shares.items()}
+        counts = [f"{label} {n}" for label, n in num.items()]
+        most = max(shares["before"])
+        said.append(
+            f"C = {size}: of {len(shares['before'])} layers, those that give the first four more "
+            f"than {SINK} times an even share: {', '.join(counts)}; most before: layer "
+            f"{shares['before'].index(most) + 1}, {most:.0f} %."
         )
     return " ".join(said)
 

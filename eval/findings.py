@@ -90,8 +90,6 @@ def _of_model(results: Results, model: str) -> Finding:
         rows = named(group[0] for group in grouped(chain(*same), identity_of).values())
         headline, sentences = quality(rows, reference, title.removeprefix(f"{model}, "))
         fit = _fit(rows, reference)
-    for document in of("attention")[:1]:
-        sentences.append(Sentence("Attention", sinks(named(document["rows"]))))
     for document in of("latency")[:1]:
         rows = named(EVALUATIONS["latency"].summary_rows(document))
         sentences += cost(rows, fit, reference)
@@ -100,6 +98,8 @@ def _of_model(results: Results, model: str) -> Finding:
             sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
     for document in of("streameval")[:1]:
         sentences += answers(named(document["rows"]))
+    for document in of("attention")[:1]:
+        sentences.append(Sentence("Attention", sinks(named(document["rows"]))))
     return Finding(model, headline, sentences)
 
 

@@ -161,9 +161,10 @@ class Attention(Evaluation):
 
     def _by_layer(self, document: Document) -> Drawing:
         from kvalign.eval.attention_pictures import by_layer
+        from kvalign.eval.conclusions import sink_layers
 
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
-        return by_layer(document), caption
+        return by_layer(document), caption, sink_layers(document["rows"])
 
 
 EVALUATION = Attention()
