@@ -77,13 +77,13 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
         said = [
             f"{_name(row)} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
             for row in rows
-            for old, new in [row["bigrams"][-4 :: 3]]
+            for old, new in [_oldest_and_new(row)]
             if row["cache_size"] == last and new["perplexity"]
         ]
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
     lost: dict[str, list[str]] = {}
     for row in rows:
-        old, new = row["bigrams"][-4::3]
+        old, new = _oldest_and_new(row)
         ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
         if row["method"] == reference or None in (*ends[0], *ends[1]):
             continue
@@ -95,6 +95,12 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
         return f"No method is shown to be further from {reference} {what} than on new ones."
     said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
     return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+
+
+def _oldest_and_new(row: Row) -> tuple[Row, Row]:
+    """The slice of the oldest quarter of C, and that of new bigrams."""
+    slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
+    return slices[0.75, 1.0], slices[None, None]
 
 
 def sinks(rows: Sequence[Row]) -> str:

@@ -120,6 +120,13 @@ BY_LAYER = (
 )
 
 
+ENDS = {
+    name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
+    for column in COLUMNS.values()
+    for name in column.ends or ()
+}
+
+
 class Attention(Evaluation):
     settings = AttentionSettings
     run = staticmethod(attention)
@@ -130,17 +137,13 @@ class Attention(Evaluation):
         "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
     )
     columns = COLUMNS
-    more_columns = {
-        name: Column(f"{name.replace('_', ' ')} of 95 %", 1)
-        for column in COLUMNS.values()
-        for name in column.ends or ()
-    }
+    more_columns = ENDS
+    row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
+    settings_read = ("corpus", "num_texts", "num_steps")
+
     @property
     def summary_columns(self) -> Mapping[str, Column]:
         return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %", weight=1)}
-
-    row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
-    settings_read = ("corpus", "num_texts", "num_steps")
 
     def title(self, document: Document) -> str:
         settings = document["settings"]

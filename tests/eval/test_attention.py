@@ -93,9 +93,8 @@ def test_what_is_placed_on_read_is_placed_before_for_the_same_logits(kind, ids):
 def test_the_model_is_left_as_it_was():
     model = tiny_model("llama")
     name = model.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), watched(model):
-        assert model.config._attn_implementation == "eager"
-        raise ZeroDivisionError
+    with pytest.raises(IndexError), watched(model):
+        model(input_ids=torch.tensor([[model.config.vocab_size]]))
     assert model.config._attn_implementation == name
     assert not any(module._forward_hooks for module in attention_of(model))
 

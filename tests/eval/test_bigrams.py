@@ -42,7 +42,10 @@ def test_a_slice_without_labels_has_no_figure():
 
 def rows_of_two(num_labels, forgets):
     """`window` beside `recompute` at C = 8, on a text that repeats each 8 tokens, or never."""
-    ids = [*range(9), *(n % 8 if n < num_labels // 2 else 100 + n for n in range(1, num_labels + 1))]
+    ids = [
+        *range(9),
+        *(n % 8 if n < num_labels // 2 else 100 + n for n in range(1, num_labels + 1)),
+    ]
     losses = torch.rand(num_labels, generator=torch.Generator().manual_seed(0))
     far = distances(ids)[9:]
     worse = torch.where(far == 8, forgets, 0.1)
