@@ -44,6 +44,7 @@ def by_place(document: Document) -> Figure:
             all_axes[2 * pair, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
             all_axes[2 * pair + 1, 0].set_ylabel("layer, first four")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
+        bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
         bar.set_label("attention, %")
         bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
     return figure
@@ -69,9 +70,9 @@ def _columns(rows: list[Row]) -> dict[str, Any]:
 
 def _map(axes: Axes, shares: list[list[float]], x: str) -> Any:
     num_layers, num = len(shares), len(shares[0])
-    mesh = axes.pcolormesh(
-        np.arange(num + 1), np.arange(num_layers + 1) + 0.5, shares, norm=SHADES, cmap="viridis"
-    )
+    style: dict[str, Any] = dict(cmap="viridis", edgecolors="face", linewidth=0.6)  # no gaps
+    x_edges, y_edges = np.arange(num + 1), np.arange(num_layers + 1) + 0.5
+    mesh = axes.pcolormesh(x_edges, y_edges, shares, norm=SHADES, **style)
     axes.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, integer=True))
     axes.set_xlabel(x, fontsize=8)
     axes.tick_params(labelsize=8)

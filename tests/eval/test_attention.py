@@ -146,6 +146,7 @@ def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "no sink (even: 4.0 %)" in page and "Attention on the first entries" in page
+    assert "<image" not in page  # which its policy forbids
     assert {f"attention{x}.svg" for x in ("", "-layers")} <= {
         path.name for path in (tmp_path / "plots").iterdir()
     }
