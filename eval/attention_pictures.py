@@ -44,6 +44,7 @@ def by_place(document: Document) -> Figure:
             all_axes[2 * pair, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
             all_axes[2 * pair + 1, 0].set_ylabel("layer, first four")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
+        assert bar.solids is not None
         bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
         bar.set_label("attention, %")
         bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
