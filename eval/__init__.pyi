@@ -1,3 +1,4 @@
+from .evaluations.attention import attention as attention
 from .evaluations.chat import chat as chat
 from .evaluations.latency import latency as latency
 from .evaluations.perplexity import perplexity as perplexity

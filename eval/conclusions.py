@@ -1,6 +1,8 @@
 """What is seen in each plot of the report: one sentence made of its numbers."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from kvalign.eval.evaluation import FLOOR, Row
 from kvalign.eval.tables import grouped, label_of
@@ -16,6 +18,7 @@ from kvalign.eval.verdicts import (
     verdict,
 )
 
+SINK = 5  # times its even share that the first entry gets at least where it is a sink
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
 
 
@@ -59,6 +62,79 @@ def by_drift(rows: Sequence[Row], reference: str | None) -> str:
     if growing:
         return f"An error adds up: {listed(growing)}."
     return f"No error is shown to add up: drift is {spread((row['drift'] for row in rows), 2)}."
+
+
+def recall(rows: Sequence[Row], reference: str | None) -> str:
+    """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
+    that on new ones, where their intervals are apart; without a reference both perplexities.
+    """
+    if reference is None:
+        last = max(row["cache_size"] for row in rows)
+        said = [
+            f"{_name(row)} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
+            for row in rows
+            for old, new in [_oldest_and_new(row)]
+            if row["cache_size"] == last and new["perplexity"]
+        ]
+        return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
+    lost: dict[str, list[str]] = {}
+    for row in rows:
+        old, new = _oldest_and_new(row)
+        ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
+        if row["method"] == reference or None in (*ends[0], *ends[1]):
+            continue
+        if ends[0][0] > ends[1][1]:
+            figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
+            lost.setdefault(_name(row), []).append(figures)
+    what = "on bigrams of 0.75 to 1 C tokens back"
+    if not lost:
+        return f"No method is shown to be further from {reference} {what} than on new ones."
+    said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+
+
+def _oldest_and_new(row: Row) -> tuple[Row, Row]:
+    """The slice of the oldest quarter of C, and that of new bigrams."""
+    slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
+    return slices[0.75, 1.0], slices[None, None]
+
+
+def sinks(rows: Sequence[Row]) -> str:
+    """Whether the model has attention sinks, and what its queries look at once they are gone."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        row, even = group[0], 100 / (size + 1)
+        share, low, high = (
+            row[name] for name in ("first_before", "first_before_low", "first_before_high")
+        )
+        num_layers = len(row["before"]["by_head"])
+        layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
+        found = "an attention sink" if low > SINK * even else "no sink"
+        after = [f"{_name(row)} {row['first_after']:.1f} %" for row in group]
+        said.append(
+            f"C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of the "
+            f"attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); after, "
+            f"to the first that is kept: {listed(after)}."
+        )
+    return " ".join(said)
+
+
+def sink_layers(rows: Sequence[Row]) -> str:
+    """How many layers have a sink, before and after."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        maps = {"before": group[0]["before"]} | {_name(row): row["after"] for row in group}
+        shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
+        even = 400 / (size + 1)
+        num = {label: sum(x > SINK * even for x in found) for label, found in shares.items()}
+        counts = [f"{label} {n}" for label, n in num.items()]
+        most = max(shares["before"])
+        said.append(
+            f"C = {size}: of {len(shares['before'])} layers, those that give the first four more "
+            f"than {SINK} times an even share: {', '.join(counts)}; most before: layer "
+            f"{shares['before'].index(most) + 1}, {most:.0f} %."
+        )
+    return " ".join(said)
 
 
 def by_time(rows: Sequence[Row]) -> str:

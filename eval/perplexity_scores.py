@@ -10,6 +10,7 @@ from torch import Tensor
 from kvalign import progress
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.errors import UserError
+from kvalign.eval.bigrams import distances, slices
 from kvalign.eval.evaluation import Row
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.grid import in_turn, sizes_of
@@ -68,6 +69,7 @@ def score_methods(
         rows.append(_row(method, losses[-1], seconds))
     if settings.reference:
         compare(rows, losses, settings.reference)
+    slice_bigrams(rows, losses, ids[0].tolist(), settings.reference)
     return rows
 
 
@@ -92,11 +94,7 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
     of the same cache if there is none: ratio, its interval, drift, and the ratio of each segment.
     """
     for row, nll in zip(rows, losses, strict=True):
-        size = row["cache_size"]
-        bases = zip(rows, losses, strict=True)
-        same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
-        closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
-        difference = nll - closest[0]
+        size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
         quarters = by_quarter(difference)
         low, high = interval(difference)
         row |= {
@@ -107,3 +105,30 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
         }
         for segment, other in zip(row["segments"], by_segment(difference, size), strict=True):
             segment["ratio"] = other["perplexity"]
+
+
+def slice_bigrams(
+    rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
+) -> None:
+    """Add `bigrams` to each row, the slices of its losses [N], which follow a first input of C + 1
+    ids; with a reference each has its ratio and the ends of that, too.
+    """
+    far = distances(ids)
+    for row, nll in zip(rows, losses, strict=True):
+        size = row["cache_size"]
+        of_labels = far[size + 1 :][: len(nll)]
+        row["bigrams"] = slices(nll, of_labels, size)
+        if reference is None:
+            continue
+        difference = nll - _base(row, rows, losses, reference)
+        for one, other in zip(row["bigrams"], slices(difference, of_labels, size), strict=True):
+            names = {"ratio": "perplexity", "ratio_low": "low", "ratio_high": "high"}
+            one |= {name: other[of] for name, of in names.items()}
+
+
+def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
+    """The reference's losses that a row is compared with."""
+    bases, size = zip(rows, losses, strict=True), row["cache_size"]
+    same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
+    closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
+    return closest[0]

@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,15 +70,20 @@ def series(
     y: str,
     high: str | None = None,
     styles: Mapping[str, Style] | None = None,
+    low: str | None = None,
 ) -> list[Series]:
-    """A line for each method of two columns of its rows, in the styles given by label."""
+    """A line for each method of two columns of its rows, in the styles given by label; `high` and
+    `low` are columns of the ends of whiskers.
+    """
     rows, lines = list(rows), []
     styles = styles_of(rows) if styles is None else styles
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
         x_values, y_values = ([row[name] for row in group] for name in (x, y))
-        ends = [row[high] for row in group] if high and not is_floor else None
-        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor))
+        ends, starts = (
+            [row[name] for row in group] if name and not is_floor else None for name in (high, low)
+        )
+        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor, starts))
     return lines
 
 
@@ -102,12 +107,18 @@ def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
 
 
 def panels_by(
-    name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
+    name: str,
+    rows: Iterable[Row],
+    title: str,
+    x: str,
+    y: str,
+    high: str | None = None,
+    low: str | None = None,
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
     rows = list(rows)
     styles, groups = styles_of(rows), grouped(rows, name)
-    return {f"{title}{v}": series(group, x, y, high, styles) for v, group in groups.items()}
+    return {f"{title}{v}": series(group, x, y, high, styles, low) for v, group in groups.items()}
 
 
 def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
@@ -135,6 +146,7 @@ def draw(
     doubling_x: bool = False,
     log_x: bool = False,
     log_y: bool = False,
+    names: Sequence[str] = (),
 ) -> Figure:
     """Lines in one panel or several beside each other, which share the y axis and one legend.
 
@@ -143,6 +155,7 @@ def draw(
         x, y: what the axes say.
         doubling_x: log axis of base 2 with ticks at the points that double.
         log_x, log_y: log axes with ticks at round values.
+        names: what stands at x = 0, 1, 2, ... where x has no numbers.
     """
     with mpl.rc_context(THEME):
         num = len(panels)
@@ -159,6 +172,8 @@ def draw(
             elif log_x:
                 axes.set_xscale("log")
                 _round_ticks(axes.xaxis, x_values)
+            if names:
+                axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
             axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
             axes.set_xlabel(x)
             axes.grid(alpha=0.25)

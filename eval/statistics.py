@@ -81,3 +81,16 @@ def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
 def by_quarter(nll: Tensor) -> list[float]:
     """Perplexity of each quarter of the labels [N], in order."""
     return [part.double().mean().exp().item() for part in nll.tensor_split(4) if len(part)]
+
+
+def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean of values [N] that are independent, N >= 2: a bootstrap, widened by
+    sqrt(N / (N - 1)) since draws of N vary less about their mean than about the true one.
+    """
+    num = len(values)
+    rng = torch.Generator().manual_seed(seed)
+    draws = values.double()[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)
+    draws = values.double().mean() + (draws - values.double().mean()) * math.sqrt(num / (num - 1))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high

@@ -103,18 +103,21 @@ class Returning(Rotating):
 class OnRead(Realigner):
     """Position tables, k = m[p] + s[p] k': with k' stored, a query's scores are
     (q k') s[p] + q m[p], and its output (w s[p]) v' + w m[p].
+
+    Attributes:
+        moving: what does the same by writing entries anew.
     """
 
     def __init__(self, model: PreTrainedModel, table: TableAligner):
         super().__init__(rotation_of(model))
         self.config, self.table = model.config, table.to(model.device)
-        self._moving = FromBirth(model, table)
+        self.moving = FromBirth(model, table)
         self.step_means: list[Tensor] = []
         self._version = -1
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
-        return self._moving if self.rotation and is_short(self, sizes, context_len) else self
+        return self.moving if self.rotation and is_short(self, sizes, context_len) else self
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len) if self.rotation else sizes

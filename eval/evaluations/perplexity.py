@@ -77,7 +77,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
         A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
         nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
         labels are too few), quarters (perplexity of each quarter of the labels), segments (see
-        `kvalign.eval.statistics.by_segment`; with a reference each has its ratio, too), seconds.
+        `kvalign.eval.statistics.by_segment`; with a reference each has its ratio, too), bigrams
+        (recall slices: `kvalign.eval.bigrams.slices`, with a reference their ratios), seconds.
 
     Raises:
         UserError: a corpus shorter than the largest cache and the labels.
@@ -149,6 +150,11 @@ DRIFT = (
     "tables is the ratio in the last quarter of the labels by that in the first. An error that is "
     "compounded climbs in both."
 )
+RECALL = (
+    "Labels that end a bigram which the text had before, by how far back that was last, in cache "
+    "sizes, and those whose bigram is new (Arora et al. 2023). Who has the place in sight can copy "
+    "what followed; perplexity over all labels hides who has lost it. Beyond C nobody has."
+)
 TOTAL_TIME = (
     "Every method made to step token by token, as it does when it generates (the paper's figure "
     "3); a point is one cache size. To the lower left is better."
@@ -203,12 +209,15 @@ class Perplexity(Evaluation):
         return _by_size(document), caption, by_size(rows, reference)
 
     def sections(self, documents: Documents) -> list[Section]:
+        from kvalign.eval.bigrams_shown import figure, tables
+
         chosen = self.chosen(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
         drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
+        recall = Section.of(chosen, "Recall", RECALL, figure, tables, suffix="-recall")
         title = "Perplexity against total time"
         timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
-        return [*super().sections(chosen), drift, timed]
+        return [*super().sections(chosen), drift, recall, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
         from kvalign.eval.conclusions import by_drift

@@ -176,7 +176,7 @@ def test_a_model_has_its_paragraph_and_texts_have_none():
     found = findings(Results(documents()))
     assert len(found) == 1 and found[0].judges is False  # intervals of 0.9 to 9: nothing is told
     leads = [sentence.lead for sentence in found[0].sentences]
-    assert leads[:2] == ["Too few labels to tell", "Cost"]
+    assert leads[:2] == ["Too few labels to tell", "Cost"] and leads[-1] == "Attention"
     readability = documents()["readability"]
     readability["settings"]["model"] = None
     assert findings(Results({"texts": readability})) == []

@@ -25,6 +25,7 @@ SHORT = {
     "latency": dict(num_trials=1, trial_len=2, reference="recompute"),
     "readability": dict(max_new_tokens=12, no_repeat_ngram_sizes=0, num_prompts=2),
     "streameval": dict(num_lines=10, distances=(0, 5)),
+    "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
     "chat": dict(num_turns=2, max_new_tokens=12),
 }
 NAMES = ["a-table", "b-table"]

@@ -25,7 +25,7 @@ from kvalign.models import load_model
 from kvalign.scoring import score
 
 ROW = [*SIZES, "num_labels"]
-ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds"]
+ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds", "bigrams"]
 
 
 def rotate_back_one(keys, inv_freq):

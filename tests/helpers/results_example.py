@@ -1,6 +1,7 @@
 """A folder of results as the evaluations write them, with text that would be more than text."""
 
 import json
+import math
 
 from kvalign.eval.chunks import judged
 from kvalign.eval.rules import RULES
@@ -22,11 +23,15 @@ def documents():
     rows = [
         {"method": m, "aligner": a, "cache_size": c, **SIZES} for c in (16, 32) for m, a in methods
     ]
+    bigrams = dict(num_labels=5, perplexity=9.0, low=8.0, high=math.inf)
+    bigrams |= dict(ratio=1.2, ratio_low=0.0, ratio_high=math.inf)
+    ends = [{"from": a, "to": b} for a, b in ((0.75, 1.0), (1.0, 2.0), (2.0, None), (None, None))]
     scored = [
         row
         | dict(num_labels=9, nll_nats=1.0, perplexity=10.0 + i, low=9.0, high=30.0, ratio=1.0 + i)
         | dict(ratio_low=0.9, ratio_high=9.0, drift=1.0, quarters=[1.0], seconds=2.0 + i)
         | dict(segments=[dict(start=0, end=1, perplexity=9.0, ratio=1.0 + i)] * 2)
+        | dict(bigrams=[bigrams | one for one in ends])
         for i, row in enumerate(rows)
     ]
     times = dict(num_steps=4, mean_ms=6.0, median_ms=5.0, p90_ms=7.0, p99_ms=8.0, max_ms=9.0)
@@ -62,17 +67,30 @@ def documents():
         for row in rows
         for d in (0, 5)
     ]
+    looked = [
+        row
+        | {
+            f"{part}_{phase}{end}": 5.0 + i
+            for part in ("first", "four", "latest")
+            for phase in ("before", "after")
+            for end in ("", "_low", "_high")
+        }
+        | {x: dict(by_entry=[[1.0] * 24] * 4, by_head=[[4.0] * 2] * 4) for x in ("before", "after")}
+        for i, row in enumerate(rows)
+    ]
     judged_by = {
         "rule": RULES["paper"].described,
         "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
     }
     corpus = {"corpus": HOSTILE, "reference": "recompute", "stepwise": False}
+    texts = {"corpus": HOSTILE, "num_texts": 2, "num_steps": 3}
     return {
         "perplexity": _document("perplexity", scored, corpus),
         "total-time": _document("perplexity", scored, corpus | {"stepwise": True}),
         "latency": _document("latency", timed),
         "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
+        "attention": _document("attention", looked, texts),
         "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }
 

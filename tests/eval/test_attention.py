@@ -1,0 +1,169 @@
+"""What queries look at, against transformers' own `output_attentions`, and the figures of it."""
+
+import json
+
+import pytest
+import torch
+from helpers.methods import STREAMING, make, step, tables
+from helpers.tiny_models import KINDS, ROTARY_KINDS, tiny_model
+
+from kvalign.app.cli import main
+from kvalign.attention import REGISTERED
+from kvalign.eval import attention
+from kvalign.eval.attention_rows import row
+from kvalign.eval.attention_weights import (
+    EDGE,
+    FEWEST,
+    NUM_MIDDLE,
+    attention_of,
+    in_bins,
+    num_tokens,
+    readable,
+    watch,
+    watched,
+)
+from kvalign.eval.conclusions import sinks
+from kvalign.eval.evaluation import SIZES
+from kvalign.eval.statistics import mean_interval
+from kvalign.methods import make_method
+from kvalign.models import load_model
+
+SIZE, STEPS = 30, 2
+
+
+def eager(kind, **changes):
+    """A tiny model that computes all weights itself."""
+    model = tiny_model(kind, **changes)
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def own_weights(model, ids):
+    """transformers' weights [B, L, H, S] of the last of ids [B, S]."""
+    found = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+    return torch.stack([layer[:, :, -1] for layer in found], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_an_eviction_they_are_those_of_the_model(kind, ids):
+    ids = ids[:, : num_tokens(SIZE, STEPS)]
+    windows = [ids[:, : SIZE + 1 - number] for number in (1, 0)]
+    expected = sum(in_bins(own_weights(eager(kind), window)) for window in windows) / 2
+    for name in STREAMING:
+        method = make(name, tiny_model(kind), cache_size=SIZE)
+        before, _ = watch(method, ids, STEPS)
+        torch.testing.assert_close(before, expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_after_it_recompute_looks_at_its_window_as_the_model_does(kind, ids):
+    ids = ids[:, : num_tokens(SIZE, STEPS)]
+    _, after = watch(make("recompute", tiny_model(kind), cache_size=SIZE), ids, STEPS)
+    ends = (ids.shape[1] - 1, ids.shape[1])
+    windows = [ids[:, end - SIZE - 1 : end] for end in ends]
+    expected = sum(in_bins(own_weights(eager(kind), window)) for window in windows) / 2
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROTARY_KINDS)
+def test_a_window_of_rotary_keys_is_that_of_recompute_in_the_first_layer(kind, ids):
+    """Its keys depend on the token and the place alone; deeper ones know what was evicted."""
+    ids = ids[:, : num_tokens(SIZE, STEPS)]
+    found = [
+        watch(make(name, tiny_model(kind), cache_size=SIZE), ids, STEPS)[1]
+        for name in ("window", "recompute")
+    ]
+    torch.testing.assert_close(found[0][:, 0], found[1][:, 0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(found[0][:, 1], found[1][:, 1], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_what_is_placed_on_read_is_placed_before_for_the_same_logits(kind, ids):
+    model = tiny_model(kind)
+    methods = [
+        make_method("kvalign", model, cache_size=SIZE, aligner=tables(model, 0.5)) for _ in range(2)
+    ]
+    with watched(model) as found:
+        logits = step(readable(methods[0]), ids[:, :60], SIZE + 1)
+    assert len(found) == (60 - SIZE) * model.config.num_hidden_layers
+    assert all(torch.allclose(one.sum(-1), torch.ones(())) for one in found)
+    torch.testing.assert_close(logits, step(methods[1], ids[:, :60], SIZE + 1), atol=1e-3, rtol=0)
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model("llama")
+    name = model.config._attn_implementation
+    with pytest.raises(IndexError), watched(model):
+        model(input_ids=torch.tensor([[model.config.vocab_size]]))
+    assert model.config._attn_implementation == name
+    assert not any(module._forward_hooks for module in attention_of(model))
+
+
+def test_bins_are_means_of_entries():
+    weights = torch.arange(40.0)[None]
+    found = in_bins(weights)[0]
+    assert len(found) == FEWEST == 2 * EDGE + NUM_MIDDLE
+    assert found[:EDGE].tolist() == [0, 1, 2, 3] and found[-EDGE:].tolist() == [36, 37, 38, 39]
+    assert found[EDGE:-EDGE].tolist() == [4.5 + 2 * number for number in range(NUM_MIDDLE)]
+
+
+def test_a_row_is_of_the_layers_after_the_second(models):
+    method = make_method("window", models["gpt2"], cache_size=SIZE)
+    before = torch.zeros(3, 3, 2, FEWEST)  # [B, L, H, bins]
+    before[:, :2] = 9  # left out
+    before[:, 2, :, 0] = torch.tensor([0.2, 0.3, 0.4])[:, None]
+    before[:, 2, :, 1] = 0.1
+    before[:, 2, 1, -1] = 0.5
+    found = row(method, before.double(), torch.zeros_like(before).double())
+    assert found["first_before"] == pytest.approx(30) and found["four_before"] == pytest.approx(40)
+    assert found["latest_before"] == pytest.approx(25) and found["first_after"] == 0
+    assert found["first_before_low"] < 30 < found["first_before_high"]
+    assert found["before"]["by_head"][2] == pytest.approx([40, 40])
+    assert found["before"]["by_entry"][2][:2] == pytest.approx([30, 10])
+
+
+def test_the_interval_of_a_mean_is_that_of_the_spread():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    low, high = mean_interval(values)
+    mean, half = values.mean().item(), 1.96 * values.std().item() / 20
+    assert [low, high] == pytest.approx([mean - half, mean + half], abs=0.02)
+
+
+def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys):
+    argv = ["eval", "attention", "--cache-sizes", "24,26", "--num-steps", "2", "--num-texts", "3"]
+    argv += ["--methods", "window,kvalign", "--plot", str(tmp_path / "plot.png")]
+    assert main([*argv, "--json"]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads(printed)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["method"] for row in document["rows"]] == ["window", "kvalign"] * 2
+    for one in document["rows"]:
+        assert list(one)[: len(SIZES)] == list(SIZES)
+        for phase in ("before", "after"):
+            for name, num in (("by_entry", FEWEST), ("by_head", 4)):
+                assert [*map(len, one[phase][name])] == [num] * 6
+    (tmp_path / "attention.json").write_text(printed)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "no sink (even: 4.0 %)" in page and "Attention on the first entries" in page
+    assert "<image" not in page  # which its policy forbids
+    assert {f"attention{x}.svg" for x in ("", "-layers")} <= {
+        path.name for path in (tmp_path / "plots").iterdir()
+    }
+
+
+def test_sinks_are_told_from_none():
+    base = dict(method="window", aligner=None, cache_size=64, num_sinks=0, num_evicted=1)
+    base |= {"first_after": 3.0, "before": {"by_head": [[0.0]] * 6}}
+    for share, found in ((60.0, "an attention sink"), (2.0, "no sink")):
+        ends = {"first_before_low": share - 1, "first_before_high": share + 1}
+        said = sinks([base | ends | {"first_before": share}])
+        assert found in said and "layers 3 to 6" in said and "window with 0 sinks 3.0 %" in said
+    assert "before an eviction 2.0 % (95 %: 1.0 to 3.0) of the attention of layers" in said
+
+
+def test_what_cannot_be_done_is_said_in_a_line():
+    with pytest.raises(ValueError, match="--cache-sizes must be at least 30 for --num-steps 8"):
+        attention(cache_sizes=(29,))
+    with pytest.raises(ValueError, match="is too short: it has"):
+        attention(loaded=load_model("gpt2-mini"), cache_sizes=(255,), num_texts=10_000)

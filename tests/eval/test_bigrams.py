@@ -1,0 +1,87 @@
+"""Recall slices, counted by hand."""
+
+import math
+
+import pytest
+import torch
+
+from kvalign.eval.bigrams import distances, slices
+from kvalign.eval.bigrams_shown import figure, slice_name, tables
+from kvalign.eval.conclusions import recall
+from kvalign.eval.perplexity_scores import slice_bigrams
+
+
+def test_distances_are_to_the_last_token_of_the_same_bigram():
+    #       0  1  2  3  4  5  6  7  8  9
+    text = [5, 6, 7, 5, 6, 6, 6, 5, 6, 7]
+    #  "5 6" ends at 1, 4, 8; "6 7" at 2, 9; "6 6" at 5, 6; "7 5" and "6 5" once
+    assert distances(text).tolist() == [0, 0, 0, 0, 3, 0, 1, 0, 4, 7]
+    assert distances([3]).tolist() == [0] and distances([]).tolist() == []
+
+
+def test_slices_end_with_parts_of_the_cache():
+    far = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 0])
+    nll = torch.arange(13.0)
+    found = slices(nll, far, 8)
+    ends = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 2.0), (2.0, None)]
+    assert [(one["from"], one["to"]) for one in found] == [*ends, (None, None)]
+    labels = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11], [0, 12]]
+    assert [one["num_labels"] for one in found] == [*map(len, labels)]
+    means = [math.exp(sum(of) / len(of)) for of in labels]
+    assert [one["perplexity"] for one in found] == pytest.approx(means)
+    assert all(one["high"] == math.inf for one in found)
+    names = ["0-0.25 C", "0.25-0.5 C", "0.5-0.75 C", "0.75-1 C", "1-2 C", "over 2 C", "new"]
+    assert [*map(slice_name, found)] == names
+
+
+def test_a_slice_without_labels_has_no_figure():
+    found = slices(torch.ones(2), torch.tensor([0, 1]), 8)
+    empty = {"num_labels": 0, "perplexity": None, "low": None, "high": None}
+    assert [one.items() >= empty.items() for one in found] == [False, *[True] * 5, False]
+
+
+def rows_of_two(num_labels, forgets):
+    """`window` beside `recompute` at C = 8, on a text that repeats each 8 tokens, or never."""
+    ids = [
+        *range(9),
+        *(n % 8 if n < num_labels // 2 else 100 + n for n in range(1, num_labels + 1)),
+    ]
+    losses = torch.rand(num_labels, generator=torch.Generator().manual_seed(0))
+    far = distances(ids)[9:]
+    worse = torch.where(far == 8, forgets, 0.1)
+    rows = [
+        dict(method=name, aligner=None, cache_size=8, num_sinks=0, num_evicted=1)
+        for name in ("recompute", "window")
+    ]
+    return rows, [losses, losses + worse], ids
+
+
+def test_ratios_are_paired_and_say_who_forgets():
+    rows, losses, ids = rows_of_two(1000, 0.5)
+    slice_bigrams(rows, losses, ids, "recompute")
+    old, new = rows[1]["bigrams"][3], rows[1]["bigrams"][-1]
+    assert old["num_labels"] == 496 and new["num_labels"] == 503  # and one, 2 C back
+    ratios = [old[name] for name in ("ratio", "ratio_low", "ratio_high")]
+    assert ratios == pytest.approx([math.exp(0.5)] * 3)
+    assert new["ratio"] == pytest.approx(math.exp(0.1))
+    assert all(one.get("ratio") in (1.0, None) for one in rows[0]["bigrams"])
+    said = recall(rows, "recompute")
+    assert said.endswith("than on new ones: window with 0 sinks 1.65 against 1.11 at C = 8.")
+    rows, losses, ids = rows_of_two(1000, 0.1)
+    slice_bigrams(rows, losses, ids, "recompute")
+    assert recall(rows, "recompute").startswith("No method is shown to be further from recompute")
+
+
+@pytest.mark.parametrize("reference", ["recompute", None])
+def test_tables_name_slices_and_count_their_labels(reference):
+    rows, losses, ids = rows_of_two(1000, 0.5)
+    slice_bigrams(rows, losses, ids, reference)
+    document = {"rows": rows, "settings": {"model": "tiny", "reference": reference}}
+    found = tables(document)
+    assert len(found) == (2 if reference else 1)
+    count = rows[0]["bigrams"][3]["num_labels"]
+    assert found[-1].columns[1].title == f"0.75-1 C ({count})"  # slices without labels are left out
+    drawn, caption, _ = figure(document)
+    assert len(drawn.axes) == 1 and "by how far back" in caption
+    old = {"rows": [{"method": "window"}], "settings": document["settings"]}
+    assert figure(old) is None and tables(old) == []
