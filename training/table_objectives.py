@@ -49,7 +49,7 @@ def tune(
     first step included.
 
     Each step streams rows of text with a cache of random size that evicts a random number at once,
-    both log-uniform.
+    both log-uniform; it keeps the sinks of the aligner's config.
 
     Returns:
         val_before and val_after, the objective in nats a token, and num_steps.
@@ -76,7 +76,7 @@ def tune(
         num_evicted = draw(rng, 1, cache_size // 2) if several else 1
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
         ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
-        sizes = CacheSizes(cache_size, 0, num_evicted)
+        sizes = CacheSizes(cache_size, aligner.config.num_sinks, num_evicted)
         with parametrize.cached():
             optimizer.zero_grad()
             _streamed(loss, model, sizes, realigner, ids, rng).backward()
@@ -131,7 +131,8 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
-        sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
+        sizes = CacheSizes(cache_size, aligner.config.num_sinks)
+        realigner = OnRead(model, aligner)
         losses.append(_streamed(loss, model, sizes, realigner, rows, rng).item())
         progress.advance(rows.numel())
     return sum(losses) / len(losses)
@@ -195,8 +196,8 @@ def kl(
     last = column + sizes.cache_size
     first = sizes.num_dropped(last)
     offsets = torch.arange(sizes.cache_size + 1)
-    # What lies beyond `last` is not seen.
-    windows = (first[:, None] + offsets).clamp(max=ids.shape[1] - 1)
+    windows = torch.where(offsets < sizes.num_sinks, offsets, first[:, None] + offsets)
+    windows = windows.clamp(max=ids.shape[1] - 1)  # what lies beyond `last` is not seen
     with torch.no_grad():
         hidden = model.base_model(
             input_ids=ids[row[:, None], windows], use_cache=False
