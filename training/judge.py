@@ -54,8 +54,8 @@ def judge(
     Returns:
         `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
         of the best without an aligner), `discard_half` (the loss of that method with the chosen
-        sinks), `streams` (each set's `parts`, `num_sinks`, `val_nll`), `cache_sizes`, `num_labels`;
-        losses are nats a token.
+        sinks), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and `by_cache`, that of each
+        cache size), `cache_sizes`, `num_labels`; losses are nats a token.
     """
     progress.phase("judging by streaming")
     rows = excerpts(val, aligner.config.chunk_len - 1)
@@ -65,26 +65,34 @@ def judge(
     )
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
     sets = [parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)]
-    losses: dict[tuple[Parts, int], Tensor] = {}
+    found: dict[tuple[Parts, int], list[Tensor]] = {}
     for parts in sets:
         use_parts(aligner, trained, untrained, parts)
         name, options = ("kvalign", {"aligner": aligner}) if parts else ("streaming-llm", {})
         for n in sinks:
-            losses[parts, n] = streamed(model, rows, name, num_sinks=n, **options)
+            found[parts, n] = streamed(model, rows, name, num_sinks=n, **options)
+    losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
     nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
     chosen = next(x for x in simplest if x == best or interval(losses[best] - losses[x])[1] >= 1)
     use_parts(aligner, trained, untrained, chosen[0])
+    half = torch.cat(streamed(model, rows, "discard-half", num_sinks=chosen[1]))
     plain = min(sinks, key=lambda n: nll[(), n])
     return {
         "parts": list(chosen[0]),
         "num_sinks": chosen[1],
         "val_nll": nll[chosen],
         "without": {"num_sinks": plain, "val_nll": nll[(), plain]},
-        "discard_half": streamed(model, rows, "discard-half", num_sinks=chosen[1]).mean().item(),
+        "discard_half": half.mean().item(),
         "streams": [
-            {"parts": list(parts), "num_sinks": n, "val_nll": nll[parts, n]} for parts, n in nll
+            {
+                "parts": list(parts),
+                "num_sinks": n,
+                "val_nll": nll[parts, n],
+                "by_cache": [loss.mean().item() for loss in by_cache],
+            }
+            for (parts, n), by_cache in found.items()
         ],
         "cache_sizes": list(rows),
         "num_labels": len(losses[best]),
@@ -128,26 +136,31 @@ def excerpts(texts: list[Tensor], largest: int) -> dict[int, Tensor]:
     return found
 
 
-def streamed(model: PreTrainedModel, rows: dict[int, Tensor], name: str, **options: Any) -> Tensor:
-    """Losses [labels] of rows [B, N] of each cache size under a method, nats."""
+def streamed(
+    model: PreTrainedModel, rows: dict[int, Tensor], name: str, **options: Any
+) -> list[Tensor]:
+    """Losses [labels] in nats of rows [B, N] under a method, of each cache size."""
     found = []
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
         ids = ids.to(model.device)
         if isinstance(method, Reencoding) or (isinstance(method, Cached) and method.is_exact):
-            found += [score(method, row[None]) for row in ids]
+            losses = torch.cat([score(method, row[None]) for row in ids])
         else:
-            found.append(stepped(method, ids))
+            losses = stepped(method, ids)
+        found.append(losses.cpu())
         progress.advance(ids.numel())
-    return torch.cat(found).cpu()
+    return found
 
 
 @torch.no_grad()
 def stepped(method: Method, ids: Tensor) -> Tensor:
     """As `score_stepwise`, of rows [B, N] side by side: [B * labels], row by row."""
-    first, losses = method.sizes.first_input_len, []
-    logits = method.feed(ids[:, :first])
-    for i in range(first, ids.shape[1]):
-        losses.append(cross_entropy(logits, ids[:, i], reduction="none"))
-        logits = method.feed(ids[:, i : i + 1])
+    first = method.sizes.first_input_len
+    inputs = [ids[:, :first], *ids[:, first:-1].split(1, 1)]
+    labels = ids[:, first:].T
+    losses = [
+        cross_entropy(method.feed(x), label, reduction="none")
+        for x, label in zip(inputs, labels, strict=True)
+    ]
     return torch.stack(losses, 1).flatten()
