@@ -46,7 +46,7 @@ def judge(
     is what the 95 % interval of the paired difference says.
 
     Args:
-        aligner: trained; `config.num_sinks` are the usual ones.
+        aligner: trained; `config.num_sinks` are the usual ones, and all that a network takes.
         untrained: its weights before, which change nothing.
         val: token ids [N] int64 of each text.
         kvs: the parts that were trained.
@@ -59,17 +59,17 @@ def judge(
     """
     progress.phase("judging by streaming")
     rows = excerpts(val, aligner.config.chunk_len - 1)
-    usual, trained = (
-        aligner.config.num_sinks,
-        {k: x.clone() for k, x in aligner.state_dict().items()},
-    )
+    usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
+    trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
     sets = [parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)]
     found: dict[tuple[Parts, int], list[Tensor]] = {}
     for parts in sets:
         use_parts(aligner, trained, untrained, parts)
-        name, options = ("kvalign", {"aligner": aligner}) if parts else ("streaming-llm", {})
-        for n in sinks:
+        name, options = "streaming-llm", {}
+        if parts:
+            name, options = "kvalign", {"aligner": aligner, "realign_every": every}
+        for n in [usual] if parts and aligner.recursive else sinks:
             found[parts, n] = streamed(model, rows, name, num_sinks=n, **options)
     losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
     nll = {one: loss.mean().item() for one, loss in losses.items()}

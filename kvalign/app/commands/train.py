@@ -68,8 +68,9 @@ def run(settings: Settings, as_json: bool) -> None:
             + ("" if result["used"] else f"; not used: {kv}s stay as they are")
         )
     if "judged" in result:
-        for line in _verdict(result["judged"]):
-            print(line)
+        print(*_verdict(result["judged"]), sep="\n")
+    else:
+        print("judged by the error of one move: kvalign eval perplexity says what streams gain by it")
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
 
