@@ -4,6 +4,7 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvalign.aligners.kinds import KINDS
@@ -70,7 +71,9 @@ def run(settings: Settings, as_json: bool) -> None:
     if "judged" in result:
         print(*_verdict(result["judged"]), sep="\n")
     else:
-        print("judged by the error of one move: kvalign eval perplexity says what streams gain by it")
+        print(
+            "judged by the error of one move: kvalign eval perplexity says what streams gain by it"
+        )
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
 
@@ -91,7 +94,7 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
     parts = [config.training[kv] for kv in KV if kv in config.training]
     helps = any(part.get("used", True) for part in parts)
     method = ["--method", "kvalign" if helps else "auto"]
-    aligner = ["--aligner", out] if helps else []
+    aligner: list[str | Path] = ["--aligner", out] if helps else []
     say_next("generate", *method, *of_model(config.base_model), *aligner)
 
 
