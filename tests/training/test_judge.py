@@ -56,7 +56,7 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
     table, untrained = trained_table(model, usual_sinks(spec_of(model.config).family))
     noise = torch.Generator().manual_seed(0)
 
-    def told(model, rows, name, num_sinks, aligner=None):
+    def told(model, rows, name, num_sinks, aligner=None, realign_every=1):
         used = tuple(kv for kv in KVS if aligner is not None and getattr(aligner, kv).any())
         assert (name == "kvalign") == bool(used)
         mean = means.get((num_sinks, used), 9)

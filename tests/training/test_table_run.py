@@ -135,7 +135,7 @@ def test_short_corpora_are_refused(little_work):
 SMALL = ["--num-tokens", "6000", "--chunk-len", "48"]
 
 
-@pytest.mark.parametrize("kind", ["table", "anchored"])
+@pytest.mark.parametrize("kind", ["table", pytest.param("anchored", marks=pytest.mark.slow)])
 def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_work):
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]

@@ -92,7 +92,7 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
     parts = [config.training[kv] for kv in KV if kv in config.training]
-    helps = any(part.get("used", True) for part in parts)
+    helps = any(part["used"] for part in parts if "judged" in part) or kind == "network"
     method = ["--method", "kvalign" if helps else "auto"]
     aligner: list[str | Path] = ["--aligner", out] if helps else []
     say_next("generate", *method, *of_model(config.base_model), *aligner)
