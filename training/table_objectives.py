@@ -50,7 +50,7 @@ def tune(
     first step included.
 
     Each step streams rows of text with a cache of random size that evicts a random number at once,
-    both log-uniform.
+    both log-uniform; it keeps the sinks of the aligner's config.
 
     Returns:
         val_before and val_after, the objective in nats a token, and num_steps.
@@ -77,7 +77,7 @@ def tune(
         num_evicted = draw(rng, 1, cache_size // 2) if several else 1
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)
         ids = text.rows(rng, max(1, STEP_TOKENS // row_len), row_len + 1)
-        sizes = CacheSizes(cache_size, 0, num_evicted)
+        sizes = CacheSizes(cache_size, aligner.config.num_sinks, num_evicted)
         with parametrize.cached():
             optimizer.zero_grad()
             loss(model, sizes, ids, _streamed(model, sizes, realigner, ids), rng).backward()
@@ -132,7 +132,7 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
-        sizes, realigner = CacheSizes(cache_size, 0), OnRead(model, aligner)
+        sizes, realigner = CacheSizes(cache_size, aligner.config.num_sinks), OnRead(model, aligner)
         logits = []
         for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
             logits.append(_streamed(model, sizes, realigner, part))
@@ -192,8 +192,8 @@ def kl(
     last = column + sizes.cache_size
     first = sizes.num_dropped(last)
     offsets = torch.arange(sizes.cache_size + 1)
-    # What lies beyond `last` is not seen.
-    windows = (first[:, None] + offsets).clamp(max=ids.shape[1] - 1)
+    windows = torch.where(offsets < sizes.num_sinks, offsets, first[:, None] + offsets)
+    windows = windows.clamp(max=ids.shape[1] - 1)  # what lies beyond `last` is not seen
     with torch.no_grad():
         hidden = model.base_model(
             input_ids=ids[row[:, None], windows], use_cache=False

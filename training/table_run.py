@@ -19,7 +19,7 @@ from kvalign.relative import is_exact
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.projected import project_positions
-from kvalign.training.table_objectives import nll, tune, tuning_tokens, val_tokens, validate
+from kvalign.training.table_objectives import tune, tuning_tokens
 from kvalign.training.text_run import BATCH_SIZE, Text
 
 
@@ -29,8 +29,7 @@ def fit(
     """Fill tables that change nothing yet, as the settings ask.
 
     Returns:
-        `val_nll` and `val_nll_stale`, nats a token with the tables and without, where streams of
-        the model can be scored in segments; with `nll` or `kl` what `tune` reports.
+        with `nll` or `kl` what `tune` reports.
     """
     model, chunk_len = loaded.model, settings.chunk_len
     in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
@@ -40,13 +39,10 @@ def fit(
             f"--objective {settings.objective} is not for {loaded.spec.model_type} models: their "
             "attention does not go through transformers' registry; use mse"
         )
-    num_tokens = 2 * val_tokens(table, text) if in_segments else 0
-    num_tokens += text.chunks("train", chunk_len).numel() if settings.init == "means" else 0
+    num_tokens = text.chunks("train", chunk_len).numel() if settings.init == "means" else 0
     num_tokens += tuning_tokens(table, text, settings) if trained else 0
     progress.expect(num_tokens, "tokens computed")
-    record: dict[str, Any] = (
-        {"val_nll_stale": validate(table, model, text, nll)} if in_segments else {}
-    )
+    record: dict[str, Any] = {}
     if settings.objective == "projected":
         project_positions(table, model, loaded.spec, settings.kvs)
         record["objective"] = settings.objective
@@ -56,8 +52,6 @@ def fit(
         _start_from(table, settings.init, model)
     if trained:
         record |= tune(table, model, text, settings)
-    if in_segments:
-        record["val_nll"] = validate(table, model, text, nll)
     return record
 
 

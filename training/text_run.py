@@ -25,6 +25,7 @@ from kvalign.errors import UserError
 from kvalign.files import read_checked
 from kvalign.models import LoadedModel, load_model
 from kvalign.training.aligner_folder import check_free, record_of, save
+from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings
 
 BATCH_SIZE = 16  # chunks encoded at once
@@ -97,16 +98,15 @@ def train_on_text(
         kind: its class, which works from birth (`recursive = False`); the sizes in its
             `default_sizes` are read from the settings of the same names.
         fit: trains an aligner of the kind in place, on its device, and returns what is to be
-            recorded of that; of its parameters none requires a gradient before and after. If
-            that includes `val_nll` and `val_nll_stale` (loss of streams of validation text with
-            the aligner and without), the two decide whether the aligner is used, else `val_loss`
-            and `input_label_mse` do.
+            recorded of that; of its parameters none requires a gradient before and after.
 
     Returns:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
         `input_label_mse` (mean squared errors per number of moving validation chunks by half
         their length, realigned and as they are), `ratio` of the two, what `fit` returned, `used`
-        (an aligner that does not help is saved untrained: it changes nothing), seconds, data.
+        (a part that does not help streams of validation text is saved untrained: it changes
+        nothing), `judged` (what `kvalign.training.judge.judge` says), `val_nll` of what is saved,
+        seconds, data.
 
     Raises:
         ExistsError: `out` holds another aligner, and `overwrite` is not set.
@@ -151,8 +151,8 @@ def train_on_text(
         model,
         loaded.spec,
         chunk_len=settings.chunk_len,
-        num_sinks=0,  # takes any sinks and shifts: each position is known and moves go from birth
-        shifts=(1,),
+        num_sinks=usual_sinks(loaded.spec.family),  # until judged
+        shifts=(1,),  # takes any, and any sinks: each position is known, and moves go from birth
         sizes={name: getattr(settings, name) for name in kind.default_sizes},
     )
     aligner = kind(config).to(model.device).requires_grad_(False)
@@ -162,21 +162,18 @@ def train_on_text(
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
-    progress.expect(2 * chunks.numel(), "tokens computed")
+    num_judged = num_judged_tokens(aligner, text.val, settings.kvs)
+    progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
+    judged = judge(aligner, weights, model, text.val, settings.kvs)
     progress.phase("saving")
-    if "val_nll" in record:
-        record["used"] = record["val_nll"] < record["val_nll_stale"]
-    else:
-        parts = [errors[kv] for kv in settings.kvs]
-        record["used"] = all(part["val_loss"] < part["input_label_mse"] for part in parts)
-    if not record["used"]:
-        aligner.load_state_dict(weights)
+    record |= {"val_nll": judged["val_nll"], "judged": judged}
     record["seconds"] = round(time.perf_counter() - start, 1)
-    results = {kv: {**errors[kv], **record} for kv in settings.kvs}
-    aligner.config.training.update(results)
+    results = {kv: {**errors[kv], **record, "used": kv in judged["parts"]} for kv in settings.kvs}
+    changes = {"num_sinks": judged["num_sinks"], "training": results}
+    aligner.config = config.model_copy(update=changes)
     save(aligner.cpu(), out)
     return results
 

@@ -5,13 +5,11 @@ without its position. It starts as the table alone, and is trained on pairs of m
 """
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
 from kvalign.aligners.network import RealignNet, new_net
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES
 from kvalign.aligners.table import TableAligner
-from kvalign.sizes import CacheSizes
 
 
 class AnchoredAligner(Aligner):
@@ -25,10 +23,6 @@ class AnchoredAligner(Aligner):
         super().__init__(config)
         self.table = TableAligner(config)
         self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in KV)
-
-    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
-        super().check(model, sizes)
-        self.table.check(model, sizes)
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         return self.table.anchor(layer, keys, values, birth)

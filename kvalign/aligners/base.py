@@ -50,7 +50,8 @@ class AlignerConfig(BaseModel):
         embedding_fingerprint: 16 embedding weights of the base model, by which it is recognised
             (`probe` in folders of version 0.1).
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
-        num_sinks: of the recorded caches.
+        num_sinks: of the recorded caches; of kinds that are trained on text, those that did best:
+            what a stream keeps unless it is told otherwise.
         shifts: numbers of entries evicted at once that it was trained on.
         sizes: sizes of the kind's own parts.
         training: data, settings and versions it came from, by part; informative.

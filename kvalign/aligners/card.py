@@ -4,6 +4,7 @@ It is written from the config alone; `training` may hold one dict a part (the ne
 and `value`), of which the template prints what it knows.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ _TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+_TEMPLATES.filters["exp"] = math.exp
 
 
 def card_text(config: "AlignerConfig") -> str:
@@ -36,16 +38,25 @@ def card_text(config: "AlignerConfig") -> str:
         base_model=config.base_model if _is_hub_id(config.base_model) else None,
         datasets=sorted({name for entry in data for name in _datasets(entry)}) or None,
     )
-    losses = {(p["val_nll_stale"], p["val_nll"]) for p in parts.values() if "val_nll" in p}
+    # Aligners of 0.1 were judged as a whole, against a stream without sinks.
+    losses = {(p["val_nll_stale"], p["val_nll"]) for p in parts.values() if "val_nll_stale" in p}
+    judged = next((part["judged"] for part in parts.values() if "judged" in part), None)
     return _TEMPLATES.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         config=config,
         parts=parts,
         losses=losses,
+        judged=judged,
+        set_name=_set_name,
         imported=imported,
         listed=_listed,
         number=lambda x: "" if x is None else f"{x:.4g}",
     )
+
+
+def _set_name(parts: list[str]) -> str:
+    """A set of parts in words: `keys and values`."""
+    return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -15,11 +15,8 @@ position embedding is large (the first positions), what is left of the token is 
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
-from kvalign.errors import UserError
-from kvalign.sizes import CacheSizes
 
 
 class TableAligner(Aligner):
@@ -42,14 +39,6 @@ class TableAligner(Aligner):
         for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
             nn.init.zeros_(means)
             nn.init.ones_(scales)
-
-    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
-        super().check(model, sizes)
-        if sizes.num_sinks < self.config.num_sinks:
-            raise UserError(
-                f"num_sinks must be at least {self.config.num_sinks} with this aligner (earlier "
-                f"positions were not recorded), got {sizes.num_sinks}"
-            )
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len

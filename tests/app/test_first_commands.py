@@ -183,12 +183,12 @@ def test_what_is_refused_is_one_line(kvalign, tmp_path):
 
 
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
-    printed = kvalign("train --num-tokens 2600")
+    printed = kvalign("train --num-tokens 6000 --chunk-len 48")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out
     assert "this aligner changes nothing" in printed.err  # of so little text
     assert says_next(printed) == ["next: kvalign generate"]
     assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
-    again = kvalign("train --num-tokens 2600 --aligner-kind table")
+    again = kvalign("train --num-tokens 6000 --chunk-len 48 --aligner-kind table")
     assert again.out == printed.out and "holds this already, finished" in again.err
     assert "already holds an aligner" in kvalign("train", code=2).err
 

@@ -61,9 +61,12 @@ def record_births(layer) -> list:
     return given
 
 
-def test_fewer_sinks_than_recorded_are_refused(models):
-    with pytest.raises(ValueError, match="num_sinks must be at least 4 with this aligner"):
-        make("kvalign", models["gpt2"], num_sinks=2, aligner=tables(models["gpt2"], num_sinks=4))
+def test_a_table_says_how_many_sinks_and_takes_any(models):
+    table = tables(models["gpt2"], num_sinks=4)
+    for asked, kept in ((None, 4), (2, 2), (0, 0)):
+        assert (
+            make("kvalign", models["gpt2"], num_sinks=asked, aligner=table).sizes.num_sinks == kept
+        )
 
 
 def test_untrained_anchored_network_is_its_table(model, ids):

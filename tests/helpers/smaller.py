@@ -59,6 +59,7 @@ INSIDE = {
     "kvalign.training.token_mix._TOKENIZER_CHARS": 100_000,
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
+    "kvalign.training.judge.ROW_LABELS": 80,
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
 

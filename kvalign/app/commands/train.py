@@ -1,9 +1,11 @@
 """`kvalign train`: train an aligner; each kind has flags of its own."""
 
 import dataclasses
+import math
 import shlex
-import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from kvalign.aligners.kinds import KINDS
 from kvalign.aligners.network_sizes import KV
@@ -64,7 +66,13 @@ def run(settings: Settings, as_json: bool) -> None:
             f"{kv}: val loss {result['val_loss']:.6g}, "
             f"input-label MSE {result['input_label_mse']:.6g}, "
             f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
-            + ("" if result["used"] else "; not used: entries stay as they are")
+            + ("" if result["used"] else f"; not used: {kv}s stay as they are")
+        )
+    if "judged" in result:
+        print(*_verdict(result["judged"]), sep="\n")
+    else:
+        print(
+            "judged by the error of one move: kvalign eval perplexity says what streams gain by it"
         )
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
@@ -83,12 +91,37 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
         if kind == "network" and kv not in config.training:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
-    parts = [part for part in config.training.values() if isinstance(part, dict)]
-    if kind == "network" or any(part.get("used", True) for part in parts):
-        say_next("generate", "--method", "kvalign", *of_model(config.base_model), "--aligner", out)
-    else:
-        print("no part helped on held-out text: this aligner changes nothing", file=sys.stderr)
-        say_next("generate", *of_model(config.base_model))
+    parts = [config.training[kv] for kv in KV if kv in config.training]
+    helps = any(part["used"] for part in parts if "judged" in part) or kind == "network"
+    chosen: list[str | Path] = ["--aligner", out] if helps else []
+    method = ["--method", "kvalign"] if helps else []
+    say_next("generate", *method, *of_model(config.base_model), *chosen)
+
+
+def _verdict(judged: dict[str, Any]) -> list[str]:
+    """What `kvalign.training.judge.judge` found, in words."""
+    losses = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in judged["streams"]}
+
+    def said(one: tuple[Any, ...]) -> str:
+        *parts, num_sinks = one
+        what = f"{' and '.join(f'{kv}s' for kv in parts)} realigned" if parts else "no aligner"
+        return f"{math.exp(losses[one]):.4g} with {num_sinks} sinks and {what}"
+
+    plain = (judged["without"]["num_sinks"],)
+    lines = [
+        f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
+        f"{', '.join(map(str, judged['cache_sizes']))}: {said(plain)} (streaming-llm); "
+        f"{math.exp(judged['discard_half']):.4g} with discard-half"
+    ]
+    if judged["parts"]:
+        return [*lines, f"used: {said((*judged['parts'], judged['num_sinks']))}"]
+    tried = min((one for one in losses if one[1:]), key=lambda one: losses[one])
+    why = "cannot be told from that" if losses[tried] < losses[plain] else "is no better"
+    return [
+        *lines,
+        f"not used: {said(tried)} {why}; what was saved changes nothing, it is streaming-llm with "
+        f"{judged['num_sinks']} sinks",
+    ]
 
 
 def _kind_of(given: set[str]) -> str:

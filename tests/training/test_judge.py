@@ -1,0 +1,141 @@
+"""What is used of an aligner: the least that streams held-out text best."""
+
+import pytest
+import torch
+from helpers.sink_model import sink_model, sink_text
+from helpers.tiny_models import VOCAB
+
+from kvalign.aligners import AnchoredAligner, TableAligner, new_config
+from kvalign.aligners.network_sizes import NETWORK_SIZES
+from kvalign.methods import make_method
+from kvalign.models import spec_of
+from kvalign.scoring import score_stepwise
+from kvalign.training import judge as judging
+from kvalign.training.judge import excerpts, judge, stepped, streamed, use_parts, usual_sinks
+from kvalign.training.table_run import standardise
+
+KVS = ("key", "value")
+NOTHING, KEYS, VALUES, BOTH = (), ("key",), ("value",), KVS
+
+
+def trained_table(model, num_sinks):
+    config = new_config(
+        "table",
+        model,
+        spec_of(model.config, "tiny"),
+        chunk_len=48,
+        num_sinks=num_sinks,
+        shifts=(1,),
+    )
+    table = TableAligner(config).requires_grad_(False)
+    untrained = {name: x.clone() for name, x in table.state_dict().items()}
+    for x in table.parameters():
+        x.fill_(2)
+    return table, untrained
+
+
+def text(num_tokens=2000, seed=5):
+    return torch.randint(2, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "means", "parts", "num_sinks"),
+    [
+        # Without sinks the table mends what is broken; with four it is worse than rotation alone.
+        ("llama", {(0, NOTHING): 5, (0, BOTH): 3.1, (4, NOTHING): 3, (4, BOTH): 3.2}, NOTHING, 4),
+        ("llama", {(4, NOTHING): 3, (4, KEYS): 2.9, (4, VALUES): 3.3, (4, BOTH): 3.1}, KEYS, 4),
+        ("gpt2", {(0, NOTHING): 4, (4, NOTHING): 3.9, (0, BOTH): 3, (4, BOTH): 3.0001}, BOTH, 0),
+        ("gpt2", {(0, NOTHING): 4, (0, BOTH): 3.5, (4, BOTH): 3.2, (4, NOTHING): 3.9}, BOTH, 4),
+        # What cannot be told apart is simplest: fewer parts, then the usual sinks.
+        ("llama", {(0, NOTHING): 2.999, (4, NOTHING): 3, (4, BOTH): 2.998}, NOTHING, 4),
+        ("gpt2", {(0, NOTHING): 4, (0, VALUES): 3.001, (0, BOTH): 3}, VALUES, 0),
+    ],
+)
+def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts, num_sinks):
+    model = models[kind]
+    table, untrained = trained_table(model, usual_sinks(spec_of(model.config).family))
+    noise = torch.Generator().manual_seed(0)
+
+    def told(model, rows, name, num_sinks, aligner=None, realign_every=1):
+        used = tuple(kv for kv in KVS if aligner is not None and getattr(aligner, kv).any())
+        assert (name == "kvalign") == bool(used)
+        mean = means.get((num_sinks, used), 9)
+        return [mean + 0.1 * torch.randn(500, generator=noise) for _ in rows]
+
+    monkeypatch.setattr(judging, "streamed", told)
+    found = judge(table, untrained, model, [text()], KVS)
+    assert (tuple(found["parts"]), found["num_sinks"]) == (parts, num_sinks)
+    assert found["val_nll"] == pytest.approx(means[num_sinks, parts], abs=0.02)
+    plain = min(nll for (_, used), nll in means.items() if not used)
+    assert found["without"]["val_nll"] == pytest.approx(plain, abs=0.02)
+    for kv in KVS:
+        for name in (kv, f"{kv}_scale"):
+            left = torch.full_like(untrained[name], 2) if kv in parts else untrained[name]
+            assert torch.equal(table.state_dict()[name], left)
+
+
+def test_too_little_text_proves_nothing(models):
+    """Fewer labels than an interval needs: nothing is used, with the usual sinks."""
+    for kind, num_sinks in (("llama", 4), ("gpt2", 0)):
+        table, untrained = trained_table(models[kind], num_sinks)
+        found = judge(table, untrained, models[kind], [text(60)], KVS)
+        assert found["num_labels"] < 200
+        assert (found["parts"], found["num_sinks"]) == ([], num_sinks)
+
+
+def test_parts_of_kinds_with_networks(models):
+    config = new_config(
+        "anchored",
+        models["gpt2"],
+        spec_of(models["gpt2"].config, "tiny"),
+        chunk_len=32,
+        num_sinks=0,
+        shifts=(1,),
+        sizes=dict(NETWORK_SIZES),
+    )
+    aligner = AnchoredAligner(config).requires_grad_(False)
+    untrained = {name: x.clone() for name, x in aligner.state_dict().items()}
+    trained = {name: x + 1 for name, x in untrained.items()}
+    use_parts(aligner, trained, untrained, KEYS)
+    for name, x in aligner.state_dict().items():
+        is_key = name.startswith(("key.", "table.key"))
+        assert torch.equal(x, (trained if is_key else untrained)[name]), name
+
+
+def test_excerpts_fit_short_texts_and_do_not_overlap():
+    for lens, largest in (((8,), 7), ((500, 90), 63), ((4000,), 255)):
+        rows = excerpts([torch.arange(n) for n in lens], largest)
+        for size, ids in rows.items():
+            assert size <= largest and ids.shape[1] >= size + 2
+            assert (ids.diff(dim=1) == 1).all()
+            if len(lens) == 1:
+                assert ids.flatten().unique().numel() == ids.numel()
+    assert list(rows) == [32, 96, 255]
+
+
+def test_rows_side_by_side_are_rows_alone(models):
+    rows = text(240).view(3, 80)
+    method = make_method("streaming-llm", models["bloom"], cache_size=20)
+    alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
+    method = make_method("streaming-llm", models["bloom"], cache_size=20)
+    assert torch.allclose(stepped(method, rows), alone, atol=1e-4)
+    (found,) = streamed(models["llama"], {20: rows}, "streaming-llm", num_sinks=4)
+    method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
+    alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
+    assert torch.allclose(found, alone, atol=1e-4)
+
+
+def test_what_only_makes_a_sink_is_not_used():
+    """Against a stream without sinks a table helps, since it gives the oldest entry the mean of
+    position 0; against sinks it does not.
+    """
+    model, follows = sink_model()
+    text = sink_text(follows, 24_000)
+    table, _ = trained_table(model, num_sinks=4)
+    table.clear()
+    untrained = {name: x.clone() for name, x in table.state_dict().items()}
+    standardise(table, model, text[:19_968].view(-1, 48), KVS)
+    found = judge(table, untrained, model, [text[20_000:]], KVS)
+    nll = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in found["streams"]}
+    assert nll["key", "value", 0] < nll[0,] - 0.5 and nll[4,] < nll[0,] - 0.5
+    assert found["parts"] == [] and found["num_sinks"] == 4

@@ -1,0 +1,166 @@
+"""Whether an aligner is worth using: held-out text, streamed with its parts and without.
+
+The error of vectors does not decide, nor does a stream without sinks on a model that needs them:
+there anything helps that makes a sink of some entry. So each set of parts (none, keys, values,
+both) streams the same text with the sinks that streaming methods keep, and without, and has to beat
+the best of `streaming-llm`, which is the set of none.
+"""
+
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from kvalign import progress
+from kvalign.aligners import Aligner
+from kvalign.aligners.network_sizes import KV
+from kvalign.eval.statistics import interval
+from kvalign.methods import make_method
+from kvalign.methods.base import Cached, Method, Reencoding
+from kvalign.methods.streaming_llm import StreamingLLM
+from kvalign.scoring import score
+
+CACHE_SIZES = (32, 96)  # and the largest
+ROW_LABELS = 256
+NUM_ROWS = 4  # of each cache size
+
+Weights = dict[str, Tensor]
+Parts = tuple[str, ...]
+
+
+def usual_sinks(family: str) -> int:
+    """The sinks of a model before anything is judged: without an aligner entries of learned
+    positions go stale with any, elsewhere `streaming-llm` has four.
+    """
+    return 0 if family == "learned" else StreamingLLM.default_num_sinks
+
+
+def judge(
+    aligner: Aligner, untrained: Weights, model: PreTrainedModel, val: list[Tensor], kvs: Parts
+) -> dict[str, Any]:
+    """Stream validation text with each set of parts and sinks; leave in `aligner` the simplest that
+    the best is not told apart from: few parts, then the usual sinks, then a low loss. Told apart
+    is what the 95 % interval of the paired difference says.
+
+    Args:
+        aligner: trained; `config.num_sinks` are the usual ones, and all that a network takes.
+        untrained: its weights before, which change nothing.
+        val: token ids [N] int64 of each text.
+        kvs: the parts that were trained.
+
+    Returns:
+        `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
+        of the best without an aligner), `discard_half` (the loss of that method with the chosen
+        sinks), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and `by_cache`, that of each
+        cache size), `cache_sizes`, `num_labels`; losses are nats a token.
+    """
+    progress.phase("judging by streaming")
+    rows = excerpts(val, aligner.config.chunk_len - 1)
+    usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
+    trained = {name: x.clone() for name, x in aligner.state_dict().items()}
+    sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
+    sets = [parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)]
+    found: dict[tuple[Parts, int], list[Tensor]] = {}
+    for parts in sets:
+        use_parts(aligner, trained, untrained, parts)
+        name, options = "streaming-llm", {}
+        if parts:
+            name, options = "kvalign", {"aligner": aligner, "realign_every": every}
+        for n in [usual] if parts and aligner.recursive else sinks:
+            found[parts, n] = streamed(model, rows, name, num_sinks=n, **options)
+    losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
+    nll = {one: loss.mean().item() for one, loss in losses.items()}
+    best = min(nll, key=lambda one: nll[one])
+    simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
+    chosen = next(x for x in simplest if x == best or interval(losses[best] - losses[x])[1] >= 1)
+    use_parts(aligner, trained, untrained, chosen[0])
+    half = torch.cat(streamed(model, rows, "discard-half", num_sinks=chosen[1]))
+    plain = min(sinks, key=lambda n: nll[(), n])
+    return {
+        "parts": list(chosen[0]),
+        "num_sinks": chosen[1],
+        "val_nll": nll[chosen],
+        "without": {"num_sinks": plain, "val_nll": nll[(), plain]},
+        "discard_half": half.mean().item(),
+        "streams": [
+            {
+                "parts": list(parts),
+                "num_sinks": n,
+                "val_nll": nll[parts, n],
+                "by_cache": [loss.mean().item() for loss in by_cache],
+            }
+            for (parts, n), by_cache in found.items()
+        ],
+        "cache_sizes": list(rows),
+        "num_labels": len(losses[best]),
+    }
+
+
+def num_judged_tokens(aligner: Aligner, val: list[Tensor], kvs: Parts) -> int:
+    """What `judge` counts for the progress."""
+    num_streams = 2 ** len(kvs) * 2 + 1
+    return num_streams * sum(
+        x.numel() for x in excerpts(val, aligner.config.chunk_len - 1).values()
+    )
+
+
+def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Parts) -> None:
+    """Give an aligner the trained weights of these parts and the untrained ones of the others: a
+    weight is of the part that its name begins with, `key_scale` or `table.key` of `key`.
+    """
+    chosen = {}
+    for name in trained:
+        words = {word.partition("_")[0] for word in name.split(".")}
+        used = any(kv in parts for kv in KV if kv in words) or (parts and not words & {*KV})
+        chosen[name] = trained[name] if used else untrained[name]
+    aligner.load_state_dict(chosen)
+
+
+def excerpts(texts: list[Tensor], largest: int) -> dict[int, Tensor]:
+    """Cache sizes, each with rows [B, C + 1 + labels] from all over the texts, without overlap."""
+    shortest = min(map(len, texts))
+    found = {}
+    for size in sorted({min(size, largest, shortest // 2) for size in (*CACHE_SIZES, largest)}):
+        row_len = size + 1 + min(ROW_LABELS, shortest - size - 1)
+        num_rows = max(1, min(NUM_ROWS // len(texts), shortest // row_len))
+        found[size] = torch.stack(
+            [
+                ids[start : start + row_len]
+                for ids in texts
+                for start in torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
+            ]
+        )
+    return found
+
+
+def streamed(
+    model: PreTrainedModel, rows: dict[int, Tensor], name: str, **options: Any
+) -> list[Tensor]:
+    """Losses [labels] in nats of rows [B, N] under a method, of each cache size."""
+    found = []
+    for size, ids in rows.items():
+        method = make_method(name, model, cache_size=size, warn=False, **options)
+        ids = ids.to(model.device)
+        if isinstance(method, Reencoding) or (isinstance(method, Cached) and method.is_exact):
+            losses = torch.cat([score(method, row[None]) for row in ids])
+        else:
+            losses = stepped(method, ids)
+        found.append(losses.cpu())
+        progress.advance(ids.numel())
+    return found
+
+
+@torch.no_grad()
+def stepped(method: Method, ids: Tensor) -> Tensor:
+    """As `score_stepwise`, of rows [B, N] side by side: [B * labels], row by row."""
+    first = method.sizes.first_input_len
+    inputs = [ids[:, :first], *ids[:, first:-1].split(1, 1)]
+    labels = ids[:, first:].T
+    losses = [
+        cross_entropy(method.feed(x), label, reduction="none")
+        for x, label in zip(inputs, labels, strict=True)
+    ]
+    return torch.stack(losses, 1).flatten()
