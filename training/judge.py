@@ -75,7 +75,7 @@ def judge(
     nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    chosen = next(x for x in simplest if x == best or interval(losses[best] - losses[x])[1] >= 1)
+    chosen = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
     use_parts(aligner, trained, untrained, chosen[0])
     half = torch.cat(streamed(model, rows, "discard-half", num_sinks=chosen[1]))
     plain = min(sinks, key=lambda n: nll[(), n])
@@ -97,6 +97,12 @@ def judge(
         "cache_sizes": list(rows),
         "num_labels": len(losses[best]),
     }
+
+
+def _is_better(losses: Tensor, others: Tensor) -> bool:
+    """Whether the 95 % interval of the ratio of perplexities lies below 1; too few labels: not."""
+    _, high = interval(losses - others)
+    return high is not None and high < 1
 
 
 def num_judged_tokens(aligner: Aligner, val: list[Tensor], kvs: Parts) -> int:
