@@ -134,7 +134,13 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
 def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
     trained = tmp_path / "kvalign-data/mine/table"
-    shutil.copytree(checkpoints.FOLDER / "kvalign-gpt2-mini-table", trained)
+    aligner = Aligner.from_pretrained("kvalign-gpt2-mini-table")
+    aligner.save_pretrained(trained)
+    unjudged = kvalign("generate --model you/mine --max-new-tokens 20")
+    assert "trained here, was not judged by streams and is not taken" in unjudged.err
+    assert "by discard-half" in unjudged.err
+    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
+    aligner.save_pretrained(trained)
     talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
     for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
         printed = kvalign(command)
