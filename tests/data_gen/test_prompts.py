@@ -90,7 +90,7 @@ def test_missing_files_are_named(tmp_path):
 def test_unknown_prompts_are_answered_with_the_known(spec, hint):
     with pytest.raises(UserError) as caught:  # its whole text is compared
         conversations(spec)
-    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: own, mt-bench, PATH.jsonl)"
+    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: own, talk, mt-bench, PATH.jsonl)"
 
 
 def _copy_of_mt_bench(folder, rows):
