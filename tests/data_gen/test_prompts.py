@@ -123,7 +123,7 @@ def test_a_copy_of_another_form_is_refused(offline, tmp_path, monkeypatch, rows,
 def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=r"hub cannot be reached; prompts that work offline: own, PATH\.jsonl$"
+        UserError, match=r"hub cannot be reached; prompts that work offline: own, talk, PATH\.jsonl$"
     ):
         conversations("mt-bench")
     (tmp_path / MT_BENCH).mkdir(parents=True)
