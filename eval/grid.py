@@ -52,10 +52,10 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size and number of sinks and evicted; of `kvalign` one for each aligner: those
-    given, or else those that the settings name, what ships, or what was trained here. Where there
-    is none, the default methods are those that need none. Each method is there once, and no two
-    aligners have one name.
+    """Methods at every cache size, number of sinks and number evicted; of `kvalign` one for each
+    aligner: those given, or else those that the settings name, what ships, or what was trained
+    here. Where there is none, the default methods are those that need none. Each method is there
+    once, and no two aligners have one name.
 
     Raises:
         UserError: as `kvalign.make_method`.
