@@ -51,7 +51,7 @@ LINES = [
     ("kvalign eval latency --aligner-kinds table,", {f"table,{name}" for name in KINDS}),
     ("kvalign eval chat --prompts ", {"own", "talk", "mt-bench"}),
     ("kvalign train --aligner-kind ", set(KINDS)),
-    ("kvalign train --no-", {"--no-resume"}),
+    ("kvalign train --no-", {"--no-judge", "--no-resume"}),
     ("kvalign eval run q", {"quick"}),
     ("kvalign eval run ", set(suites())),
     ("kvalign eval run quick --ov", {"--override"}),
