@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 import kvalign
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ("gpt2-mini.png", "report.png")
+PICTURES = ("gpt2-mini.png", "report.png", "smollm2-attention.png")
 LANES = "lanes.html"
 
 _LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
@@ -59,9 +59,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def file(path: str) -> str:
-    """A Markdown file of the repository; its links into docs/ become those of a page there."""
+    """A Markdown file of the repository; its links into docs/ become those of a page there, its
+    pictures those of the site.
+    """
     text = (ROOT / path).read_text(encoding="utf-8")
-    return re.sub(r"\]\((\.\./)*docs/", "](", text)
+    text = re.sub(r"\]\((\.\./)*docs/", "](", text)
+    return re.sub(r"\]\(([\w-]+\.png)\)", r"](images/\1)", text)
 
 
 def source(name: str) -> str:
