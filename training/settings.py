@@ -143,6 +143,9 @@ class PretrainSettings(Settings):
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(None, help="folder of the tokenizer (default: train one)")
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
+    sink_token: bool = option(
+        False, help="a token more, learned, in front of every row: an attention sink"
+    )
     context_len: int = option(512, help="context length in tokens", at_least=16)
     num_layers: int = option(6, help="transformer layers", at_least=1)
     hidden_size: int = option(256, help="hidden size; heads have 64 dimensions", at_least=64)
