@@ -5,12 +5,14 @@ training, so that attention which is not needed elsewhere can go there. It is th
 matter: what encodes a text by it has the token, and nothing else must know.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that a tokenizer puts before a text; none with most."""
+    """The special tokens that a tokenizer puts before a text; most put none."""
     plain, whole = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True)
     )
@@ -18,12 +20,11 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def begun(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Rows of tokens from anywhere, [..., T] int64, as beginnings of a text: the opening takes the
-    place of their first tokens, so that a row is as long as without one and those after it are the
-    same.
+def begun(ids: Tensor, opening: Sequence[int]) -> Tensor:
+    """Tokens from the middle of a text, [..., T] int64, as the beginning of one: the opening takes
+    the place of the first of them. So a row is as long as without one, and its other tokens, which
+    are the labels, are the same.
     """
-    opening = opening_ids(tokenizer)
     if not opening:
         return ids
     ids = ids.clone()

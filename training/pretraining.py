@@ -27,7 +27,7 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
-from kvalign.opening import begun
+from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.settings import PretrainSettings
@@ -86,7 +86,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt")
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started = run.saved_at
+    started, opening = run.saved_at, opening_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
@@ -94,7 +94,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             ids = mix.batch(settings.seed, run.step, num_rows, run.row_len)
-            ids = begun(ids, tokenizer).to(settings.device)
+            ids = begun(ids, opening).to(settings.device)
             with torch.autocast(model.device.type, torch.bfloat16):
                 loss = loss_of(model, ids)
             run.update(loss)
@@ -149,7 +149,7 @@ def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: in
             "(--context-len): name a longer --eval-corpus"
         )
     blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
-    return begun(blocks, tokenizer)
+    return begun(blocks, opening_ids(tokenizer))
 
 
 @torch.no_grad()
