@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvalign import progress
+from kvalign import checkpoints, progress
 from kvalign.data_gen.corpora import texts, token_pieces
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
@@ -112,6 +112,7 @@ def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
 def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out
+        folder = checkpoints.model_path(str(folder)) or folder
         if not (folder / "tokenizer.json").exists():
             raise NotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
         return AutoTokenizer.from_pretrained(folder)
