@@ -3,6 +3,7 @@
 | spec | conversations |
 |---|---|
 | `own` | four of our own, two turns each; offline |
+| `talk` | one of our own, thirty turns; offline |
 | `mt-bench` | MT-Bench (Zheng et al. 2023) from the hub: 80 of two turns |
 | `PATH.jsonl` | a file of objects, one a line, with `turns` (as FastChat's) or `prompt` |
 
@@ -16,9 +17,9 @@ from kvalign.errors import UserError
 from kvalign.registry import unknown
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
-NAMES = ("own", "mt-bench", "PATH.jsonl")
+NAMES = ("own", "talk", "mt-bench", "PATH.jsonl")
 
-OWN = Path(__file__).with_name("own_prompts.jsonl")
+OURS = {name: Path(__file__).with_name(f"{name}_prompts.jsonl") for name in ("own", "talk")}
 
 
 def conversations(spec: str) -> list[list[str]]:
@@ -32,9 +33,9 @@ def conversations(spec: str) -> list[list[str]]:
     from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
 
     if spec == "mt-bench":
-        turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, PATH.jsonl")
-    elif spec == "own" or spec.endswith(".jsonl"):
-        turns = prompt_rows.of_file(OWN if spec == "own" else Path(spec).expanduser())
+        turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, talk, PATH.jsonl")
+    elif spec in OURS or spec.endswith(".jsonl"):
+        turns = prompt_rows.of_file(OURS.get(spec) or Path(spec).expanduser())
     else:
         raise UserError(unknown("prompts", spec, NAMES))
     if not turns:

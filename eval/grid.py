@@ -39,8 +39,9 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
 
 def _check_sizes(settings: ComparisonSettings) -> None:
     """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
-    for name, num_evicted in product(settings.methods, settings.num_evicted or (None,)):
-        cls, asked = METHODS[name], {"num_sinks": settings.num_sinks, "num_evicted": num_evicted}
+    sinks, evicted = settings.num_sinks or (None,), settings.num_evicted or (None,)
+    for name, num_sinks, num_evicted in product(settings.methods, sinks, evicted):
+        cls, asked = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
         free: dict[str, Any] = {size: x for size, x in asked.items() if size not in cls.fixed}
         for cache_size in () if cls.takes_aligner else settings.cache_sizes:
             cls.sizes_for(cache_size, **free)
@@ -51,10 +52,10 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size and number evicted; of `kvalign` one for each aligner: those
-    given, or else those that the settings name, what ships, or what was trained here. Where there
-    is none, the default methods are those that need none. Each method is there once, and no two
-    aligners have one name.
+    """Methods at every cache size, number of sinks and number evicted; of `kvalign` one for each
+    aligner: those given, or else those that the settings name, what ships, or what was trained
+    here. Where there is none, the default methods are those that need none. Each method is there
+    once, and no two aligners have one name.
 
     Raises:
         UserError: as `kvalign.make_method`.
@@ -66,7 +67,7 @@ def make_grid(
             name,
             model,
             cache_size=cache_size,
-            num_sinks=settings.num_sinks,
+            num_sinks=num_sinks,
             num_evicted=num_evicted,
             realign_every=realign_every,
             aligner=aligner,
@@ -74,6 +75,7 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
+        for num_sinks in settings.num_sinks or (None,)
         for name in settings.methods
         if (name, cache_size) not in left_out
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))

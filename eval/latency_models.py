@@ -82,10 +82,11 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
     aligners = []
     for kind in settings.aligner_kinds or DEFAULT_KINDS:
         cls = KINDS.find(kind)
-        num_sinks = cls.default_num_sinks if settings.num_sinks is None else settings.num_sinks
+        sinks = settings.num_sinks or (cls.default_num_sinks,)
         shifts = {
             num_evicted_of(asked, size - num_sinks)
             for size in sizes
+            for num_sinks in sinks
             for asked in settings.num_evicted or (1,)
         }
         config = new_config(
@@ -93,7 +94,7 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
             model,
             spec,
             chunk_len=max(sizes) + max(settings.realign_every),
-            num_sinks=num_sinks,
+            num_sinks=sinks[0],
             shifts=tuple(shifts),
             sizes=dict(cls.default_sizes),
         )

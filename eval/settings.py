@@ -14,7 +14,9 @@ from kvalign.sizes import num_evicted_of
 class ComparisonSettings(ModelSettings):
     """Base of the settings of the evaluations: which methods, at which sizes."""
 
-    num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
+    num_sinks: tuple[int, ...] | None = option(
+        None, help=f"{NUM_SINKS}; several, comma-separated", at_least=0
+    )
     methods: tuple[str, ...] = option(
         ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
         help="methods, comma-separated; those of the default that lack an aligner are left out",

@@ -47,6 +47,9 @@ class TextSettings(TrainSettings):
         at_least=1,
     )
     chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
+    judge: bool = option(
+        True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
+    )
 
     def folder(self, kind: str) -> Path:
         return self.out or folder_of(self.model) / kind

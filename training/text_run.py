@@ -115,8 +115,8 @@ def train_on_text(
         `input_label_mse` (mean squared errors per number of moving validation chunks by half
         their length, realigned and as they are), `ratio` of the two, what `fit` returned, `used`
         (a part that does not help streams of validation text is saved untrained: it changes
-        nothing), `judged` (what `kvalign.training.judge.judge` says), `val_nll` of what is saved,
-        seconds, data.
+        nothing), `judged` (what `kvalign.training.judge.judge` says), `val_nll` of what is saved
+        (neither without `judge`, and all is used), seconds, data.
 
     Raises:
         ExistsError: `out` holds another aligner, and `overwrite` is not set.
@@ -172,17 +172,20 @@ def train_on_text(
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
-    num_judged = num_judged_tokens(aligner, text.val, settings.kvs)
+    num_judged = num_judged_tokens(aligner, text.val, settings.kvs) if settings.judge else 0
     progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
-    judged = judge(aligner, weights, model, text.val, settings.kvs, text.opening)
+    used, num_sinks = settings.kvs, config.num_sinks
+    if settings.judge:
+        judged = judge(aligner, weights, model, text.val, settings.kvs, text.opening)
+        used, num_sinks = judged["parts"], judged["num_sinks"]
+        record |= {"val_nll": judged["val_nll"], "judged": judged}
     progress.phase("saving")
-    record |= {"val_nll": judged["val_nll"], "judged": judged}
     record["seconds"] = round(time.perf_counter() - start, 1)
-    results = {kv: {**errors[kv], **record, "used": kv in judged["parts"]} for kv in settings.kvs}
-    changes = {"num_sinks": judged["num_sinks"], "training": results}
+    results = {kv: {**errors[kv], **record, "used": kv in used} for kv in settings.kvs}
+    changes = {"num_sinks": num_sinks, "training": results}
     aligner.config = config.model_copy(update=changes)
     save(aligner.cpu(), out)
     return results

@@ -29,7 +29,9 @@ class ChatSettings(WritingSettings):
         kvalign eval chat --cache-sizes 32 --num-turns 2 --max-new-tokens 30
     """
 
-    prompts: str = option("own", help="conversations: own, mt-bench, or a .jsonl file of turns")
+    prompts: str = option(
+        "own", help="conversations: own, talk, mt-bench, or a .jsonl file of turns"
+    )
     num_turns: int = option(8, help="turns to feed, the first of them", at_least=1)
     max_new_tokens: int = option(100, help="tokens of an answer at most", at_least=1)
 

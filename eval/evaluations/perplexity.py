@@ -46,8 +46,8 @@ class PerplexitySettings(ComparisonSettings):
     num_tokens: int = option(2000, help="labels to score", at_least=1)
     reference: str | None = option(
         None,
-        help="method to give each row's ratio to, with its 95 % interval; of several aligners the "
-        "first",
+        help="method to give each row's ratio to, with its 95 % interval; of several aligners or "
+        "--num-sinks the first",
     )
     keep: Path | None = option(
         None,

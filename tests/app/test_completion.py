@@ -49,7 +49,7 @@ LINES = [
     ("kvalign eval perplexity --corpus ", CORPORA),
     ("kvalign train --corpus wikitext,text:n", {"wikitext,text:notes.txt"}),
     ("kvalign eval latency --aligner-kinds table,", {f"table,{name}" for name in KINDS}),
-    ("kvalign eval chat --prompts ", {"own", "mt-bench"}),
+    ("kvalign eval chat --prompts ", {"own", "talk", "mt-bench"}),
     ("kvalign train --aligner-kind ", set(KINDS)),
     ("kvalign train --no-", {"--no-resume"}),
     ("kvalign eval run q", {"quick"}),

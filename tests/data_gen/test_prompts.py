@@ -90,7 +90,8 @@ def test_missing_files_are_named(tmp_path):
 def test_unknown_prompts_are_answered_with_the_known(spec, hint):
     with pytest.raises(UserError) as caught:  # its whole text is compared
         conversations(spec)
-    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: own, mt-bench, PATH.jsonl)"
+    known = "own, talk, mt-bench, PATH.jsonl"
+    assert str(caught.value) == f"unknown prompts {spec!r}{hint} (known: {known})"
 
 
 def _copy_of_mt_bench(folder, rows):
@@ -123,7 +124,7 @@ def test_a_copy_of_another_form_is_refused(offline, tmp_path, monkeypatch, rows,
 def test_no_network_is_said_at_once_with_what_works(offline, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=r"hub cannot be reached; prompts that work offline: own, PATH\.jsonl$"
+        UserError, match=r"hub cannot be reached; .* offline: own, talk, PATH\.jsonl$"
     ):
         conversations("mt-bench")
     (tmp_path / MT_BENCH).mkdir(parents=True)

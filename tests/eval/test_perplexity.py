@@ -160,6 +160,17 @@ def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     assert math.isclose(first[1]["ratio"], expected, rel_tol=1e-6)
 
 
+def test_several_sinks_are_compared_with_the_first(capsys):
+    argv = [*SHORT, "--model", "llama-mini", "--methods", "streaming-llm,discard-half"]
+    rows = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "streaming-llm")["rows"]
+    found = [(row["method"], row["num_sinks"]) for row in rows]
+    assert found == [(m, n) for n in (4, 0) for m in ("streaming-llm", "discard-half")]
+    for row in rows:
+        assert math.isclose(row["ratio"], row["perplexity"] / rows[0]["perplexity"], rel_tol=1e-6)
+    one = run_json(capsys, *argv, "--num-sinks", "0")["rows"]
+    assert [row["perplexity"] for row in one] == [row["perplexity"] for row in rows[2:]]
+
+
 def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     keep = ["--methods", "window,recompute", "--keep", str(tmp_path / "losses")]
     first = run_json(capsys, *SHORT, *keep)

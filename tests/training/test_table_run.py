@@ -190,6 +190,18 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
     assert not aligner.key.any() and (aligner.key_scale == 1).all()
 
 
+def test_all_is_kept_where_nothing_is_judged(tmp_path, capfd, little_work):
+    out = str(tmp_path / "aligner")
+    argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
+    assert main([*argv, "--no-judge"]) == 0
+    said = capfd.readouterr()
+    assert "not used" not in said.out and "judged" not in said.out and out in said.err
+    card = (tmp_path / "aligner/README.md").read_text()
+    assert "| key |" in card and "changes nothing" not in card and "--no-judge" in card
+    aligner = Aligner.from_pretrained(out)
+    assert aligner.key.any() and aligner.value.any() and aligner.config.num_sinks == 4
+
+
 def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     argv = ["train", "--aligner-kind", "table", *SMALL, "--out"]

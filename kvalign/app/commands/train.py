@@ -70,7 +70,7 @@ def run(settings: Settings, as_json: bool) -> None:
         )
     if "judged" in result:
         print(*_verdict(result["judged"]), sep="\n")
-    else:
+    elif kind == "network":
         print(
             "judged by the error of one move: kvalign eval perplexity says what streams gain by it"
         )
@@ -92,7 +92,7 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
     parts = [config.training[kv] for kv in KV if kv in config.training]
-    helps = any(part["used"] for part in parts if "judged" in part) or kind == "network"
+    helps = any(part["used"] for part in parts) or kind == "network"
     chosen: list[str | Path] = ["--aligner", out] if helps else []
     method = ["--method", "kvalign"] if helps else []
     say_next("generate", *method, *of_model(config.base_model), *chosen)
