@@ -145,7 +145,8 @@ class PretrainSettings(Settings):
     corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(
-        None, help="folder or shipped name of a model to share the tokenizer of (default: a new one)"
+        None,
+        help="folder or shipped name of a model to share the tokenizer of (default: a new one)",
     )
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
     sink_token: bool = option(
