@@ -130,8 +130,11 @@ def slice_bigrams(
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
-    """The reference's losses that a row is compared with."""
+    """The reference's losses that a row is compared with: of its first sinks, those of as many
+    evicted at once if there are.
+    """
     bases, size = zip(rows, losses, strict=True), row["cache_size"]
     same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
+    same = [(r, x) for r, x in same if r["num_sinks"] == same[0][0]["num_sinks"]]
     closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
     return closest[0]
