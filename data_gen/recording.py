@@ -30,6 +30,7 @@ from kvalign.data_gen.workers import writer
 from kvalign.errors import UserError
 from kvalign.files import locked, read_checked, sha256
 from kvalign.models import LoadedModel, load_model
+from kvalign.opening import opening_ids
 from kvalign.runs import ResumableRun, keeping
 from kvalign.settings import keywords_of
 
@@ -76,7 +77,9 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     if run.state() == "finished":
         return open_store(settings.folder)
     progress.phase("reading")
-    chunks = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
+    opening = opening_ids(loaded.tokenizer)
+    cut = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
+    chunks = ([*opening, *ids[len(opening) :]] for ids in cut)
     first_chunks = list(islice(chunks, num_needed))
     if len(first_chunks) < num_needed:
         num_ids = sum(map(len, _pieces(settings, loaded)))

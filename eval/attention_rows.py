@@ -16,13 +16,15 @@ from kvalign.eval.grid import sizes_of
 from kvalign.eval.statistics import mean_interval
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
+from kvalign.opening import begun, opening_ids
 
 LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2024)
 
 
 def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
     """The first pieces of the corpus's test part, one after another, each of what the largest cache
-    needs: [num_texts, T] int64, on the model's device.
+    needs, its first tokens replaced by what the tokenizer puts before a text: [num_texts, T] int64,
+    on the model's device.
 
     Raises:
         UserError: it has fewer.
@@ -37,7 +39,8 @@ def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
             f"tokens, {settings.num_texts} are needed (--num-texts): name a longer one, or smaller "
             "--cache-sizes"
         )
-    return torch.tensor(texts, device=loaded.model.device)
+    ids = torch.tensor(texts, device=loaded.model.device)
+    return begun(ids, opening_ids(loaded.tokenizer))
 
 
 def row(method: Method, before: Tensor, after: Tensor) -> Row:

@@ -18,12 +18,14 @@ from kvalign.eval.loss_store import key_of, read_losses, write_losses
 from kvalign.eval.statistics import by_quarter, by_segment, interval
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
+from kvalign.opening import begun, opening_ids
 from kvalign.scoring import score, score_stepwise
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
     """The first tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 of the largest
-    cache, on the model's device.
+    cache, on the model's device. What the tokenizer puts before a text, as a sink token, takes the
+    place of the first of them, so that models with and without one have the same labels.
 
     Raises:
         UserError: it has fewer.
@@ -35,7 +37,8 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
     for piece in token_pieces(settings.corpus, loaded.tokenizer, "test"):
         ids += piece
         if len(ids) >= num_ids:
-            return torch.tensor([ids[:num_ids]], device=loaded.model.device)
+            tokens = torch.tensor([ids[:num_ids]], device=loaded.model.device)
+            return begun(tokens, opening_ids(loaded.tokenizer))
     most = len(ids) - largest - 1
     smaller = f"--num-tokens {most} at most" if most > 0 else "smaller --cache-sizes"
     raise UserError(
@@ -127,8 +130,11 @@ def slice_bigrams(
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
-    """The reference's losses that a row is compared with."""
+    """The reference's losses that a row is compared with: of its first sinks, those of as many
+    evicted at once if there are.
+    """
     bases, size = zip(rows, losses, strict=True), row["cache_size"]
     same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
+    same = [(r, x) for r, x in same if r["num_sinks"] == same[0][0]["num_sinks"]]
     closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
     return closest[0]

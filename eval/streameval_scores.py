@@ -17,6 +17,7 @@ from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
 from kvalign.eval.grid import sizes_of
 from kvalign.methods.base import Method
+from kvalign.opening import opening_ids
 from kvalign.scoring import OnLabels
 
 
@@ -88,11 +89,14 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
 def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
-    """Tokens of pieces that follow each other, without special tokens."""
-    encoded, start = [], 0
+    """Tokens of pieces that follow each other; the first begins with what the tokenizer puts before
+    a text.
+    """
+    encoded, start, before = [], 0, opening_ids(tokenizer)
     for piece in stream:
         texts = [piece.opening, piece.answer, "\n"]
-        parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        opening, *rest = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        parts, before = [[*before, *opening], *rest], []
         tensors = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in parts]
         encoded.append(EncodedPiece(piece, start, *tensors))
         start += sum(map(len, parts))

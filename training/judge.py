@@ -6,6 +6,7 @@ both) streams the same text with the sinks that streaming methods keep, and with
 the best of `streaming-llm`, which is the set of none.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvalign.eval.statistics import interval
 from kvalign.methods import make_method
 from kvalign.methods.base import Cached, Method, Reencoding
 from kvalign.methods.streaming_llm import StreamingLLM
+from kvalign.opening import begun
 from kvalign.scoring import score
 
 CACHE_SIZES = (32, 96)  # and the largest
@@ -39,7 +41,12 @@ def usual_sinks(family: str) -> int:
 
 
 def judge(
-    aligner: Aligner, untrained: Weights, model: PreTrainedModel, val: list[Tensor], kvs: Parts
+    aligner: Aligner,
+    untrained: Weights,
+    model: PreTrainedModel,
+    val: list[Tensor],
+    kvs: Parts,
+    opening: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks; leave in `aligner` the simplest that
     the best is not told apart from: few parts, then the usual sinks, then a low loss. Told apart
@@ -50,6 +57,7 @@ def judge(
         untrained: its weights before, which change nothing.
         val: token ids [N] int64 of each text.
         kvs: the parts that were trained.
+        opening: what each stream begins with, in place of its first tokens.
 
     Returns:
         `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
@@ -59,6 +67,7 @@ def judge(
     """
     progress.phase("judging by streaming")
     rows = excerpts(val, aligner.config.chunk_len - 1)
+    rows = {size: begun(ids, opening) for size, ids in rows.items()}
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]

@@ -27,6 +27,7 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
+from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.settings import PretrainSettings
@@ -85,14 +86,15 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt")
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started = run.saved_at
+    started, opening = run.saved_at, opening_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
     with keeping(run.kept), held_back() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
-            ids = mix.batch(settings.seed, run.step, num_rows, run.row_len).to(settings.device)
+            ids = mix.batch(settings.seed, run.step, num_rows, run.row_len)
+            ids = begun(ids, opening).to(settings.device)
             with torch.autocast(model.device.type, torch.bfloat16):
                 loss = loss_of(model, ids)
             run.update(loss)
@@ -117,7 +119,7 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
         hidden_size=hidden,
         num_hidden_layers=settings.num_layers,
         num_attention_heads=num_heads,
-        bos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     if settings.arch == "gpt2":
@@ -146,7 +148,8 @@ def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: in
             f"corpus {corpus!r} is too short: it has {len(ids)} tokens, {context_len} are needed "
             "(--context-len): name a longer --eval-corpus"
         )
-    return torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
+    blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
+    return begun(blocks, opening_ids(tokenizer))
 
 
 @torch.no_grad()

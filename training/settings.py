@@ -144,8 +144,14 @@ class PretrainSettings(Settings):
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
     corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
     out: Path = option(help="folder of the model", writes="folder")
-    tokenizer: Path | None = option(None, help="folder of the tokenizer (default: train one)")
+    tokenizer: Path | None = option(
+        None,
+        help="folder or shipped name of a model to share the tokenizer of (default: a new one)",
+    )
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
+    sink_token: bool = option(
+        False, help="a token more, learned, before every row: an attention sink to keep"
+    )
     context_len: int = option(512, help="context length in tokens", at_least=16)
     num_layers: int = option(6, help="transformer layers", at_least=1)
     hidden_size: int = option(256, help="hidden size; heads have 64 dimensions", at_least=64)

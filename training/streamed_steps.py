@@ -168,7 +168,7 @@ def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objec
         row_len = 2 * size + VAL_STEPS + 1
         for ids in text.val:
             starts = torch.linspace(0, len(ids) - row_len, max(1, STEP_ENTRIES // size))
-            rows = torch.stack([ids[s : s + row_len] for s in starts.long().tolist()])
+            rows = text.val_rows(ids, starts, row_len)
             found = streamed_losses(objective, aligner, model, rows, size)
             losses += [loss.item() for loss in found]
     return sum(losses) / len(losses)

@@ -150,8 +150,8 @@ def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]
             continue
         num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
         for ids in text.val:
-            starts = torch.linspace(0, len(ids) - row_len - 1, num_rows).long().tolist()
-            yield cache_size, torch.stack([ids[s : s + row_len + 1] for s in starts])
+            starts = torch.linspace(0, len(ids) - row_len - 1, num_rows)
+            yield cache_size, text.val_rows(ids, starts, row_len + 1)
 
 
 def val_tokens(aligner: TableAligner, text: Text) -> int:

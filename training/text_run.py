@@ -24,6 +24,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.files import read_checked
 from kvalign.models import LoadedModel, load_model
+from kvalign.opening import begun, opening_ids
 from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings
@@ -38,14 +39,18 @@ Fit = Callable[[A, S, LoadedModel, "Text"], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids [N] int64 of each corpus; the last tenth of each is for validation."""
+    """Token ids [N] int64 of each corpus; the last tenth of each is for validation. `opening` is
+    what the tokenizer puts before a text: rows begin with it, in place of their first tokens.
+    """
 
     train: list[Tensor]
     val: list[Tensor]
+    opening: Sequence[int] = ()
 
     def chunks(self, split: str, chunk_len: int) -> Tensor:
         """All chunks of a split, without overlap: [num_chunks, chunk_len]."""
-        return torch.cat([ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)])
+        chunks = [ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)]
+        return begun(torch.cat(chunks), self.opening)
 
     def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
         """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
@@ -54,7 +59,12 @@ class Text:
             ids = self.train[which]
             start = int(torch.randint(len(ids) - row_len + 1, (), generator=rng))
             rows.append(ids[start : start + row_len])
-        return torch.stack(rows)
+        return begun(torch.stack(rows), self.opening)
+
+    def val_rows(self, ids: Tensor, starts: Tensor, row_len: int) -> Tensor:
+        """Rows [B, row_len] of a text of the validation part, from starts [B]."""
+        rows = torch.stack([ids[start : start + row_len] for start in starts.long().tolist()])
+        return begun(rows, self.opening)
 
 
 def read(
@@ -85,7 +95,7 @@ def read(
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])
-    return Text(train, val)
+    return Text(train, val, opening_ids(tokenizer))
 
 
 @progress.shown_as("train")
@@ -169,7 +179,7 @@ def train_on_text(
     errors = measure(aligner, model, chunks)
     used, num_sinks = settings.kvs, config.num_sinks
     if settings.judge:
-        judged = judge(aligner, weights, model, text.val, settings.kvs)
+        judged = judge(aligner, weights, model, text.val, settings.kvs, text.opening)
         used, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
     progress.phase("saving")

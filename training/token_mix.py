@@ -9,17 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvalign import progress
+from kvalign import checkpoints, progress
 from kvalign.data_gen.corpora import texts, token_pieces
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
 from kvalign.training.settings import PretrainSettings
 
 END = "<|endoftext|>"
+SINK = "<|sink|>"
 _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
 
@@ -89,9 +90,29 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix."""
+    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; with a
+    sink token if there is to be one.
+    """
+    tokenizer = _open_tokenizer(settings)
+    if settings.sink_token and SINK not in tokenizer.get_vocab():
+        add_sink(tokenizer)
+    return tokenizer
+
+
+def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer a token more, which it puts before every text."""
+    tokenizer.add_special_tokens({"bos_token": SINK})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SINK} $A",
+        pair=f"{SINK} $A $B",
+        special_tokens=[(SINK, tokenizer.bos_token_id)],
+    )
+
+
+def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out
+        folder = checkpoints.model_path(str(folder)) or folder
         if not (folder / "tokenizer.json").exists():
             raise NotFoundError(f"no tokenizer.json in {folder}: name the folder of a model")
         return AutoTokenizer.from_pretrained(folder)

@@ -169,6 +169,11 @@ def test_several_sinks_are_compared_with_the_first(capsys):
         assert math.isclose(row["ratio"], row["perplexity"] / rows[0]["perplexity"], rel_tol=1e-6)
     one = run_json(capsys, *argv, "--num-sinks", "0")["rows"]
     assert [row["perplexity"] for row in one] == [row["perplexity"] for row in rows[2:]]
+    # Half of the window is another number evicted, and the first sinks' row is the reference still.
+    half = run_json(capsys, *argv, "--num-sinks", "4,0", "--reference", "discard-half")["rows"]
+    assert [row["num_evicted"] for row in half[1::2]] == [6, 8]
+    expected = half[3]["perplexity"] / half[1]["perplexity"]
+    assert half[1]["ratio"] == 1 and math.isclose(half[3]["ratio"], expected, rel_tol=1e-6)
 
 
 def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
@@ -258,7 +263,13 @@ def test_comparisons_are_paired_by_label():
     worse = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat_interleave(1000)
     losses = [ups, ups + worse]
     rows = [
-        {"method": name, "cache_size": 1000, "num_evicted": 1, "segments": by_segment(nll, 1000)}
+        {
+            "method": name,
+            "cache_size": 1000,
+            "num_sinks": 0,
+            "num_evicted": 1,
+            "segments": by_segment(nll, 1000),
+        }
         for name, nll in zip(("recompute", "window"), losses, strict=True)
     ]
     compare(rows, losses, "recompute")

@@ -138,3 +138,35 @@ def test_shares_add_up():
         "python-docs": 0.25,
         "text:a@b/c.txt": 0.75,
     }
+
+
+def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch):
+    seen = {}
+
+    def noted(model, ids):
+        seen.setdefault(len(model.get_input_embeddings().weight), []).append(ids)
+        return loss(model, ids)
+
+    loss = recipe._loss
+    monkeypatch.setattr(recipe, "_loss", noted)
+    pretrain(tiny(text, tmp_path / "plain"))
+    shared = dict(tokenizer=tmp_path / "plain", sink_token=True)
+    facts = pretrain(tiny(text, tmp_path / "sink", **shared))
+    assert [ids.shape for ids in seen[300]] == [ids.shape for ids in seen[301]]
+    for plain, sink in zip(seen[300], seen[301], strict=True):
+        assert (sink[:, 0] == 300).all() and torch.equal(plain[:, 1:], sink[:, 1:])
+    loaded = load_model(str(tmp_path / "sink"))
+    assert loaded.model.config.bos_token_id == 300 == loaded.tokenizer("line")["input_ids"][0]
+    plain, sink = (
+        recipe.eval_blocks(load_model(str(tmp_path / name)).tokenizer, text, 32)
+        for name in ("plain", "sink")
+    )
+    assert (sink[:, 0] == 300).all() and torch.equal(plain[:, 1:], sink[:, 1:])
+    card = (tmp_path / "sink/README.md").read_text()
+    assert "| sink token |" in card and "--sink-token" in card and "bits_per_byte" in facts
+    assert "sink token" not in (tmp_path / "plain/README.md").read_text()
+
+
+def test_a_shipped_model_shares_its_tokenizer_by_name(text, tmp_path):
+    pretrain(tiny(text, tmp_path / "a", tokenizer=Path("gpt2-mini"), num_tokens=64))
+    assert len(load_model(str(tmp_path / "a")).tokenizer) == 8192

@@ -1,0 +1,114 @@
+"""A model with a sink token has it as entry 0 of everything that is made of text, and the tokens
+after it are those of a model without one.
+"""
+
+import pytest
+import torch
+from helpers.tiny_corpus import TEXT, byte_tokenizer
+from helpers.tiny_models import VOCAB, tiny_model
+
+import kvalign
+from kvalign.data_gen import workers
+from kvalign.data_gen.recording import record
+from kvalign.data_gen.settings import RecordSettings
+from kvalign.eval.attention_rows import read_texts
+from kvalign.eval.evaluations.attention import AttentionSettings
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
+from kvalign.eval.perplexity_scores import read_ids
+from kvalign.eval.streameval_scores import encode, pieces
+from kvalign.models import LoadedModel, spec_of
+from kvalign.training import judge, text_run
+from kvalign.training.kinds.table import TableSettings, train_table
+from kvalign.training.token_mix import add_sink
+
+SINK = VOCAB - 1
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same model with a tokenizer without a sink token and with one."""
+    model, tokenizers = tiny_model("llama"), [byte_tokenizer(SINK, TEXT) for _ in range(2)]
+    add_sink(tokenizers[1])
+    assert tokenizers[1].bos_token_id == SINK
+    return [LoadedModel(model, one, spec_of(model.config, "tiny")) for one in tokenizers]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return f"text:{path}"
+
+
+def begins_with_the_sink(plain, sink):
+    assert plain.shape == sink.shape and (sink[..., 0] == SINK).all()
+    assert torch.equal(plain[..., 1:], sink[..., 1:]) and not (plain == SINK).any()
+
+
+def test_streams_of_text_begin_with_it(pair):
+    loaded = pair[1]
+    text, ids = "the cat said", pair[0].tokenizer("the cat said")["input_ids"]
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, text, cache_size=16)
+    stream.feed(text)
+    assert stream.ids == [SINK, *ids, *ids]  # once a stream
+    seen = []
+    model = loaded.model
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    try:
+        batch = kvalign.stream_batch(
+            model, loaded.tokenizer, [text], cache_size=16, max_new_tokens=1
+        )
+        list(batch)
+    finally:
+        handle.remove()
+    assert seen[0].tolist() == [[SINK, *ids]]
+
+
+def test_evaluations_begin_with_it_and_keep_their_labels(pair, corpus):
+    settings = PerplexitySettings(corpus=corpus, cache_sizes=(8, 16), num_tokens=20)
+    begins_with_the_sink(*(read_ids(loaded, settings) for loaded in pair))
+    settings = AttentionSettings(corpus=corpus, cache_sizes=(32,), num_texts=3, num_steps=2)
+    texts = [read_texts(loaded, settings) for loaded in pair]
+    begins_with_the_sink(*texts)
+    assert texts[0].shape[0] == 3
+    plain, sink = (encode(pieces(4, 2, 1, seed=0), loaded.tokenizer) for loaded in pair)
+    streams = [torch.cat([one.ids for one in encoded]) for encoded in (plain, sink)]
+    assert streams[1].tolist() == [SINK, *streams[0].tolist()]
+    assert [one.start + 1 for one in plain[1:]] == [one.start for one in sink[1:]]
+
+
+def test_each_recorded_chunk_begins_with_it(pair, corpus, tmp_path, monkeypatch):
+    seen = {}
+
+    def noted(loaded, ids, *args):
+        seen.setdefault(loaded.tokenizer.bos_token_id, []).append(ids)
+        return record_pairs(loaded, ids, *args)
+
+    record_pairs = workers.record_pairs
+    monkeypatch.setattr(workers, "record_pairs", noted)
+    sizes = dict(corpus=(corpus,), num_tokens=240, chunk_len=24)
+    for i, loaded in enumerate(pair):
+        record(RecordSettings(out=tmp_path / str(i), **sizes), loaded=loaded)
+    begins_with_the_sink(torch.cat(seen[None]), torch.cat(seen[SINK]))
+
+
+def test_aligners_are_trained_and_judged_with_it(pair, corpus, tmp_path, monkeypatch):
+    texts = [text_run.read([corpus], one.tokenizer, 2000, 16) for one in pair]
+    for split in ("train", "val"):
+        begins_with_the_sink(*(text.chunks(split, 16) for text in texts))
+    begins_with_the_sink(*(text.rows(torch.Generator().manual_seed(0), 4, 9) for text in texts))
+    begins_with_the_sink(
+        *(text.val_rows(text.val[0], torch.tensor([0.0, 5.0]), 9) for text in texts)
+    )
+    streamed, seen = judge.streamed, []
+
+    def noted(model, rows, *args, **options):
+        seen.extend(rows.values())
+        return streamed(model, rows, *args, **options)
+
+    monkeypatch.setattr(judge, "streamed", noted)
+    sizes = dict(corpus=(corpus,), num_tokens=2000, chunk_len=16, out=tmp_path / "table")
+    train_table(TableSettings(**sizes), loaded=pair[1])
+    assert seen and all((ids[:, 0] == SINK).all() for ids in seen)
