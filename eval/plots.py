@@ -70,6 +70,7 @@ def series(
     y: str,
     high: str | None = None,
     styles: Mapping[str, Style] | None = None,
+    low: str | None = None,
 ) -> list[Series]:
     """A line for each method of two columns of its rows, in the styles given by label."""
     rows, lines = list(rows), []
@@ -77,8 +78,10 @@ def series(
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
         x_values, y_values = ([row[name] for row in group] for name in (x, y))
-        ends = [row[high] for row in group] if high and not is_floor else None
-        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor))
+        highs, lows = (
+            [row[end] for row in group] if end and not is_floor else None for end in (high, low)
+        )
+        lines.append(Series(label, styles[label], x_values, y_values, highs, is_floor, lows))
     return lines
 
 
@@ -102,12 +105,18 @@ def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
 
 
 def panels_by(
-    name: str, rows: Iterable[Row], title: str, x: str, y: str, high: str | None = None
+    name: str,
+    rows: Iterable[Row],
+    title: str,
+    x: str,
+    y: str,
+    high: str | None = None,
+    low: str | None = None,
 ) -> dict[str, list[Series]]:
     """Lines in a panel for each value of a column, which ends the panel's title."""
     rows = list(rows)
     styles, groups = styles_of(rows), grouped(rows, name)
-    return {f"{title}{v}": series(group, x, y, high, styles) for v, group in groups.items()}
+    return {f"{title}{v}": series(group, x, y, high, styles, low) for v, group in groups.items()}
 
 
 def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
