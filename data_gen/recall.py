@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from kvalign.data_gen.corpus import in_pieces
 
-RECALL = "recall"  # the corpus
 END = "<|endoftext|>"
 NUM_KEYS, NUM_VALUES = 64, 8
 FACT_SHARE = 0.6  # of the places that are not an answer

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from kvalign.eval.aligner_names import identity_of, renamed
+from kvalign.eval.conclusions import recalled
 from kvalign.eval.evaluation import FLOOR, Document, Row
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
@@ -97,6 +98,9 @@ def _of_model(results: Results, model: str) -> Finding:
             sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
     for document in of("streameval")[:1]:
         sentences += answers(named(document["rows"]))
+    for document in of("recall")[:1]:
+        if said := recalled(named(document["rows"])):
+            sentences.append(Sentence("Recall", f"{said[0].lower()}{said[1:]}"))
     return Finding(model, headline, sentences)
 
 

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import progress
 from kvalign.data_gen.corpora import text_sha256, token_pieces
-from kvalign.data_gen.recall import RECALL
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.models import check_device
@@ -32,7 +31,7 @@ from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
+from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +75,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     state = resumable.state()
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)
-    is_recall = settings.corpus == (RECALL,)
-    mix = (
-        RecallRows(settings.context_len) if is_recall else open_mix(settings, tokenizer, work_dir)
-    )
+    if settings.is_recall:
+        mix: RecallRows | TokenMix = RecallRows(settings.context_len)
+    else:
+        mix = open_mix(settings, tokenizer, work_dir)
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
@@ -270,7 +269,7 @@ def _publish(
         "num_parameters": model.num_parameters(),
         "text_sha256": read_json(settings.out / "training" / _TEXTS),
     }
-    if settings.corpus == (RECALL,):
+    if settings.is_recall:
         progress.phase("asking for facts of every age")
         facts["accuracy_by_age"] = accuracy_by_age(model, settings.context_len)
     elif settings.eval_corpus:

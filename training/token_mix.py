@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from kvalign import progress
 from kvalign.data_gen.corpora import texts, token_pieces
-from kvalign.data_gen.recall import RECALL, recall_tokenizer
+from kvalign.data_gen.recall import recall_tokenizer
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
 from kvalign.training.settings import PretrainSettings
@@ -109,7 +109,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; the
     corpus `recall` has its own.
     """
-    if settings.corpus == (RECALL,):
+    if settings.is_recall:
         return recall_tokenizer(settings.context_len)
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out

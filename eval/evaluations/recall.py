@@ -100,7 +100,9 @@ MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), str
 
 ABOUT = "right answers by questions; 95 %, Wilson"
 COLUMNS = {
-    name: Column(title, 3, better, ABOUT + more, ends=(f"{name}_low", f"{name}_high"), weight=weight)
+    name: Column(
+        title, 3, better, ABOUT + more, ends=(f"{name}_low", f"{name}_high"), weight=weight
+    )
     for name, title, better, more, weight in (
         ("accuracy", "accuracy", "higher", "; of all distances up to C", 6),
         ("newest", "to C/4", "higher", "", 2),

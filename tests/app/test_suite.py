@@ -27,7 +27,7 @@ cells:
       eval perplexity --methods window,recompute --cache-sizes 16 --num-tokens 30
       --keep {out}/losses
 """
-SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2", "paper-gpt2-mini")
+SHIPPED = ("quick", "reference", "paper-distilgpt2", "paper-smollm2", "paper-gpt2-mini", "recall")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ WORDS = frozenset(
 )
 PASSAGE = "the island was settled by people who came from the sea . " * 4 + "Zq qX Zw " * 8
 SIZES = {"num_sinks": 4, "num_evicted": 1}
+ENDS = (("", 0.0), ("_low", -0.1), ("_high", 0.1))
 ENVIRONMENT = {"kvalign": "0", "commit": HOSTILE, "device": HOSTILE, "cores": 2}
 
 
@@ -62,6 +63,13 @@ def documents():
         for row in rows
         for d in (0, 5)
     ]
+    parts = ("accuracy", "newest", "second", "third", "oldest", "beyond")
+    recalled = [
+        row
+        | {f"{part}{end}": 0.5 + x for part in parts for end, x in ENDS}
+        | dict(num_questions=9, seconds=1.0)
+        for row in rows
+    ]
     judged_by = {
         "rule": RULES["paper"].described,
         "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
@@ -73,6 +81,7 @@ def documents():
         "latency": _document("latency", timed),
         "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
+        "recall": _document("recall", recalled, {"relative_to_cache": False}),
         "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }
 

@@ -41,7 +41,7 @@ def run(settings: PageSettings, as_json: bool) -> None:
     from kvalign.app.pages.page import build
     from kvalign.app.pages.serve import serve
 
-    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS)))
+    models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS)))
     page = build(models, settings.device, settings.aligner)
     serve(page, settings.host, port, settings.open)
 
