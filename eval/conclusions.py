@@ -130,7 +130,7 @@ def recalled(rows: Sequence[Row]) -> str:
     where = "Right answers in the oldest quarter of the cache"
     if len(base) < len({row["cache_size"] for row in rows}) or not groups:
         return f"{where}: {'; '.join(spans.values())}." if groups else ""
-    near, below = [], []
+    near, below = list[str](), list[str]()
     for label, group in groups.items():
         is_near = all(r["oldest"] >= base[r["cache_size"]] - NEAR_RIGHT for r in group)
         (near if is_near else below).append(spans[label])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvalign import progress
 from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation
@@ -98,19 +98,20 @@ MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), str
 """Where a part is drawn: its distance over C."""
 
 
-ABOUT = "right answers by questions; 95 %, Wilson"
+def _share(
+    name: str, title: str, distances: str, weight: int, better: Literal["higher", ""] = "higher"
+) -> Column:
+    about = f"right answers by questions at distances {distances}; 95 %, Wilson"
+    return Column(title, 3, better, about, ends=(f"{name}_low", f"{name}_high"), weight=weight)
+
+
 COLUMNS = {
-    name: Column(
-        title, 3, better, ABOUT + more, ends=(f"{name}_low", f"{name}_high"), weight=weight
-    )
-    for name, title, better, more, weight in (
-        ("accuracy", "accuracy", "higher", "; of all distances up to C", 6),
-        ("newest", "to C/4", "higher", "", 2),
-        ("second", "to C/2", "higher", "", 2),
-        ("third", "to 3C/4", "higher", "", 2),
-        ("oldest", "to C", "higher", "", 5),
-        (BEYOND, "beyond C", "", "; 0.125 by chance", 1),
-    )
+    "accuracy": _share("accuracy", "accuracy", "up to C", 6),
+    "newest": _share("newest", "to C/4", "up to C / 4", 2),
+    "second": _share("second", "to C/2", "above that, up to C / 2", 2),
+    "third": _share("third", "to 3C/4", "above that, up to 3 C / 4", 2),
+    "oldest": _share("oldest", "to C", "above that, up to C", 5),
+    BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
 }
 MORE_COLUMNS = {
     f"{name}_{end}": Column(f"{column.title} {word}", 3, about="Wilson")
