@@ -24,6 +24,7 @@ ALIGNERS = (
     "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
     "kvalign-recall-gpt2-table",
+    "kvalign-recall-gpt2-table-kl",
     "kvalign-recall-llama-table",
 )
 DEFAULT_ALIGNERS = {
