@@ -8,8 +8,8 @@ FOLDER = Path(__file__).parent
 PURPOSES = {
     "gpt2-mini": "writes text",
     "llama-mini": "writes text",
-    "recall-gpt2": "answers questions of kvalign eval recall, and writes no text",
-    "recall-llama": "answers questions of kvalign eval recall, and writes no text",
+    "recall-gpt2": "for kvalign eval recall; writes no text",
+    "recall-llama": "for kvalign eval recall; writes no text",
 }
 MODELS = tuple(PURPOSES)
 WRITERS = tuple(name for name, purpose in PURPOSES.items() if purpose == "writes text")

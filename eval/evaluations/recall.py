@@ -106,11 +106,11 @@ def _share(
 
 
 COLUMNS = {
-    "accuracy": _share("accuracy", "accuracy", "up to C", 6),
-    "newest": _share("newest", "to C/4", "up to C / 4", 2),
-    "second": _share("second", "to C/2", "above that, up to C / 2", 2),
-    "third": _share("third", "to 3C/4", "above that, up to 3 C / 4", 2),
-    "oldest": _share("oldest", "to C", "above that, up to C", 5),
+    "accuracy": _share("accuracy", "recall", "up to C", 6),
+    "newest": _share("newest", "newest quarter", "up to C / 4", 2),
+    "second": _share("second", "second", "above that, up to C / 2", 2),
+    "third": _share("third", "third", "above that, up to 3 C / 4", 2),
+    "oldest": _share("oldest", "oldest quarter", "above that, up to C", 5),
     BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
 }
 MORE_COLUMNS = {
@@ -126,9 +126,9 @@ class Recall(Evaluation):
     heading = "Recall"
     about = (
         "A stream of facts (key k now has value v) and of questions for the value that a key was "
-        "given last, by a model trained to answer them; one answer in eight is right by chance. "
-        "Columns are distances from the fact to the question: a cache of C entries holds those up "
-        "to C, and a method that keeps sinks so many less."
+        "given last, by a model trained to answer them; one answer in eight is right by chance. A "
+        "cache of C entries holds facts up to C tokens back, and as many less as it has sinks. "
+        "Columns are shares of right answers by the quarter in which the fact lies."
     )
     in_summary = ("accuracy", "oldest")
     columns = COLUMNS
