@@ -31,8 +31,6 @@ TO_MAKE = {
     "latency/recompute",
     "llama-mini/perplexity",
     "llama-mini/python-docs",
-    "recall/llama",
-    "recall/llama-no-sinks",
     "scripts/long-prompts",
     "scripts/throughput",
 }
