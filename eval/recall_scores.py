@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalign.data_gen.recall import WORDS, FactStreams, ages
+from kvalign.data_gen.facts import WORDS, FactStreams, ages
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
 from kvalign.eval.evaluations.recall import BEYOND, QUARTERS, RecallSettings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.data_gen.recall import FactStreams, ages
+from kvalign.data_gen.facts import FactStreams, ages
 from kvalign.training.token_mix import NO_LABEL, Rows
 
 NUM_EVAL_ROWS = 400

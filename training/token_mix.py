@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from kvalign import progress
 from kvalign.data_gen.corpora import texts, token_pieces
-from kvalign.data_gen.recall import recall_tokenizer
+from kvalign.data_gen.facts import recall_tokenizer
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
 from kvalign.training.settings import PretrainSettings

@@ -2,7 +2,7 @@
 
     k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
 
-The stream of `kvalign.data_gen.recall`, for the models that were trained on it (`recall-gpt2`,
+The stream of `kvalign.data_gen.facts`, for the models that were trained on it (`recall-gpt2`,
 `recall-llama`; `kvalign pretrain --corpus recall` makes more). An answer is one token, and right if
 it is the most likely one. What counts is the distance of the fact: the tokens from it to the
 question. Up to C it lies in the cache of a method that keeps the last C entries; beyond it is

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from kvalign.data_gen.corpora import texts, token_pieces
-from kvalign.data_gen.recall import (
+from kvalign.data_gen.facts import (
     ANSWER,
     END,
-    NUM_TOKENS,
     NUM_VALUES,
     QUESTION,
     WORDS,
@@ -17,6 +16,7 @@ from kvalign.data_gen.recall import (
     ages,
     recall_tokenizer,
 )
+from kvalign.data_gen.recall import NUM_TOKENS
 
 
 def test_answers_are_the_values_that_keys_were_given_last():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvalign
-from kvalign.data_gen.recall import ANSWER, ages
+from kvalign.data_gen.facts import ANSWER, ages
 from kvalign.eval.conclusions import recalled
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.grid import make_grid

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvalign.data_gen.recall import ANSWER, WORDS
+from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.errors import Interrupted
 from kvalign.files import sha256
 from kvalign.models import load_model
