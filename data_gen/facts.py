@@ -1,9 +1,9 @@
 """A stream that tests memory: facts, questions about them, and their answers.
 
 A fact says that a key now has a value, a question asks for the value that a key was given last, and
-the answer follows at once: `k7=3` ... `k7?` `3`. A key is given new values again and again, and only
-the last one counts. Each fact, question and answer is one token of a vocabulary of its own. After
-recall tasks of Arora et al. 2023 (Zoology), endless.
+the answer follows at once: `k7=3` ... `k7?` `3`. A key is given new values again and again, of
+which the last one counts. Each fact, question and answer is one token of a vocabulary of its own.
+After recall tasks of Arora et al. 2023 (Zoology), endless.
 """
 
 from collections.abc import Sequence
