@@ -139,7 +139,9 @@ class PretrainSettings(Settings):
     """
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
-    corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
+    corpus: tuple[str, ...] = option(
+        ("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT; recall alone: its answers"
+    )
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(None, help="folder of the tokenizer (default: train one)")
     vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
@@ -162,6 +164,11 @@ class PretrainSettings(Settings):
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")
     seed: int = option(0, help="random seed")
+
+    @property
+    def is_recall(self) -> bool:
+        """Whether facts and questions are learned, which have their own tokens and labels."""
+        return self.corpus == ("recall",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 import kvalign
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ("gpt2-mini.png", "report.png")
+PICTURES = ("gpt2-mini.png", "recall-gpt2.png", "recall-llama.png", "report.png")
 LANES = "lanes.html"
 
 _LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
@@ -61,6 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def file(path: str) -> str:
     """A Markdown file of the repository; its links into docs/ become those of a page there."""
     text = (ROOT / path).read_text(encoding="utf-8")
+    for name in PICTURES:
+        text = text.replace(f"]({name})", f"](images/{name})")
     return re.sub(r"\]\((\.\./)*docs/", "](", text)
 
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.errors import Interrupted
 from kvalign.files import sha256
 from kvalign.models import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import bits_per_byte, pretrain
+from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import parse_mix
+from kvalign.training.token_mix import NO_LABEL, parse_mix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
@@ -138,3 +140,22 @@ def test_shares_add_up():
         "python-docs": 0.25,
         "text:a@b/c.txt": 0.75,
     }
+
+
+def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.training.recall_rows.NUM_EVAL_ROWS", 40)
+    rows = RecallRows(64).batch(0, 3, 5, 16)
+    again, other = (RecallRows(64).batch(0, step, 5, 16) for step in (3, 4))
+    assert torch.equal(rows.ids, again.ids) and not torch.equal(rows.ids, other.ids)
+    firsts = {RecallRows(64).batch(0, step, 1, 16).first for step in range(99)}
+    assert firsts <= set(range(49)) and len(firsts) > 30
+    counted = rows.labels != NO_LABEL
+    assert counted.any() and (rows.labels[counted] >= ANSWER).all()
+    assert torch.equal(rows.labels[:, :-1][counted[:, :-1]], rows.ids[:, 1:][counted[:, :-1]])
+    facts = pretrain(tiny("x", tmp_path / "a", corpus="recall", eval_corpus=None))
+    loaded, card = load_model(str(tmp_path / "a")), (tmp_path / "a/README.md").read_text()
+    assert len(loaded.tokenizer) == len(WORDS) == loaded.model.config.vocab_size
+    assert len(facts["accuracy_by_age"]) == 8 and "--corpus recall" in card
+    assert (
+        f"an eighth of them each: {facts['accuracy_by_age'][0]:.3f}" in card and "BPE" not in card
+    )
