@@ -39,6 +39,7 @@ HEAD_DIM = 64
 WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
+FACTS = "pretrain.json"
 _CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
 _TEXTS = "text_sha256.json"
 _PROGRESS = ("step", "smooth_loss", "seconds")
@@ -261,9 +262,11 @@ def _publish(
     model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()
+    tokens_seen = run.step * run.tokens_a_step
     facts: dict[str, Any] = {
         "settings": settings.as_dict(),
-        "tokens_seen": run.step * run.tokens_a_step,
+        "tokens_seen": tokens_seen,
+        "ended_before": _ended_before(settings.out / FACTS, tokens_seen),
         "train_loss_nats": run.smooth_loss,
         "train_seconds": round(run.seconds),
         "num_parameters": model.num_parameters(),
@@ -276,7 +279,7 @@ def _publish(
         progress.phase(f"evaluating on {settings.eval_corpus}")
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
-    write_json(settings.out / "pretrain.json", facts)
+    write_json(settings.out / FACTS, facts)
     template = jinja2.Template(
         _CARD.read_text(),
         undefined=jinja2.StrictUndefined,
@@ -286,3 +289,13 @@ def _publish(
     values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
     write_text(settings.out / "README.md", template.render(values))
     return facts
+
+
+def _ended_before(path: Path, tokens_seen: int) -> list[int]:
+    """After how many tokens the rate had fallen to 0 before it rose again: what was published here
+    was then asked for more.
+    """
+    if not path.exists():
+        return []
+    facts = read_json(path)
+    return [n for n in (*facts.get("ended_before", ()), facts["tokens_seen"]) if n < tokens_seen]
