@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from kvalign import progress
 from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
-from kvalign.errors import UserError
 from kvalign.eval.statistics import interval
 from kvalign.methods import make_method
 from kvalign.methods.base import Cached, Method, Reencoding
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.scoring import score
-from kvalign.training.recall_rows import row_ages
+from kvalign.training.recall_rows import answers
 
 CACHE_SIZES = (32, 96)  # and the largest
 ROW_LABELS = 256
@@ -153,23 +152,6 @@ def excerpts(texts: list[Tensor], largest: int) -> dict[int, Tensor]:
                 for ids in texts
                 for start in torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
             ]
-        )
-    return found
-
-
-def answers(ids: Tensor, cache_size: int) -> Tensor:
-    """Which labels of rows [B, N] of the corpus `recall` are answers whose fact is in the cache:
-    [B * labels] bool, row by row.
-
-    Raises:
-        UserError: none is.
-    """
-    ages = row_ages(ids)[:, cache_size + 1 :].flatten()
-    found = (ages > 0) & (ages <= cache_size)
-    if not found.any():
-        raise UserError(
-            f"the validation text has no question for what a cache of {cache_size} holds: take "
-            "more text (--num-tokens)"
         )
     return found
 

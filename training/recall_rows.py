@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.data_gen.facts import FactStreams, ages
+from kvalign.errors import UserError
 from kvalign.training.token_mix import NO_LABEL, Rows
 
 NUM_EVAL_ROWS = 4000  # of 256 tokens they have 470 facts in the oldest eighth
@@ -38,6 +39,23 @@ class RecallRows:
 def row_ages(ids: Tensor) -> Tensor:
     """`ages` of each row of ids [B, T]."""
     return torch.tensor([ages(row) for row in ids.tolist()])
+
+
+def answers(ids: Tensor, cache_size: int) -> Tensor:
+    """Which labels of rows [B, N] of the corpus `recall` are answers whose fact is in the cache:
+    [B * labels] bool, row by row.
+
+    Raises:
+        UserError: none is.
+    """
+    ages = row_ages(ids)[:, cache_size + 1 :].flatten()
+    found = (ages > 0) & (ages <= cache_size)
+    if not found.any():
+        raise UserError(
+            f"this text has no question for what a cache of {cache_size} holds: take "
+            "more text (--num-tokens)"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ dozen.
 
 `nll` is the model's own loss on the text, `kl` the divergence from the model that re-encodes its
 window at each step. `kl` sees no labels: what it gains is realignment alone, and the step from
-there to `nll` is adaptation to the text.
+there to `nll` is adaptation to the text. Of the corpus `recall` both read the answers alone.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kvalign.models import spec_of
 from kvalign.realign import OnRead
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
+from kvalign.training.recall_rows import answers
 from kvalign.training.text_run import Text
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
@@ -56,7 +58,7 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss = LOSSES[objective]
+    loss = partial(LOSSES[objective], answers_alone=settings.corpus == ("recall",))
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
@@ -174,21 +176,38 @@ def _streamed(model: PreTrainedModel, sizes: CacheSizes, realigner: OnRead, ids:
 
 
 def nll(
-    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+    model: PreTrainedModel,
+    sizes: CacheSizes,
+    ids: Tensor,
+    logits: Tensor,
+    rng: torch.Generator,
+    answers_alone: bool = False,
 ) -> Tensor:
     """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
-    labels = ids[:, -logits.shape[1] :].to(logits.device)
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+    labels, logits = ids[:, -logits.shape[1] :].flatten(), logits.flatten(0, 1)
+    if answers_alone:
+        counted = answers(ids, sizes.cache_size)
+        labels, logits = labels[counted], logits[counted.to(logits.device)]
+    return cross_entropy(logits, labels.to(logits.device))
 
 
 def kl(
-    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+    model: PreTrainedModel,
+    sizes: CacheSizes,
+    ids: Tensor,
+    logits: Tensor,
+    rng: torch.Generator,
+    answers_alone: bool = False,
 ) -> Tensor:
     """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
-    row = torch.arange(num_queries) % num_rows
-    column = torch.randint(num_logits, (num_queries,), generator=rng)
+    if answers_alone:
+        places = answers(ids.cpu(), sizes.cache_size).view(num_rows, num_logits).nonzero()
+        row, column = places[torch.randint(len(places), (num_queries,), generator=rng)].T
+    else:
+        row = torch.arange(num_queries) % num_rows
+        column = torch.randint(num_logits, (num_queries,), generator=rng)
     last = column + sizes.cache_size
     first = sizes.num_dropped(last)
     offsets = torch.arange(sizes.cache_size + 1)

@@ -7,22 +7,12 @@ from helpers.tiny_models import VOCAB
 
 from kvalign.aligners import AnchoredAligner, TableAligner, new_config
 from kvalign.aligners.network_sizes import NETWORK_SIZES
-from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams
-from kvalign.errors import UserError
 from kvalign.methods import make_method
 from kvalign.models import spec_of
 from kvalign.scoring import score_stepwise
 from kvalign.training import judge as judging
 from kvalign.training import train_table
-from kvalign.training.judge import (
-    answers,
-    excerpts,
-    judge,
-    stepped,
-    streamed,
-    use_parts,
-    usual_sinks,
-)
+from kvalign.training.judge import excerpts, judge, stepped, streamed, use_parts, usual_sinks
 from kvalign.training.table_run import standardise
 
 KVS = ("key", "value")
@@ -141,16 +131,6 @@ def test_of_facts_and_questions_the_answers_count_alone(tmp_path):
     """`recall-gpt2` knows the answers only; what it says of other tokens would hide that it needs
     its table.
     """
-    row = FactStreams(0, 2).take(90)
-    counted = answers(torch.from_numpy(row), 30).view(2, 59)
-    for ids, found in zip(row, counted, strict=True):
-        assert found.any() and (ids[31:][found] >= ANSWER).all()
-        for i in (found.nonzero()[:, 0] + 31).tolist():
-            facts = ids[:i][ids[:i] // NUM_VALUES == ids[i - 1] - QUESTION]
-            assert len(facts) and facts[-1] % NUM_VALUES == ids[i] - ANSWER
-            assert ids[i - 31 : i].tolist().count(facts[-1])
-    with pytest.raises(UserError, match="no question for what a cache of 30 holds"):
-        answers(torch.zeros(2, 60, dtype=torch.int64), 30)
     found = train_table(model="recall-gpt2", corpus="recall", num_tokens=40_000, out=tmp_path)
     assert found["key"]["used"]
     judged = found["key"]["judged"]
