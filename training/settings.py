@@ -48,6 +48,11 @@ class TextSettings(TrainSettings):
     )
     chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
 
+    @property
+    def is_recall(self) -> bool:
+        """Whether the text is facts and questions, of which the answers count alone."""
+        return self.corpus == ("recall",)
+
     def folder(self, kind: str) -> Path:
         return self.out or folder_of(self.model) / kind
 

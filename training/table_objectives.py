@@ -58,7 +58,7 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss = partial(LOSSES[objective], answers_alone=settings.corpus == ("recall",))
+    loss = partial(LOSSES[objective], answers_alone=settings.is_recall)
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)

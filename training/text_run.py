@@ -167,8 +167,7 @@ def train_on_text(
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
-    is_recall = settings.corpus == ("recall",)
-    judged = judge(aligner, weights, model, text.val, settings.kvs, answers_alone=is_recall)
+    judged = judge(aligner, weights, model, text.val, settings.kvs, settings.is_recall)
     progress.phase("saving")
     record |= {"val_nll": judged["val_nll"], "judged": judged}
     record["seconds"] = round(time.perf_counter() - start, 1)
