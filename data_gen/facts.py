@@ -27,11 +27,20 @@ class FactStreams:
     """Endless streams side by side; each `take` goes on where the last one ended.
 
     Questions are for facts of all ages alike, up to about `max_age` tokens: an age is drawn, then
-    the key whose last fact is nearest to it.
+    the key whose last fact is nearest to it. With `ask_oldest` every second stream asks for ages of
+    the last eighth alone: in a short stream few facts grow as old before they are told again.
     """
 
-    def __init__(self, seed: int | tuple[int, ...], num_rows: int = 1, max_age: int = MAX_AGE):
+    def __init__(
+        self,
+        seed: int | tuple[int, ...],
+        num_rows: int = 1,
+        max_age: int = MAX_AGE,
+        ask_oldest: bool = False,
+    ):
         self.rng, self.max_age, self.now = np.random.default_rng(seed), max_age, 0
+        oldest = max_age - max_age // 8
+        self.min_age = np.where(np.arange(num_rows) % 2, oldest, 1) if ask_oldest else 1
         self.rows = np.arange(num_rows)
         shape = (num_rows, NUM_KEYS)
         self.value = self.rng.integers(NUM_VALUES, size=shape)
@@ -45,7 +54,7 @@ class FactStreams:
         shape = (num_tokens, len(self.rows))
         is_fact = self.rng.random(shape) < FACT_SHARE
         facts = self.rng.integers(QUESTION, size=shape)
-        ages = self.rng.integers(1, self.max_age, size=shape, endpoint=True)
+        ages = self.rng.integers(self.min_age, self.max_age, size=shape, endpoint=True)
         ids = np.empty(shape, np.int64)
         for i in range(num_tokens):
             answers = self.asked >= 0

@@ -14,7 +14,7 @@ from kvalign.data_gen.facts import FactStreams, ages
 from kvalign.errors import UserError
 from kvalign.training.token_mix import NO_LABEL, Rows
 
-NUM_EVAL_ROWS = 4000  # of 256 tokens they have 470 facts in the oldest eighth
+NUM_EVAL_ROWS = 2000
 NUM_EIGHTHS = 8
 
 
@@ -28,7 +28,7 @@ class RecallRows:
 
     def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Rows:
         """Rows of streams whose questions are for facts within a row."""
-        stream = FactStreams((seed, step), num_rows, row_len)
+        stream = FactStreams((seed, step), num_rows, row_len, ask_oldest=True)
         ids = torch.from_numpy(stream.take(row_len + 1))
         rng = np.random.default_rng((seed, step, 1))
         first = int(rng.integers(self.context_len - row_len, endpoint=True))
@@ -63,7 +63,8 @@ def accuracy_by_age(model: PreTrainedModel, context_len: int, seed: int = 1) -> 
     """Share of right answers in rows of `context_len` tokens, each read whole, by the age of the
     fact: up to an eighth of the context length, up to two, ...
     """
-    ids = torch.from_numpy(FactStreams(seed, NUM_EVAL_ROWS, context_len).take(context_len))
+    streams = FactStreams(seed, NUM_EVAL_ROWS, context_len, ask_oldest=True)
+    ids = torch.from_numpy(streams.take(context_len))
     right, total = torch.zeros(NUM_EIGHTHS), torch.zeros(NUM_EIGHTHS)
     for rows in ids.split(16):
         logits = model(input_ids=rows.to(model.device), use_cache=False).logits
