@@ -42,14 +42,14 @@ STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
-Loss = Callable[[PreTrainedModel, CacheSizes, Tensor, Tensor, torch.Generator], Tensor]
+Loss = Callable[..., Tensor]  # of the arguments of `nll` and `kl`
 
 
 def tune(
     aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
 ) -> dict[str, Any]:
-    """Train `aligner` in place; keep the weights with the best validation loss, those before the
-    first step included.
+    """Train the tables of `settings.kvs` in place; keep the weights with the best validation loss,
+    those before the first step included.
 
     Each step streams rows of text with a cache of random size that evicts a random number at once,
     both log-uniform; it keeps the sinks of the aligner's config.
@@ -63,10 +63,13 @@ def tune(
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
-    for name in TABLES:
+    names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]
+    for name in names:
         parametrize.register_parametrization(aligner, name, _Knots(getattr(aligner, name), hats))
-    aligner.requires_grad_(True)
-    optimizer = torch.optim.Adam(aligner.parameters(), lr=settings.lr, betas=(0.9, 0.98))
+    changes = [aligner.get_parameter(f"parametrizations.{name}.original") for name in names]
+    for change in changes:
+        change.requires_grad_()
+    optimizer = torch.optim.Adam(changes, lr=settings.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
@@ -92,7 +95,7 @@ def tune(
             if val_loss < best:
                 best, best_weights = val_loss, deepcopy(aligner.state_dict())
     aligner.load_state_dict(best_weights)
-    for name in TABLES:
+    for name in names:
         parametrize.remove_parametrizations(aligner, name)
     aligner.requires_grad_(False)
     return {"objective": objective, "val_before": before, "val_after": best, "num_steps": num_steps}
