@@ -128,4 +128,6 @@ def test_a_narrow_terminal_gets_whole_words_and_the_names_of_what_is_left_out(mo
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
-    assert out.count("architecture") == 2 and "left out at 80 columns: default aligner" in out
+    assert (
+        out.count("architecture") == 2 and "left out at 80 columns: purpose; default aligner" in out
+    )
