@@ -30,8 +30,8 @@ ALIGNERS = (
 DEFAULT_ALIGNERS = {
     "gpt2-mini": "kvalign-gpt2-mini-table-kl",
     "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
-    "recall-gpt2": "kvalign-recall-gpt2-table",
-    "recall-llama": "kvalign-recall-llama-table",
+    "recall-gpt2": "kvalign-recall-gpt2-table-kl",
+    "recall-llama": "kvalign-recall-llama-table",  # as that
 }
 
 
