@@ -5,7 +5,14 @@ with a card.
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-MODELS = ("gpt2-mini", "llama-mini")
+PURPOSES = {
+    "gpt2-mini": "writes text",
+    "llama-mini": "writes text",
+    "recall-gpt2": "for kvalign eval recall; writes no text",
+    "recall-llama": "for kvalign eval recall; writes no text",
+}
+MODELS = tuple(PURPOSES)
+WRITERS = tuple(name for name, purpose in PURPOSES.items() if purpose == "writes text")
 ALIGNERS = (
     "kvalign-gpt2-mini-table",
     "kvalign-gpt2-mini-table-kl",
@@ -16,10 +23,15 @@ ALIGNERS = (
     "kvalign-gpt2-mini-network-rollout8",
     "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
+    "kvalign-recall-gpt2-table",
+    "kvalign-recall-gpt2-table-kl",
+    "kvalign-recall-llama-table",
 )
 DEFAULT_ALIGNERS = {
     "gpt2-mini": "kvalign-gpt2-mini-table-kl",
     "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
+    "recall-gpt2": "kvalign-recall-gpt2-table-kl",
+    "recall-llama": "kvalign-recall-llama-table",  # as that
 }
 
 

@@ -23,6 +23,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
     "corpus",
     {
         "python-docs": "kvalign.data_gen.python_docs:PythonDocs",
+        "recall": "kvalign.data_gen.recall:Recall",
         "text:PATH": "kvalign.data_gen.text_files:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
         "marked:SPEC": "kvalign.data_gen.marked:Marked",

@@ -19,6 +19,7 @@ from kvalign.eval.verdicts import (
 )
 
 SINK = 5  # times its even share that the first entry gets at least where it is a sink
+NEAR_RIGHT = 0.02  # of the share of right answers
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
 
 
@@ -189,6 +190,26 @@ def answers(rows: Sequence[Row]) -> str:
         most = max(row["accuracy"] for row in rows)
         return f"No method answers half of the queries of any distance: {most:.2f} at most."
     return f"Half of the answers or more are right, lines back: {'; '.join(far)}."
+
+
+def recalled(rows: Sequence[Row]) -> str:
+    """Which methods answer as re-encoding does in the oldest quarter of the cache, at every size,
+    and which do not.
+    """
+    base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}
+    groups = grouped([row for row in rows if row["method"] != "recompute"], _name)
+    spans = {x: f"{x} ({spread((r['oldest'] for r in g), 2)})" for x, g in groups.items()}
+    where = "Right answers in the oldest quarter of the cache"
+    if len(base) < len({row["cache_size"] for row in rows}) or not groups:
+        return f"{where}: {'; '.join(spans.values())}." if groups else ""
+    near, below = list[str](), list[str]()
+    for label, group in groups.items():
+        is_near = all(r["oldest"] >= base[r["cache_size"]] - NEAR_RIGHT for r in group)
+        (near if is_near else below).append(spans[label])
+    points = f"{100 * NEAR_RIGHT:.0f} points of recompute ({spread(base.values(), 2)})"
+    said = [f"within {points}: {listed(near)}" if near else ""]
+    said += [f"not within {points if not near else 'them'}: {listed(below)}" if below else ""]
+    return f"{where}: {'; '.join(filter(None, said))}."
 
 
 def readable(rows: Sequence[Row], what: str = "chunks") -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from kvalign.eval.aligner_names import identity_of, renamed
-from kvalign.eval.conclusions import sinks
+from kvalign.eval.conclusions import recalled, sinks
 from kvalign.eval.evaluation import FLOOR, Document, Row
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.results_folder import Results
@@ -99,6 +99,9 @@ def _of_model(results: Results, model: str) -> Finding:
             sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
     for document in of("streameval")[:1]:
         sentences += answers(named(document["rows"]))
+    for document in of("recall")[:1]:
+        if said := recalled(named(document["rows"])):
+            sentences.append(Sentence("Recall", f"{said[0].lower()}{said[1:]}"))
     for document in of("attention")[:1]:
         sentences.append(Sentence("Attention", sinks(named(document["rows"]))))
     return Finding(model, headline, sentences)

@@ -4,6 +4,9 @@ The error of vectors does not decide, nor does a stream without sinks on a model
 there anything helps that makes a sink of some entry. So each set of parts (none, keys, values,
 both) streams the same text with the sinks that streaming methods keep, and without, and has to beat
 the best of `streaming-llm`, which is the set of none.
+
+Of the corpus `recall` answers alone count, those whose fact the cache still has: nobody can tell
+its other tokens, and its models have not learned them.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from kvalign.methods.base import Cached, Method, Reencoding
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.opening import begun
 from kvalign.scoring import score
+from kvalign.training.recall_rows import answers
 
 CACHE_SIZES = (32, 96)  # and the largest
 ROW_LABELS = 256
@@ -47,6 +51,7 @@ def judge(
     val: list[Tensor],
     kvs: Parts,
     opening: Sequence[int] = (),
+    answers_alone: bool = False,
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks; leave in `aligner` the simplest that
     the best is not told apart from: few parts, then the usual sinks, then a low loss. Told apart
@@ -58,16 +63,21 @@ def judge(
         val: token ids [N] int64 of each text.
         kvs: the parts that were trained.
         opening: what each stream begins with, in place of its first tokens.
+        answers_alone: the text is of the corpus `recall`.
 
     Returns:
         `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
         of the best without an aligner), `discard_half` (the loss of that method with the chosen
         sinks), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and `by_cache`, that of each
         cache size), `cache_sizes`, `num_labels`; losses are nats a token.
+
+    Raises:
+        UserError: answers alone count, and there are none.
     """
     progress.phase("judging by streaming")
     rows = excerpts(val, aligner.config.chunk_len - 1)
     rows = {size: begun(ids, opening) for size, ids in rows.items()}
+    counted = {size: answers(ids, size) for size, ids in rows.items()} if answers_alone else None
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
@@ -79,14 +89,14 @@ def judge(
         if parts:
             name, options = "kvalign", {"aligner": aligner, "realign_every": every}
         for n in [usual] if parts and aligner.recursive else sinks:
-            found[parts, n] = streamed(model, rows, name, num_sinks=n, **options)
+            found[parts, n] = streamed(model, rows, name, counted, num_sinks=n, **options)
     losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
     nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
     chosen = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
     use_parts(aligner, trained, untrained, chosen[0])
-    half = torch.cat(streamed(model, rows, "discard-half", num_sinks=chosen[1]))
+    half = torch.cat(streamed(model, rows, "discard-half", counted, num_sinks=chosen[1]))
     plain = min(sinks, key=lambda n: nll[(), n])
     return {
         "parts": list(chosen[0]),
@@ -152,9 +162,15 @@ def excerpts(texts: list[Tensor], largest: int) -> dict[int, Tensor]:
 
 
 def streamed(
-    model: PreTrainedModel, rows: dict[int, Tensor], name: str, **options: Any
+    model: PreTrainedModel,
+    rows: dict[int, Tensor],
+    name: str,
+    counted: dict[int, Tensor] | None = None,
+    **options: Any,
 ) -> list[Tensor]:
-    """Losses [labels] in nats of rows [B, N] under a method, of each cache size."""
+    """Losses [labels] in nats of rows [B, N] under a method, of each cache size; of labels that are
+    `counted` [B * labels] alone.
+    """
     found = []
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
@@ -163,7 +179,7 @@ def streamed(
             losses = torch.cat([score(method, row[None]) for row in ids])
         else:
             losses = stepped(method, ids)
-        found.append(losses.cpu())
+        found.append(losses.cpu()[counted[size]] if counted else losses.cpu())
         progress.advance(ids.numel())
     return found
 

@@ -11,6 +11,7 @@ import logging
 import math
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from kvalign.models import check_device
 from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
+from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import open_mix, open_tokenizer, parse_mix
+from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ HEAD_DIM = 64
 WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
+FACTS = "pretrain.json"
 _CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
 _TEXTS = "text_sha256.json"
 _PROGRESS = ("step", "smooth_loss", "seconds")
@@ -75,7 +78,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     state = resumable.state()
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(settings)
-    mix = open_mix(settings, tokenizer, work_dir)
+    if settings.is_recall:
+        mix: RecallRows | TokenMix = RecallRows(settings.context_len)
+    else:
+        mix = open_mix(settings, tokenizer, work_dir)
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
@@ -83,7 +89,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     model = build_model(settings, tokenizer).to(settings.device)
     if state == "new":
         resumable.begin()
-    run = Run(settings, model, resumable.folder / "checkpoint.pt")
+    run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
     started, opening = run.saved_at, opening_ids(tokenizer)
@@ -93,10 +99,10 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     with keeping(run.kept), held_back() as interrupted:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
-            ids = mix.batch(settings.seed, run.step, num_rows, run.row_len)
-            ids = begun(ids, opening).to(settings.device)
+            rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
+            rows = replace(rows, ids=begun(rows.ids, opening))
             with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(model, ids)
+                loss = loss_of(model, *rows.on(settings.device))
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
@@ -171,8 +177,10 @@ def bits_per_byte(
 class Run:
     """Model, optimisers and progress of one training run, and their checkpoint file."""
 
-    def __init__(self, settings: PretrainSettings, model: PreTrainedModel, path: Path):
-        self.settings, self.model, self.path = settings, model, path
+    def __init__(
+        self, settings: PretrainSettings, model: PreTrainedModel, path: Path, short_by: int
+    ):
+        self.settings, self.model, self.path, self.short_by = settings, model, path, short_by
         self.tokens_a_step = settings.batch_size * settings.context_len
         self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
@@ -192,7 +200,7 @@ class Run:
     def row_len(self) -> int:
         """Tokens of a row at this step."""
         short = self.step < self.settings.short_share * self.num_steps
-        return self.settings.context_len // (2 if short else 1)
+        return self.settings.context_len // (self.short_by if short else 1)
 
     def rate(self) -> float:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
@@ -244,10 +252,10 @@ class Run:
         log.info("resumed at step %d", self.step)
 
 
-def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Mean NLL in nats of ids [B, T] but the first of each row."""
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T - 1, V]
-    return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+def _loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
+    """Mean NLL in nats of the labels of ids [B, T], each the token after."""
+    logits = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits  # [B, T, V]
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def _publish(
@@ -258,19 +266,24 @@ def _publish(
     model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()
+    tokens_seen = run.step * run.tokens_a_step
     facts: dict[str, Any] = {
         "settings": settings.as_dict(),
-        "tokens_seen": run.step * run.tokens_a_step,
+        "tokens_seen": tokens_seen,
+        "ended_before": _ended_before(settings.out / FACTS, tokens_seen),
         "train_loss_nats": run.smooth_loss,
         "train_seconds": round(run.seconds),
         "num_parameters": model.num_parameters(),
         "text_sha256": read_json(settings.out / "training" / _TEXTS),
     }
-    if settings.eval_corpus:
+    if settings.is_recall:
+        progress.phase("asking for facts of every age")
+        facts["accuracy_by_age"] = accuracy_by_age(model, settings.context_len)
+    elif settings.eval_corpus:
         progress.phase(f"evaluating on {settings.eval_corpus}")
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
-    write_json(settings.out / "pretrain.json", facts)
+    write_json(settings.out / FACTS, facts)
     template = jinja2.Template(
         _CARD.read_text(),
         undefined=jinja2.StrictUndefined,
@@ -280,3 +293,13 @@ def _publish(
     values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
     write_text(settings.out / "README.md", template.render(values))
     return facts
+
+
+def _ended_before(path: Path, tokens_seen: int) -> list[int]:
+    """After how many tokens the rate had fallen to 0 before it rose again: what was published here
+    was then asked for more.
+    """
+    if not path.exists():
+        return []
+    facts = read_json(path)
+    return [n for n in (*facts.get("ended_before", ()), facts["tokens_seen"]) if n < tokens_seen]

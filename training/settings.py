@@ -51,6 +51,11 @@ class TextSettings(TrainSettings):
         True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
     )
 
+    @property
+    def is_recall(self) -> bool:
+        """Whether the text is facts and questions, of which the answers count alone."""
+        return self.corpus == ("recall",)
+
     def folder(self, kind: str) -> Path:
         return self.out or folder_of(self.model) / kind
 
@@ -142,7 +147,9 @@ class PretrainSettings(Settings):
     """
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
-    corpus: tuple[str, ...] = option(("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT")
+    corpus: tuple[str, ...] = option(
+        ("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT; recall alone: its answers"
+    )
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(
         None,
@@ -171,6 +178,11 @@ class PretrainSettings(Settings):
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")
     seed: int = option(0, help="random seed")
+
+    @property
+    def is_recall(self) -> bool:
+        """Whether facts and questions are learned, which have their own tokens and labels."""
+        return self.corpus == ("recall",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,13 @@ dozen.
 
 `nll` is the model's own loss on the text, `kl` the divergence from the model that re-encodes its
 window at each step. `kl` sees no labels: what it gains is realignment alone, and the step from
-there to `nll` is adaptation to the text.
+there to `nll` is adaptation to the text. Of the corpus `recall` both read the answers alone.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kvalign.models import spec_of
 from kvalign.realign import OnRead
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
+from kvalign.training.recall_rows import answers
 from kvalign.training.text_run import Text
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
@@ -40,14 +42,14 @@ STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
-Loss = Callable[[PreTrainedModel, CacheSizes, Tensor, Tensor, torch.Generator], Tensor]
+Loss = Callable[..., Tensor]  # of the arguments of `nll` and `kl`
 
 
 def tune(
     aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
 ) -> dict[str, Any]:
-    """Train `aligner` in place; keep the weights with the best validation loss, those before the
-    first step included.
+    """Train the tables of `settings.kvs` in place; keep the weights with the best validation loss,
+    those before the first step included.
 
     Each step streams rows of text with a cache of random size that evicts a random number at once,
     both log-uniform; it keeps the sinks of the aligner's config.
@@ -56,15 +58,18 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss = LOSSES[objective]
+    loss = partial(LOSSES[objective], answers_alone=settings.is_recall)
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
-    for name in TABLES:
+    names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]
+    for name in names:
         parametrize.register_parametrization(aligner, name, _Knots(getattr(aligner, name), hats))
-    aligner.requires_grad_(True)
-    optimizer = torch.optim.Adam(aligner.parameters(), lr=settings.lr, betas=(0.9, 0.98))
+    changes = [aligner.get_parameter(f"parametrizations.{name}.original") for name in names]
+    for change in changes:
+        change.requires_grad_()
+    optimizer = torch.optim.Adam(changes, lr=settings.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
     )
@@ -90,7 +95,7 @@ def tune(
             if val_loss < best:
                 best, best_weights = val_loss, deepcopy(aligner.state_dict())
     aligner.load_state_dict(best_weights)
-    for name in TABLES:
+    for name in names:
         parametrize.remove_parametrizations(aligner, name)
     aligner.requires_grad_(False)
     return {"objective": objective, "val_before": before, "val_after": best, "num_steps": num_steps}
@@ -174,21 +179,38 @@ def _streamed(model: PreTrainedModel, sizes: CacheSizes, realigner: OnRead, ids:
 
 
 def nll(
-    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+    model: PreTrainedModel,
+    sizes: CacheSizes,
+    ids: Tensor,
+    logits: Tensor,
+    rng: torch.Generator,
+    answers_alone: bool = False,
 ) -> Tensor:
     """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
-    labels = ids[:, -logits.shape[1] :].to(logits.device)
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+    labels, logits = ids[:, -logits.shape[1] :].flatten(), logits.flatten(0, 1)
+    if answers_alone:
+        counted = answers(ids, sizes.cache_size)
+        labels, logits = labels[counted], logits[counted.to(logits.device)]
+    return cross_entropy(logits, labels.to(logits.device))
 
 
 def kl(
-    model: PreTrainedModel, sizes: CacheSizes, ids: Tensor, logits: Tensor, rng: torch.Generator
+    model: PreTrainedModel,
+    sizes: CacheSizes,
+    ids: Tensor,
+    logits: Tensor,
+    rng: torch.Generator,
+    answers_alone: bool = False,
 ) -> Tensor:
     """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
-    row = torch.arange(num_queries) % num_rows
-    column = torch.randint(num_logits, (num_queries,), generator=rng)
+    if answers_alone:
+        places = answers(ids.cpu(), sizes.cache_size).view(num_rows, num_logits).nonzero()
+        row, column = places[torch.randint(len(places), (num_queries,), generator=rng)].T
+    else:
+        row = torch.arange(num_queries) % num_rows
+        column = torch.randint(num_logits, (num_queries,), generator=rng)
     last = column + sizes.cache_size
     first = sizes.num_dropped(last)
     offsets = torch.arange(sizes.cache_size + 1)

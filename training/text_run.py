@@ -179,7 +179,9 @@ def train_on_text(
     errors = measure(aligner, model, chunks)
     used, num_sinks = settings.kvs, config.num_sinks
     if settings.judge:
-        judged = judge(aligner, weights, model, text.val, settings.kvs, text.opening)
+        judged = judge(
+            aligner, weights, model, text.val, settings.kvs, text.opening, settings.is_recall
+        )
         used, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
     progress.phase("saving")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,13 +16,29 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from kvalign import checkpoints, progress
 from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.data_gen.facts import recall_tokenizer
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import write_whole
 from kvalign.training.settings import PretrainSettings
 
 END = "<|endoftext|>"
 SINK = "<|sink|>"
+NO_LABEL = -100  # what torch's cross entropy leaves out
 _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a step reads: ids and labels [B, T] int64, and the position of the first token."""
+
+    ids: Tensor
+    labels: Tensor
+    first: int = 0
+
+    def on(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, labels and position ids [1, T] on a device."""
+        positions = self.first + torch.arange(self.ids.shape[1])[None]
+        return self.ids.to(device), self.labels.to(device), positions.to(device)
 
 
 @dataclass(frozen=True)
@@ -32,17 +49,17 @@ class TokenMix:
 
     ids: list[np.ndarray]
     shares: np.ndarray
+    short_by: ClassVar[int] = 2
 
-    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Tensor:
-        """Rows from random places, [num_rows, row_len + 1] int64: the same for the same seed and
-        step.
-        """
+    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Rows:
+        """Rows of `row_len` tokens from random places: the same for the same seed and step."""
         rng = np.random.default_rng((seed, step))
         rows = []
         for which in rng.choice(len(self.ids), num_rows, p=self.shares):
             start = rng.integers(0, len(self.ids[which]) - row_len)
             rows.append(self.ids[which][start : start + row_len + 1].astype(np.int64))
-        return torch.from_numpy(np.stack(rows))
+        ids = torch.from_numpy(np.stack(rows))
+        return Rows(ids[:, :-1], ids[:, 1:])
 
 
 def parse_mix(specs: tuple[str, ...]) -> dict[str, float]:
@@ -90,8 +107,8 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; with a
-    sink token if there is to be one.
+    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; the
+    corpus `recall` has its own. With a sink token if there is to be one.
     """
     tokenizer = _open_tokenizer(settings)
     if settings.sink_token and SINK not in tokenizer.get_vocab():
@@ -110,6 +127,8 @@ def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
+    if settings.is_recall:
+        return recall_tokenizer(settings.context_len)
     if settings.tokenizer or (settings.out / "tokenizer.json").exists():
         folder = settings.tokenizer or settings.out
         folder = checkpoints.model_path(str(folder)) or folder

@@ -26,7 +26,13 @@ from mkdocs.structure.pages import Page
 import kvalign
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ("gpt2-mini.png", "report.png", "smollm2-attention.png")
+PICTURES = (
+    "gpt2-mini.png",
+    "recall-gpt2.png",
+    "recall-llama.png",
+    "report.png",
+    "smollm2-attention.png",
+)
 LANES = "lanes.html"
 
 _LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)

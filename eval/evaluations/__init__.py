@@ -14,6 +14,7 @@ ABOUT = {
     "latency": "time per token of all methods, taking turns",
     "readability": "let methods write, and judge what they wrote",
     "streameval": "ask for values registered some lines back in an endless stream",
+    "recall": "ask for facts by their distance: how much of its cache a method can read",
     "attention": "what queries look at before and after an eviction of the sinks",
     "chat": "many conversations through one stream, each answer judged",
 }

@@ -39,6 +39,7 @@ def models() -> list[Row]:
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "default_aligner": checkpoints.default_aligner(name),
+            "purpose": checkpoints.PURPOSES.get(name),
         }
 
     here = [

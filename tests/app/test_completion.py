@@ -23,7 +23,7 @@ from kvalign.settings import fields_of, flag
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
 EVALS = {command.split()[1] for command in COMMANDS if command.startswith("eval ")}
-CORPORA = {"python-docs", *HUB, "hub:", "text:", "marked:"}
+CORPORA = {"python-docs", "recall", *HUB, "hub:", "text:", "marked:"}
 FILES = {"notes.txt", "my-aligner/"}
 # What is typed, and what is offered for its last word.
 LINES = [
@@ -38,7 +38,10 @@ LINES = [
     ("kvalign generate --model ", {*checkpoints.MODELS, *fetched.MODELS}),
     ("kvalign models --fetch ", set(fetched.MODELS)),
     ("kvalign generate --model no", {"notes.txt"}),
-    ("kvalign generate --aligner kvalign-llama", {n for n in checkpoints.ALIGNERS if "llama" in n}),
+    (
+        "kvalign generate --aligner kvalign-recall",
+        {n for n in checkpoints.ALIGNERS if "recall" in n},
+    ),
     ("kvalign generate --aligner my", {"my-aligner/"}),
     ("kvalign generate --dtype ", {"float32", "bfloat16", "float16"}),
     ("kvalign generate --cache-size ", set()),

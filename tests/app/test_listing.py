@@ -60,7 +60,8 @@ def test_rows_say_what_the_configs_say():
     assert labels["kvalign-gpt2-mini-table-kl"] == "table-kl"
     realigns = {row["name"]: row["realigns"] for row in listing.aligners()}
     assert realigns["kvalign-llama-mini-table"] == []
-    gpt2, llama = listing.models()
+    gpt2, llama, *others = listing.models()
+    assert {row["purpose"] for row in others} == {"for kvalign eval recall; writes no text"}
     assert (gpt2["positions"], llama["positions"]) == ("learned", "rotary")
     assert gpt2["context_len"] == 512 and llama["num_kv_heads"] == 2
     assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
@@ -127,4 +128,6 @@ def test_a_narrow_terminal_gets_whole_words_and_the_names_of_what_is_left_out(mo
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
-    assert out.count("architecture") == 2 and "left out at 80 columns: default aligner" in out
+    assert (
+        out.count("architecture") == 2 and "left out at 80 columns: purpose; default aligner" in out
+    )

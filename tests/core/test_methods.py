@@ -10,7 +10,7 @@ from helpers.tiny_models import CONTEXT_LEN, tiny_model
 from kvalign.aligners import Move
 from kvalign.methods import METHODS, make_method
 from kvalign.models import spec_of
-from kvalign.scoring import score, score_stepwise
+from kvalign.scoring import hits, score, score_stepwise
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,6 +167,20 @@ def test_scoring_is_stepping(name, models, ids, num_evicted):
                 score(method, ids[:1, :num_tokens], counted.append), expected, atol=1e-4
             )
             assert sum(counted) == len(expected) == num_tokens - CACHE_SIZE - 1
+
+
+@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize("num_evicted", [1, 3])
+def test_wanted_labels_have_the_measure_of_stepping(name, models, ids, num_evicted):
+    method = make(name, models["gpt2"], num_evicted=num_evicted)
+    expected = score_stepwise(method, ids[:1, :75], measure=hits)
+    assert set(expected.tolist()) <= {0.0, 1.0}
+    wanted = torch.arange(len(expected)) % 5 == 2
+    counted = []
+    found = score(method, ids[:1, :75], counted.append, hits, wanted)
+    assert torch.equal(found[wanted], expected[wanted]) and sum(counted) == len(expected)
+    if name == "recompute" and num_evicted == 1:
+        assert found[~wanted].isnan().all()
 
 
 @pytest.mark.parametrize("name", STREAMING)

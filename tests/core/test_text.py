@@ -25,7 +25,7 @@ PROMPT = "The history of the island"
 
 @pytest.fixture(scope="module")
 def loaded():
-    return {name: load_model(name) for name in checkpoints.MODELS}
+    return {name: load_model(name) for name in checkpoints.WRITERS}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_an_end_token_ends_until_more_is_fed(gpt2, monkeypatch):
     assert next(iter(stream))
 
 
-@pytest.mark.parametrize("model_name", checkpoints.MODELS)
+@pytest.mark.parametrize("model_name", checkpoints.WRITERS)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path):
     path = tmp_path / "talk.safetensors"

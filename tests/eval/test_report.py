@@ -237,9 +237,9 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
 
 def test_results_are_in_the_suites_order(tmp_path):
     folder = write_folder(tmp_path / "results")
-    names = ["attention", "chat", "latency", "perplexity", "readability", "streameval"]
-    names.append("total-time")
+    names = ["attention", "chat", "latency", "perplexity", "readability", "recall"]
+    names += ["streameval", "total-time"]
     assert list(read(folder).documents) == names
     cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
     (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
-    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:6]]
+    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:7]]

@@ -13,6 +13,7 @@ WORDS = frozenset(
 )
 PASSAGE = "the island was settled by people who came from the sea . " * 4 + "Zq qX Zw " * 8
 SIZES = {"num_sinks": 4, "num_evicted": 1}
+ENDS = (("", 0.0), ("_low", -0.1), ("_high", 0.1))
 ENVIRONMENT = {"kvalign": "0", "commit": HOSTILE, "device": HOSTILE, "cores": 2}
 
 
@@ -77,6 +78,13 @@ def documents():
         | {x: dict(by_entry=[[1.0] * 24] * 4, by_head=[[4.0] * 2] * 4) for x in ("before", "after")}
         for i, row in enumerate(rows)
     ]
+    parts = ("accuracy", "newest", "second", "third", "oldest", "beyond")
+    recalled = [
+        row
+        | {f"{part}{end}": 0.5 + x for part in parts for end, x in ENDS}
+        | dict(num_questions=9, seconds=1.0)
+        for row in rows
+    ]
     judged_by = {
         "rule": RULES["paper"].described,
         "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
@@ -89,6 +97,7 @@ def documents():
         "latency": _document("latency", timed),
         "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
+        "recall": _document("recall", recalled, {"relative_to_cache": False}),
         "attention": _document("attention", looked, texts),
         "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }

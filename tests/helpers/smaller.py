@@ -41,6 +41,8 @@ SMALLER = {
     ("eval streameval", "distances"): (0,),
     ("eval streameval", "num_lines"): 2,
     ("eval streameval", "query_every"): 2,
+    ("eval recall", "cache_sizes"): (32,),
+    ("eval recall", "num_questions"): 2,
     ("eval attention", "cache_sizes"): (32,),
     ("eval attention", "num_texts"): 2,
     ("eval attention", "num_steps"): 1,
@@ -60,6 +62,7 @@ INSIDE = {
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
     "kvalign.training.judge.ROW_LABELS": 80,
+    "kvalign.data_gen.recall.NUM_TOKENS": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
 

@@ -34,7 +34,7 @@ def main() -> None:
         pieces = token_pieces(args.corpus, loaded.tokenizer, "test")
         val = torch.tensor([*islice(chain.from_iterable(pieces), args.num_tokens)])
         untrained = type(aligner)(aligner.config).state_dict()
-        found = judge(aligner, untrained, loaded.model, [val], KV)
+        found = judge(aligner, untrained, loaded.model, [val], KV, args.corpus == "recall")
         rows: dict[int, dict[tuple[str, ...], float]] = {}
         for row in found["streams"]:
             rows.setdefault(row["num_sinks"], {})[tuple(row["parts"])] = math.exp(row["val_nll"])

@@ -11,6 +11,7 @@ from kvalign.methods import make_method
 from kvalign.models import spec_of
 from kvalign.scoring import score_stepwise
 from kvalign.training import judge as judging
+from kvalign.training import train_table
 from kvalign.training.judge import excerpts, judge, stepped, streamed, use_parts, usual_sinks
 from kvalign.training.table_run import standardise
 
@@ -56,7 +57,8 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
     table, untrained = trained_table(model, usual_sinks(spec_of(model.config).family))
     noise = torch.Generator().manual_seed(0)
 
-    def told(model, rows, name, num_sinks, aligner=None, realign_every=1):
+    def told(model, rows, name, counted, num_sinks, aligner=None, realign_every=1):
+        assert counted is None
         used = tuple(kv for kv in KVS if aligner is not None and getattr(aligner, kv).any())
         assert (name == "kvalign") == bool(used)
         mean = means.get((num_sinks, used), 9)
@@ -123,6 +125,17 @@ def test_rows_side_by_side_are_rows_alone(models):
     method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     assert torch.allclose(found, alone, atol=1e-4)
+
+
+def test_of_facts_and_questions_the_answers_count_alone(tmp_path):
+    """`recall-gpt2` knows the answers only; what it says of other tokens would hide that it needs
+    its table.
+    """
+    found = train_table(model="recall-gpt2", corpus="recall", num_tokens=40_000, out=tmp_path)
+    assert found["key"]["used"]
+    judged = found["key"]["judged"]
+    assert judged["val_nll"] < 0.5 < judged["without"]["val_nll"]
+    assert 200 < judged["num_labels"] < 1000  # of 3072 tokens
 
 
 def test_what_only_makes_a_sink_is_not_used():

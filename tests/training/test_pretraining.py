@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.errors import Interrupted
 from kvalign.files import sha256
 from kvalign.models import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import bits_per_byte, pretrain
+from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import parse_mix
+from kvalign.training.token_mix import NO_LABEL, parse_mix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
@@ -100,6 +102,11 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     torch.manual_seed(0)
     untrained = recipe.build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
     assert facts["bits_per_byte"] < 0.9 * bits_per_byte(untrained, loaded.tokenizer, text, 32)
+    assert "fallen" not in card and facts["ended_before"] == []
+    for num_steps, before in ((61, [60 * 64]), (62, [60 * 64, 61 * 64])):
+        facts = pretrain(tiny(text, tmp_path / "a", num_tokens=num_steps * 64))
+        assert facts["ended_before"] == before
+    assert "had fallen to 0 after 3,840 and 3,904 of them" in (tmp_path / "a/README.md").read_text()
     other = tiny(text, tmp_path / "b", tokenizer=tmp_path / "a", arch="llama", num_tokens=64)
     pretrain(other)
     assert load_model(str(tmp_path / "b")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
@@ -143,18 +150,18 @@ def test_shares_add_up():
 def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch):
     seen = {}
 
-    def noted(model, ids):
-        seen.setdefault(len(model.get_input_embeddings().weight), []).append(ids)
-        return loss(model, ids)
+    def noted(model, ids, *of_labels):
+        seen.setdefault(len(model.get_input_embeddings().weight), []).append((ids, of_labels[0]))
+        return loss(model, ids, *of_labels)
 
     loss = recipe._loss
     monkeypatch.setattr(recipe, "_loss", noted)
     pretrain(tiny(text, tmp_path / "plain"))
     shared = dict(tokenizer=tmp_path / "plain", sink_token=True)
     facts = pretrain(tiny(text, tmp_path / "sink", **shared))
-    assert [ids.shape for ids in seen[300]] == [ids.shape for ids in seen[301]]
-    for plain, sink in zip(seen[300], seen[301], strict=True):
+    for (plain, labels), (sink, same) in zip(seen[300], seen[301], strict=True):
         assert (sink[:, 0] == 300).all() and torch.equal(plain[:, 1:], sink[:, 1:])
+        assert torch.equal(labels, same)
     loaded = load_model(str(tmp_path / "sink"))
     assert loaded.model.config.bos_token_id == 300 == loaded.tokenizer("line")["input_ids"][0]
     plain, sink = (
@@ -170,3 +177,22 @@ def test_a_sink_token_leaves_every_label_where_it_is(text, tmp_path, monkeypatch
 def test_a_shipped_model_shares_its_tokenizer_by_name(text, tmp_path):
     pretrain(tiny(text, tmp_path / "a", tokenizer=Path("gpt2-mini"), num_tokens=64))
     assert len(load_model(str(tmp_path / "a")).tokenizer) == 8192
+
+
+def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.training.recall_rows.NUM_EVAL_ROWS", 40)
+    rows = RecallRows(64).batch(0, 3, 5, 16)
+    again, other = (RecallRows(64).batch(0, step, 5, 16) for step in (3, 4))
+    assert torch.equal(rows.ids, again.ids) and not torch.equal(rows.ids, other.ids)
+    firsts = {RecallRows(64).batch(0, step, 1, 16).first for step in range(99)}
+    assert firsts <= set(range(49)) and len(firsts) > 30
+    counted = rows.labels != NO_LABEL
+    assert counted.any() and (rows.labels[counted] >= ANSWER).all()
+    assert torch.equal(rows.labels[:, :-1][counted[:, :-1]], rows.ids[:, 1:][counted[:, :-1]])
+    facts = pretrain(tiny("x", tmp_path / "a", corpus="recall", eval_corpus=None))
+    loaded, card = load_model(str(tmp_path / "a")), (tmp_path / "a/README.md").read_text()
+    assert len(loaded.tokenizer) == len(WORDS) == loaded.model.config.vocab_size
+    assert len(facts["accuracy_by_age"]) == 8 and "--corpus recall" in card
+    assert (
+        f"an eighth of them each: {facts['accuracy_by_age'][0]:.3f}" in card and "BPE" not in card
+    )

@@ -98,20 +98,23 @@ def test_kl_is_zero_where_streaming_is_exact():
     assert divergence(tiny_model("gpt2"), CacheSizes(20, 0)) > 1e-2
 
 
-@pytest.mark.parametrize("objective", LOSSES)
-def test_tuning_lowers_the_validation_loss_and_leaves_the_model(models, objective):
+@pytest.mark.parametrize(("objective", "target"), [("nll", "both"), ("kl", "both"), ("kl", "key")])
+def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective, target):
     model, text = models["gpt2"], random_text()
     aligner = untrained(model, chunk_len=32)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     loss = LOSSES[objective]
     before = validate(aligner, model, text, loss)
-    settings = TableSettings(out="unused", objective=objective, max_steps=30, lr=5e-3)
+    settings = TableSettings(
+        out="unused", objective=objective, target=target, max_steps=30, lr=5e-3
+    )
     found = tune(aligner, model, text, settings)
     assert found["val_before"] == pytest.approx(before)
     assert found["val_after"] == pytest.approx(validate(aligner, model, text, loss), abs=1e-5)
     assert found["val_after"] < before
     assert set(aligner.state_dict()) == {"key", "value", "key_scale", "value_scale"}
     assert not any(parameter.requires_grad for parameter in aligner.parameters())
+    assert bool(aligner.key.any()) and bool(aligner.value.any()) == (target == "both")
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 

@@ -42,7 +42,7 @@ def run(settings: PageSettings, as_json: bool) -> None:
     from kvalign.app.pages.serve import serve
 
     here = filter(fetched.model_path, fetched.MODELS)
-    models = list(dict.fromkeys((settings.model, *checkpoints.MODELS, *here)))
+    models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
     page = build(models, settings.device, settings.aligner)
     serve(page, settings.host, port, settings.open)
 

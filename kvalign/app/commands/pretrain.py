@@ -14,7 +14,9 @@ def run(settings: PretrainSettings, as_json: bool) -> None:
 
     print(json.dumps(pretrain(settings)))
     say_written(settings.out)
-    if settings.arch == "gpt2":
+    if settings.is_recall:
+        say_next("train", "--aligner-kind", "table", "--model", settings.out, "--corpus", "recall")
+    elif settings.arch == "gpt2":
         say_next("train", "--aligner-kind", "table", "--model", settings.out)
     else:
         say_next("generate", "--method", "streaming-llm", "--model", settings.out)

@@ -1,0 +1,109 @@
+"""A stream that tests memory: facts, questions about them, and their answers.
+
+A fact says that a key now has a value, a question asks for the value that a key was given last, and
+the answer follows at once: `k7=3` ... `k7?` `3`. A key is given new values again and again, of
+which the last one counts. Each fact, question and answer is one token of a vocabulary of its own.
+After recall tasks of Arora et al. 2023 (Zoology), endless.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+NUM_KEYS, NUM_VALUES = 64, 8
+FACT_SHARE = 0.6  # of the places that are not an answer
+MAX_AGE = 256  # facts that are asked for are at most about as old, in tokens
+
+QUESTION = NUM_KEYS * NUM_VALUES  # the first question's id; facts are 0 to here
+ANSWER = QUESTION + NUM_KEYS  # the first answer's id
+
+
+class FactStreams:
+    """Endless streams side by side; each `take` goes on where the last one ended.
+
+    Questions are for facts of all ages alike, up to about `max_age` tokens: an age is drawn, then
+    the key whose last fact is nearest to it. With `ask_oldest` every second stream asks for ages of
+    the last eighth alone: in a short stream few facts grow as old before they are told again.
+    """
+
+    def __init__(
+        self,
+        seed: int | tuple[int, ...],
+        num_rows: int = 1,
+        max_age: int = MAX_AGE,
+        ask_oldest: bool = False,
+    ):
+        self.rng, self.max_age, self.now = np.random.default_rng(seed), max_age, 0
+        oldest = max_age - max_age // 8
+        self.min_age = np.where(np.arange(num_rows) % 2, oldest, 1) if ask_oldest else 1
+        self.rows = np.arange(num_rows)
+        shape = (num_rows, NUM_KEYS)
+        self.value = self.rng.integers(NUM_VALUES, size=shape)
+        # When each key was given its value, as in a stream that began long ago.
+        self.given = -self.rng.geometric(FACT_SHARE / (2 - FACT_SHARE) / NUM_KEYS, size=shape)
+        self.asked = np.full(num_rows, -1)  # the key of the question before, -1 for none
+        self.take(8)
+
+    def take(self, num_tokens: int) -> np.ndarray:
+        """The next tokens of every stream: [B, num_tokens] int64."""
+        shape = (num_tokens, len(self.rows))
+        is_fact = self.rng.random(shape) < FACT_SHARE
+        facts = self.rng.integers(QUESTION, size=shape)
+        ages = self.rng.integers(self.min_age, self.max_age, size=shape, endpoint=True)
+        ids = np.empty(shape, np.int64)
+        for i in range(num_tokens):
+            answers = self.asked >= 0
+            is_new = is_fact[i] & ~answers
+            asked = np.abs(self.now - self.given - ages[i][:, None]).argmin(1)
+            ids[i] = np.where(is_new, facts[i], QUESTION + asked)
+            ids[i] = np.where(answers, ANSWER + self.value[self.rows, self.asked], ids[i])
+            rows, (key, value) = self.rows[is_new], np.divmod(facts[i][is_new], NUM_VALUES)
+            self.value[rows, key], self.given[rows, key] = value, self.now
+            self.asked = np.where(answers | is_new, -1, asked)
+            self.now += 1
+        return ids.T.copy()
+
+
+def ages(ids: Sequence[int]) -> list[int]:
+    """Of each token of a stream that is an answer, the tokens from its fact to its question; 0 of
+    any other token, and where the fact is not among these or an answer has told it again since.
+    """
+    given: dict[int, int] = {}
+    found = [0] * len(ids)
+    for i, token in enumerate(ids):
+        if token < QUESTION:
+            given[token // NUM_VALUES] = i
+        elif token >= ANSWER and i and (at := given.pop(ids[i - 1] - QUESTION, None)) is not None:
+            found[i] = i - 1 - at
+    return found
+
+
+WORDS = (
+    *(f"k{key}={value}" for key in range(NUM_KEYS) for value in range(NUM_VALUES)),
+    *(f"k{key}?" for key in range(NUM_KEYS)),
+    *map(str, range(NUM_VALUES)),
+    END,
+)
+"""The vocabulary: a fact's id is key * NUM_VALUES + value."""
+
+
+def recall_tokenizer(context_len: int) -> "PreTrainedTokenizerFast":
+    """Words apart by white space, one token each; any other word is END."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token=END,
+        eos_token=END,
+        unk_token=END,
+        model_max_length=context_len,
+    )

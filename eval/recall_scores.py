@@ -1,0 +1,91 @@
+"""The stream of `kvalign eval recall`, and how many of its answers are right."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalign.data_gen.facts import WORDS, FactStreams, ages
+from kvalign.errors import UserError
+from kvalign.eval.evaluation import Row
+from kvalign.eval.evaluations.recall import BEYOND, QUARTERS, RecallSettings
+from kvalign.eval.grid import sizes_of
+from kvalign.eval.verdicts import share_interval
+from kvalign.methods.base import Method
+from kvalign.models import LoadedModel
+from kvalign.scoring import OnLabels, hits, score
+
+PIECE_LEN = 4096  # tokens
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream for one cache size.
+
+    Attributes:
+        ids: [1, N] int64, on the model's device.
+        ages: [N - C - 1] int64, of each label that counts the distance of its fact; else 0.
+    """
+
+    ids: Tensor
+    ages: Tensor
+
+
+def check_words(loaded: LoadedModel) -> None:
+    """Raise UserError for a model that has other tokens than the stream."""
+    if loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) != [*range(len(WORDS))]:
+        raise UserError(
+            f"{loaded.spec.name} was not trained on facts and questions: take recall-gpt2 or "
+            "recall-llama, or make one with kvalign pretrain --corpus recall"
+        )
+
+
+def part_of(age: int, cache_size: int) -> int:
+    """0 to 3: the quarter of the cache in which a fact of that distance lies; 4: beyond it."""
+    return min((4 * age - 1) // cache_size, len(QUARTERS))
+
+
+def read_stream(cache_size: int, settings: RecallSettings, device: torch.device) -> Stream:
+    """A stream long enough for `num_questions` in each part; more than that are not counted."""
+    first, max_age = cache_size + 1, math.ceil(1.5 * cache_size)
+    streams = FactStreams(settings.seed, max_age=max_age)
+    ids, found = np.empty(0, np.int64), np.empty(0, np.int64)
+    while True:
+        ids = np.concatenate([ids, streams.take(PIECE_LEN)[0]])
+        found = np.array(ages(ids.tolist()))[first:]
+        found[found > max_age] = 0
+        counts = np.zeros(len(QUARTERS) + 1, np.int64)
+        for i in found.nonzero()[0]:
+            part = part_of(found[i], cache_size)
+            counts[part] += 1
+            if counts[part] > settings.num_questions:
+                found[i] = 0
+        if counts.min() >= settings.num_questions:
+            break
+    end = int(found.nonzero()[0][-1]) + 1
+    ids, found = ids[: first + end], found[:end]
+    return Stream(torch.from_numpy(ids)[None].to(device), torch.from_numpy(found))
+
+
+def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
+    """The row of a method."""
+    start = time.perf_counter()
+    wanted = stream.ages > 0
+    right = score(method, stream.ids, on_labels, hits, wanted.to(stream.ids.device)).cpu()[wanted]
+    seconds = time.perf_counter() - start
+    cache_size = method.sizes.cache_size
+    parts = torch.tensor([part_of(age, cache_size) for age in stream.ages[wanted].tolist()])
+    row = {**sizes_of(method), "num_questions": len(right)}
+    in_cache = right[parts < len(QUARTERS)]
+    for name, of_part in (
+        ("accuracy", in_cache),
+        *((name, right[parts == i]) for i, name in enumerate((*QUARTERS, BEYOND))),
+    ):
+        share = of_part.double().mean().item()
+        interval = share_interval(share, len(of_part))
+        assert interval
+        row |= {name: share, f"{name}_low": interval[0], f"{name}_high": interval[1]}
+    return row | {"seconds": seconds}

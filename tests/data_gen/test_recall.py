@@ -1,0 +1,76 @@
+"""The stream of facts and questions: what it says is so, and a tokenizer reads it as it was."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.data_gen.facts import (
+    ANSWER,
+    END,
+    NUM_VALUES,
+    QUESTION,
+    WORDS,
+    FactStreams,
+    ages,
+    recall_tokenizer,
+)
+from kvalign.data_gen.recall import NUM_TOKENS
+
+
+def test_answers_are_the_values_that_keys_were_given_last():
+    for ids in FactStreams(0, num_rows=3).take(2000).tolist():
+        given, told, num_checked = {}, set(), 0
+        for i, (token, age) in enumerate(zip(ids, ages(ids), strict=True)):
+            if token < QUESTION:
+                key, value = divmod(token, NUM_VALUES)
+                given[key] = i, value
+                told.discard(key)
+            elif token >= ANSWER and i:
+                key = ids[i - 1] - QUESTION
+                if key in given:
+                    at, value = given[key]
+                    assert token - ANSWER == value
+                    assert age == (0 if key in told else i - 1 - at)
+                    num_checked += age > 0
+                told.add(key)
+            else:
+                assert age == 0
+        assert num_checked > 200
+
+
+@pytest.mark.parametrize("max_age", [40, 256])
+def test_facts_of_all_ages_are_asked_for(max_age):
+    found = np.array(ages(FactStreams(1, max_age=max_age).take(20_000)[0].tolist()))
+    counts = np.histogram(found[found > 0], bins=4, range=(0, max_age))[0]
+    assert counts.min() > counts.max() / 5 and found.max() < 1.5 * max_age
+
+
+def test_short_streams_ask_for_their_oldest_facts():
+    """Every second one of them; the others are as they would be."""
+    plain, asking = (FactStreams(1, 2000, 256, ask_oldest=x).take(256) for x in (False, True))
+    counts = []
+    for rows in (plain, asking):
+        found = np.array([ages(row) for row in rows.tolist()])
+        counts.append([(x > 224).sum() for x in (found[::2], found[1::2])])
+    assert counts[1][1] > 8 * counts[0][1] and 0.5 < counts[1][0] / counts[0][0] < 2
+
+
+def test_a_stream_goes_on_where_it_ended_and_begins_anywhere():
+    whole, parts = (FactStreams(2, num_rows=40) for _ in range(2))
+    first = whole.take(5)
+    assert np.array_equal(first, parts.take(5)) and whole.take(3).shape == (40, 3)
+    kinds = {(token >= QUESTION) + (token >= ANSWER) for token in first[:, 0].tolist()}
+    assert kinds == {0, 1, 2}
+
+
+def test_the_corpus_is_tokens_of_its_own():
+    tokenizer = recall_tokenizer(256)
+    (text,) = texts("recall", "test")
+    ids = list(chain(*token_pieces("recall", tokenizer, "test")))
+    assert len(ids) == NUM_TOKENS["test"] and max(ids) < len(WORDS) - 1
+    assert text.split() == [WORDS[i] for i in ids]
+    assert tokenizer.decode(ids[:9]) == " ".join(WORDS[i] for i in ids[:9])
+    assert tokenizer("k7=3 island")["input_ids"] == [7 * 8 + 3, WORDS.index(END)]
+    assert text[:100] not in next(texts("recall", "train"))

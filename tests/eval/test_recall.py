@@ -1,0 +1,95 @@
+"""Recall: what is asked, what counts as right, and what it tells of methods."""
+
+import json
+
+import pytest
+import torch
+
+import kvalign
+from kvalign.data_gen.facts import ANSWER, ages
+from kvalign.eval.conclusions import recalled
+from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
+from kvalign.eval.grid import make_grid
+from kvalign.eval.recall_scores import part_of, read_stream, score_method
+from kvalign.models import load_model
+from kvalign.scoring import hits, score_stepwise
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("recall-gpt2")
+
+
+@pytest.fixture(scope="module")
+def result(loaded):
+    settings = RecallSettings(cache_sizes=(32, 64), num_questions=60)
+    return kvalign.eval.recall(settings, loaded=loaded)
+
+
+def test_every_part_of_the_cache_has_its_questions():
+    stream = read_stream(30, RecallSettings(num_questions=25), torch.device("cpu"))
+    first, labels = 31, stream.ids[0, 31:]
+    assert len(labels) == len(stream.ages) and stream.ages[-1] > 0
+    counted = stream.ages > 0
+    assert (labels[counted] >= ANSWER).all() and stream.ages.max() <= 45
+    told = torch.tensor(ages(stream.ids[0].tolist()))[first:]
+    assert torch.equal(told[counted], stream.ages[counted])
+    parts = [part_of(age, 30) for age in stream.ages[counted].tolist()]
+    assert [parts.count(part) for part in range(5)] == [25] * 5
+    assert [part_of(age, 30) for age in (1, 7, 8, 15, 16, 22, 23, 30, 31, 45)] == [
+        *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
+    ]
+
+
+@pytest.mark.parametrize("name", ["recompute", "discard-half", "window", "kvalign"])
+def test_right_answers_are_those_of_stepping(name, loaded):
+    settings = RecallSettings(methods=(name,), cache_sizes=(24,), num_questions=5)
+    (method,) = make_grid(settings, loaded.model)
+    stream = read_stream(24, settings, torch.device("cpu"))
+    told = []
+    row = score_method(method, stream, told.append)
+    right = score_stepwise(method, stream.ids, measure=hits)
+    in_cache = (stream.ages > 0) & (stream.ages <= 24)
+    assert row["accuracy"] == pytest.approx(right[in_cache].mean().item())
+    assert row["num_questions"] == 25 and sum(told) == len(stream.ages)
+
+
+def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
+    rows = {(row["method"], row["cache_size"]): row for row in result["rows"]}
+    for size in (32, 64):
+        best, half = rows["recompute", size], rows["discard-half", size]
+        assert best["accuracy"] > 0.95 and best["beyond"] < 0.35
+        assert rows["kvalign", size]["oldest"] > 0.9
+        assert half["oldest"] < best["oldest"] - 0.4
+        for part in MIDDLES:
+            assert best[f"{part}_low"] <= best[part] <= best[f"{part}_high"] + 1e-9
+
+
+def test_the_plot_and_its_sentence(result):
+    figure, caption, conclusion = EVALUATION.figure(json.loads(json.dumps(result)))
+    assert [axes.get_title() for axes in figure.axes] == ["C = 32", "C = 64"]
+    assert "recall-gpt2" in caption
+    assert conclusion.startswith(
+        "Right answers in the oldest quarter of the cache: within 2 points"
+    )
+    assert (
+        conclusion.index("kvalign") < conclusion.index("not within") < conclusion.index("discard")
+    )
+    relative = result | {"settings": result["settings"] | {"relative_to_cache": True}}
+    (one, other) = EVALUATION.figure(relative)[0].axes
+    assert one.get_xlim() == other.get_xlim() and one.get_xlim()[1] < 2
+    assert "over C" in one.get_xlabel()
+
+
+def test_without_a_reference_the_sentence_is_a_list():
+    row = {"method": "window", "aligner": None, "cache_size": 8, "num_sinks": 0, "num_evicted": 1}
+    said = recalled([row | {"oldest": 0.5}])
+    assert said == "Right answers in the oldest quarter of the cache: window with 0 sinks (0.50)."
+    assert recalled([row | {"oldest": 0.5, "method": "recompute"}]) == ""
+
+
+def test_a_model_of_other_words_is_refused():
+    with pytest.raises(kvalign.UserError, match="gpt2-mini was not trained on facts"):
+        kvalign.eval.recall(model="gpt2-mini")
+    with pytest.raises(kvalign.UserError, match="--plot takes a path"):
+        RecallSettings(plot="a.txt")

@@ -1,0 +1,42 @@
+"""Of facts and questions the answers are trained and judged alone."""
+
+import pytest
+import torch
+
+from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams
+from kvalign.errors import UserError
+from kvalign.models import load_model
+from kvalign.sizes import CacheSizes
+from kvalign.training.recall_rows import answers
+from kvalign.training.table_objectives import LOSSES
+
+CACHE_SIZE = 30
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return torch.from_numpy(FactStreams(0, 3, CACHE_SIZE).take(90))
+
+
+def test_answers_are_those_of_facts_in_the_cache(rows):
+    counted = answers(rows, CACHE_SIZE).view(3, -1)
+    for ids, found in zip(rows, counted, strict=True):
+        labels = ids[CACHE_SIZE + 1 :]
+        assert found.any() and not found.all() and (labels[found] >= ANSWER).all()
+        for i in (found.nonzero()[:, 0] + CACHE_SIZE + 1).tolist():
+            cache, key = ids[i - 1 - CACHE_SIZE : i - 1], ids[i - 1] - QUESTION
+            facts = cache[(cache < QUESTION) & (cache // NUM_VALUES == key)]
+            assert facts[-1] % NUM_VALUES == ids[i] - ANSWER
+    with pytest.raises(UserError, match="no question for what a cache of 30 holds"):
+        answers(torch.zeros(2, 60, dtype=torch.int64), CACHE_SIZE)
+
+
+@pytest.mark.parametrize("objective", LOSSES)
+def test_tables_are_tuned_by_answers(rows, objective):
+    """No other token's logits have a gradient."""
+    model, loss = load_model("recall-gpt2").model, LOSSES[objective]
+    logits = model(rows[:, CACHE_SIZE:-1]).logits.detach().requires_grad_()
+    rng = torch.Generator().manual_seed(0)
+    loss(model, CacheSizes(CACHE_SIZE, 0), rows, logits, rng, answers_alone=True).backward()
+    trained = logits.grad.abs().sum(-1).flatten() > 0
+    assert trained.sum() > 10 and answers(rows, CACHE_SIZE)[trained].all()

@@ -1,0 +1,76 @@
+"""Pretraining on the corpus `recall`: rows of endless streams, and the loss of answers alone.
+
+Rows begin anywhere in a stream: rows that all begin alike teach a model what stands at which
+position, and what is trained to realign its entries then carries content. The first, short rows lie
+at positions drawn at random, so that all of them are trained from the beginning.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.data_gen.facts import FactStreams, ages
+from kvalign.errors import UserError
+from kvalign.training.token_mix import NO_LABEL, Rows
+
+NUM_EVAL_ROWS = 2000
+NUM_EIGHTHS = 8
+
+
+class RecallRows:
+    """What a step reads depends on the seed and the step alone."""
+
+    short_by = 4
+
+    def __init__(self, context_len: int):
+        self.context_len = context_len
+
+    def batch(self, seed: int, step: int, num_rows: int, row_len: int) -> Rows:
+        """Rows of streams whose questions are for facts within a row."""
+        stream = FactStreams((seed, step), num_rows, row_len, ask_oldest=True)
+        ids = torch.from_numpy(stream.take(row_len + 1))
+        rng = np.random.default_rng((seed, step, 1))
+        first = int(rng.integers(self.context_len - row_len, endpoint=True))
+        labels = ids.masked_fill(row_ages(ids) == 0, NO_LABEL)
+        return Rows(ids[:, :-1], labels[:, 1:], first)
+
+
+def row_ages(ids: Tensor) -> Tensor:
+    """`ages` of each row of ids [B, T]."""
+    return torch.tensor([ages(row) for row in ids.tolist()])
+
+
+def answers(ids: Tensor, cache_size: int) -> Tensor:
+    """Which labels of rows [B, N] of the corpus `recall` are answers whose fact is in the cache:
+    [B * labels] bool, row by row.
+
+    Raises:
+        UserError: none is.
+    """
+    ages = row_ages(ids)[:, cache_size + 1 :].flatten()
+    found = (ages > 0) & (ages <= cache_size)
+    if not found.any():
+        raise UserError(
+            f"this text has no question for what a cache of {cache_size} holds: take "
+            "more text (--num-tokens)"
+        )
+    return found
+
+
+@torch.no_grad()
+def accuracy_by_age(model: PreTrainedModel, context_len: int, seed: int = 1) -> list[float]:
+    """Share of right answers in rows of `context_len` tokens, each read whole, by the age of the
+    fact: up to an eighth of the context length, up to two, ...
+    """
+    streams = FactStreams(seed, NUM_EVAL_ROWS, context_len, ask_oldest=True)
+    ids = torch.from_numpy(streams.take(context_len))
+    right, total = torch.zeros(NUM_EIGHTHS), torch.zeros(NUM_EIGHTHS)
+    for rows in ids.split(16):
+        logits = model(input_ids=rows.to(model.device), use_cache=False).logits
+        hits = (logits[:, :-1].argmax(-1).cpu() == rows[:, 1:]).float()
+        age = row_ages(rows)[:, 1:]
+        of = (age[age > 0] * NUM_EIGHTHS - 1) // context_len
+        right.index_add_(0, of, hits[age > 0])
+        total.index_add_(0, of, torch.ones(len(of)))
+    return (right / total).tolist()
