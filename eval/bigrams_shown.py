@@ -1,6 +1,5 @@
 """Recall slices in the report: a table and a plot of each by distance (`kvalign.eval.bigrams`)."""
 
-import math
 from typing import Any
 
 from kvalign.eval.conclusions import recall
@@ -80,7 +79,7 @@ def _table(title: str, rows: list[Row], judged: str, reference: str | None) -> T
 def _ends(one: Row, judged: str) -> dict[str, float]:
     """The ends of a figure's interval; the figure itself where labels were too few."""
     low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
-    if not math.isfinite(one[high]):
+    if one[high] is None:
         return {"low": one[judged], "high": one[judged]}
     return {"low": one[low], "high": one[high]}
 

@@ -115,7 +115,7 @@ def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | 
     if not lack_of_aligner(model):
         return None
     asked = "methods" in settings.changed()
-    return trained_here(model, settings.model, must_help=not asked)
+    return trained_here(model, settings.model, at_least="any" if asked else "used")
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:

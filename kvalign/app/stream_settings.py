@@ -165,8 +165,15 @@ class StreamSettings(ModelSettings):
             return self.aligner
         if self.method != AUTO and not METHODS.find(self.method).takes_aligner:
             return None
-        trained = trained_here(loaded.model, self.model, must_help=self.method == AUTO)
+        is_auto = self.method == AUTO
+        trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
         if trained is None:
+            if is_auto and (other := trained_here(loaded.model, self.model)):
+                print(
+                    f"{other}, trained here, was not judged by streams and is not taken: --method "
+                    "kvalign takes it",
+                    file=sys.stderr,
+                )
             return None
         shipped = checkpoints.default_aligner(self.model)
         if shipped is None:

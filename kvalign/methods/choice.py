@@ -7,6 +7,7 @@ import logging
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -89,7 +90,10 @@ def how_to_train(model: PreTrainedModel, cache_size: int | None = None) -> str:
     return f"{command} --chunk-len {cache_size + 1}" if cache_size and is_too_large else command
 
 
-def trained_here(model: PreTrainedModel, name: str, *, must_help: bool = True) -> Path | None:
+Merit = Literal["any", "used", "judged"]
+
+
+def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used") -> Path | None:
     """The folder of the aligner that was trained last for a model, of those in its folder
     (`kvalign.folders`); None where there is none. Commands, training and evaluations look there;
     what takes a model alone, as `kvalign.stream`, does not.
@@ -97,18 +101,29 @@ def trained_here(model: PreTrainedModel, name: str, *, must_help: bool = True) -
     Args:
         model: the model itself: one of the same name with other weights is another.
         name: as the user gave it.
-        must_help: pass over those that did not help and were saved as ones that change nothing.
+        at_least: pass over those that did not help and were saved as ones that change nothing
+            (`used`), or also those that no stream has judged, which networks are (`judged`).
     """
     for path in newest_first(name, CONFIG):
         try:
             config = _config(path.parent)
         except UserError:  # a recording's, or another program's
             continue
-        parts = [part for part in config.training.values() if isinstance(part, dict)]
-        helps = any(part.get("used", True) for part in parts)
-        if (helps or not must_help) and has_fingerprint(model, config.embedding_fingerprint):
+        enough = at_least in _merits(config)
+        if enough and has_fingerprint(model, config.embedding_fingerprint):
             return path.parent
     return None
+
+
+def _merits(config: AlignerConfig) -> set[Merit]:
+    parts = [part for part in config.training.values() if isinstance(part, dict)]
+    used = [part for part in parts if part.get("used", True)]
+    merits: dict[Merit, bool] = {
+        "any": True,
+        "used": bool(used),
+        "judged": any("judged" in part for part in used),
+    }
+    return {merit for merit, has in merits.items() if has}
 
 
 def warn_if_stale(method: Method) -> None:

@@ -134,7 +134,13 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
 def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     shutil.copytree(checkpoints.model_path("gpt2-mini"), tmp_path / "you/mine")
     trained = tmp_path / "kvalign-data/mine/table"
-    shutil.copytree(checkpoints.FOLDER / "kvalign-gpt2-mini-table", trained)
+    aligner = Aligner.from_pretrained("kvalign-gpt2-mini-table")
+    aligner.save_pretrained(trained)
+    unjudged = kvalign("generate --model you/mine --max-new-tokens 20")
+    assert "trained here, was not judged by streams and is not taken" in unjudged.err
+    assert "by discard-half" in unjudged.err
+    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
+    aligner.save_pretrained(trained)
     talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
     for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
         printed = kvalign(command)
@@ -185,8 +191,8 @@ def test_what_is_refused_is_one_line(kvalign, tmp_path):
 def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalign, tmp_path):
     printed = kvalign("train --num-tokens 6000 --chunk-len 48")
     assert "aligner: kvalign-data/gpt2-mini/table\n" in printed.out
-    assert "this aligner changes nothing" in printed.err  # of so little text
-    assert says_next(printed) == ["next: kvalign generate"]
+    said = "next: kvalign generate --method kvalign --aligner kvalign-data/gpt2-mini/table"
+    assert says_next(printed) == [said]
     assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
     again = kvalign("train --num-tokens 6000 --chunk-len 48 --aligner-kind table")
     assert again.out == printed.out and "holds this already, finished" in again.err

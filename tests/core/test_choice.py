@@ -136,9 +136,13 @@ def test_what_was_trained_here_is_of_this_very_model(tmp_path, monkeypatch, mode
     aligner.config.training["key"] = {"used": False}
     aligner.save_pretrained(folder)
     assert choice.trained_here(model, "mine") is None, "it changes nothing"
-    assert choice.trained_here(model, "mine", must_help=False)
+    assert choice.trained_here(model, "mine", at_least="any")
     aligner.config.training["key"] = {"used": True}
     aligner.save_pretrained(folder)
+    assert choice.trained_here(model, "mine", at_least="judged") is None
+    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
+    aligner.save_pretrained(folder)
+    assert choice.trained_here(model, "mine", at_least="judged").resolve() == folder
     assert choice.trained_here(model, "some/where/mine/").resolve() == folder
     other = tiny_model("gpt2", n_embd=64)
     assert choice.trained_here(other, "mine") is None

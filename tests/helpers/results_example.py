@@ -1,7 +1,6 @@
 """A folder of results as the evaluations write them, with text that would be more than text."""
 
 import json
-import math
 
 from kvalign.eval.chunks import judged
 from kvalign.eval.rules import RULES
@@ -23,8 +22,8 @@ def documents():
     rows = [
         {"method": m, "aligner": a, "cache_size": c, **SIZES} for c in (16, 32) for m, a in methods
     ]
-    bigrams = dict(num_labels=5, perplexity=9.0, low=8.0, high=math.inf)
-    bigrams |= dict(ratio=1.2, ratio_low=0.0, ratio_high=math.inf)
+    bigrams = dict(num_labels=5, perplexity=9.0, low=8.0, high=None)
+    bigrams |= dict(ratio=1.2, ratio_low=0.0, ratio_high=None)
     ends = [{"from": a, "to": b} for a, b in ((0.75, 1.0), (1.0, 2.0), (2.0, None), (None, None))]
     scored = [
         row

@@ -183,7 +183,7 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
     assert main(argv) == 0
     said = capfd.readouterr()
     assert "not used: " in said.out and "what was saved changes nothing" in said.out
-    assert "next: kvalign generate --method auto --model llama-mini\n" in said.err
+    assert "next: kvalign generate --model llama-mini\n" in said.err
     card = (tmp_path / "aligner/README.md").read_text()
     assert "| key |" in card and "**It changes nothing**" in card and "yes |" not in card
     aligner = Aligner.from_pretrained(out)
