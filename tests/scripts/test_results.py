@@ -36,7 +36,6 @@ TO_MAKE = {
     "smollm2/readability",
     "smollm2/wikitext-kl",
     "smollm2/wikitext-means-1025",
-    "smollm2/wikitext-network",
     "smollm2/wikitext-recompute-1024",
     "sinks/attention-gpt2-mini-sink",
     "sinks/attention-llama-mini-sink",
