@@ -33,7 +33,6 @@ TO_MAKE = {
     "llama-mini/python-docs",
     "scripts/long-prompts",
     "scripts/throughput",
-    "smollm2/readability",
     "smollm2/wikitext-kl",
     "smollm2/wikitext-means-1025",
     "smollm2/wikitext-recompute-1024",
