@@ -1,6 +1,7 @@
 """Two aligners of one kind, and two settings of one method, are two rows everywhere."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers.methods import tables
@@ -25,6 +26,7 @@ SHORT = {
     "latency": dict(num_trials=1, trial_len=2, reference="recompute"),
     "readability": dict(max_new_tokens=12, no_repeat_ngram_sizes=0, num_prompts=2),
     "streameval": dict(num_lines=10, distances=(0, 5)),
+    "recall": dict(num_questions=4),
     "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
     "chat": dict(num_turns=2, max_new_tokens=12),
 }
@@ -49,6 +51,8 @@ def folders(loaded, tmp_path, monkeypatch):
 
 def run(name, loaded, **more):
     """The document, as it is read from a file."""
+    if name == "recall":
+        loaded = replace(loaded, tokenizer=load_model("recall-gpt2").tokenizer)
     settings = dict(methods=("kvalign", "recompute"), cache_sizes=(16, 20)) | SHORT[name]
     return json.loads(
         json.dumps(getattr(kvalign.eval, name)(loaded=loaded, **(settings | more)), default=float)
