@@ -41,14 +41,17 @@ def score(
     measure: Measure = losses,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """As `score_stepwise`, to rounding; by a faster way where there is one. Of labels that are not
-    `wanted` [N - cache_size - 1] bool the measure may be left out: it is then nan.
+    """As `score_stepwise`, to rounding; by a faster way where there is one, which takes row after
+    row. Of labels that are not `wanted` [N - cache_size - 1] bool the measure may be left out: it
+    is then nan.
     """
     if isinstance(method, Reencoding):
-        return score_windows(method, ids, on_labels, measure, wanted)
-    if isinstance(method, Cached) and method.is_exact:
-        return score_segments(method, ids, on_labels, measure)
-    return score_stepwise(method, ids, on_labels, measure)
+        rows = [score_windows(method, row, on_labels, measure, wanted) for row in ids.split(1)]
+    elif isinstance(method, Cached) and method.is_exact:
+        rows = [score_segments(method, row, on_labels, measure) for row in ids.split(1)]
+    else:
+        return score_stepwise(method, ids, on_labels, measure)
+    return torch.cat(rows)
 
 
 @torch.no_grad()
@@ -58,19 +61,20 @@ def score_stepwise(
     on_labels: OnLabels = lambda n: None,
     measure: Measure = losses,
 ) -> Tensor:
-    """NLL in nats of every token after the first cache_size + 1, each given those before it.
+    """NLL in nats of every token after the first cache_size + 1, each given those before it in its
+    row; rows go side by side.
 
         ids   0 1 ... C | C+1 C+2 ... N-1
               first input  labels
 
     Args:
         method: any; its stream begins anew.
-        ids: [1, N] int64, N >= cache_size + 2.
+        ids: [B, N] int64, N >= cache_size + 2.
         on_labels: told the number of labels scored since the last call, for a progress bar.
         measure: what is wanted in place of the NLL.
 
     Returns:
-        [N - cache_size - 1] float32.
+        [B * (N - cache_size - 1)] float32, row by row.
     """
     first = method.sizes.first_input_len
     method.reset()
@@ -78,10 +82,10 @@ def score_stepwise(
     nll = []
     for i in range(first, ids.shape[1]):
         nll.append(measure(logits, ids[:, i]))
-        on_labels(1)
+        on_labels(len(ids))
         if i + 1 < ids.shape[1]:
             logits = method.feed(ids[:, i : i + 1])
-    return torch.cat(nll)
+    return torch.stack(nll, 1).flatten()
 
 
 @torch.no_grad()

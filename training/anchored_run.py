@@ -21,7 +21,7 @@ from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.streamed_steps import STEP_ENTRIES, tune_networks
 from kvalign.training.table_objectives import draw
-from kvalign.training.text_run import Text
+from kvalign.training.text import Text
 
 CHUNKS = 8  # encoded a step
 ROWS = 16_384  # of each kv a step

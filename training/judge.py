@@ -5,17 +5,14 @@ there anything helps that makes a sink of some entry. So each set of parts (none
 both) streams the same text with the sinks that streaming methods keep, and without, and has to beat
 the best of `streaming-llm`, which is the set of none.
 
-Of the corpus `recall` answers alone count, those whose fact the cache still has: nobody can tell
-its other tokens, and its models have not learned them.
+Of the corpus `recall` answers alone count, those whose fact the cache still has (`Text.counted`).
 """
 
-from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from kvalign import progress
@@ -23,11 +20,9 @@ from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.eval.statistics import interval
 from kvalign.methods import make_method
-from kvalign.methods.base import Cached, Method, Reencoding
 from kvalign.methods.streaming_llm import StreamingLLM
-from kvalign.opening import begun
 from kvalign.scoring import score
-from kvalign.training.recall_rows import answers
+from kvalign.training.text import Text
 
 CACHE_SIZES = (32, 96)  # and the largest
 ROW_LABELS = 256
@@ -48,10 +43,8 @@ def judge(
     aligner: Aligner,
     untrained: Weights,
     model: PreTrainedModel,
-    val: list[Tensor],
+    text: Text,
     kvs: Parts,
-    opening: Sequence[int] = (),
-    answers_alone: bool = False,
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks; leave in `aligner` the simplest that
     the best is not told apart from: few parts, then the usual sinks, then a low loss. Told apart
@@ -60,10 +53,8 @@ def judge(
     Args:
         aligner: trained; `config.num_sinks` are the usual ones, and all that a network takes.
         untrained: its weights before, which change nothing.
-        val: token ids [N] int64 of each text.
+        text: its validation part is streamed.
         kvs: the parts that were trained.
-        opening: what each stream begins with, in place of its first tokens.
-        answers_alone: the text is of the corpus `recall`.
 
     Returns:
         `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
@@ -72,12 +63,11 @@ def judge(
         cache size), `cache_sizes`, `num_labels`; losses are nats a token.
 
     Raises:
-        UserError: answers alone count, and there are none.
+        UserError: of the text only answers count, and there are none.
     """
     progress.phase("judging by streaming")
-    rows = excerpts(val, aligner.config.chunk_len - 1)
-    rows = {size: begun(ids, opening) for size, ids in rows.items()}
-    counted = {size: answers(ids, size) for size, ids in rows.items()} if answers_alone else None
+    rows = excerpts(text, aligner.config.chunk_len - 1)
+    counted = {size: text.counted(ids, size) for size, ids in rows.items()}
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
@@ -124,11 +114,11 @@ def _is_better(losses: Tensor, others: Tensor) -> bool:
     return high is not None and high < 1
 
 
-def num_judged_tokens(aligner: Aligner, val: list[Tensor], kvs: Parts) -> int:
+def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
     """What `judge` counts for the progress."""
     num_streams = 2 ** len(kvs) * 2 + 1
     return num_streams * sum(
-        x.numel() for x in excerpts(val, aligner.config.chunk_len - 1).values()
+        x.numel() for x in excerpts(text, aligner.config.chunk_len - 1).values()
     )
 
 
@@ -144,18 +134,19 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
     aligner.load_state_dict(chosen)
 
 
-def excerpts(texts: list[Tensor], largest: int) -> dict[int, Tensor]:
-    """Cache sizes, each with rows [B, C + 1 + labels] from all over the texts, without overlap."""
-    shortest = min(map(len, texts))
+def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
+    """Cache sizes, each with rows [B, C + 1 + labels] from all over the validation part, without
+    overlap.
+    """
+    shortest = min(map(len, text.val))
     found = {}
     for size in sorted({min(size, largest, shortest // 2) for size in (*CACHE_SIZES, largest)}):
         row_len = size + 1 + min(ROW_LABELS, shortest - size - 1)
-        num_rows = max(1, min(NUM_ROWS // len(texts), shortest // row_len))
-        found[size] = torch.stack(
+        num_rows = max(1, min(NUM_ROWS // len(text.val), shortest // row_len))
+        found[size] = torch.cat(
             [
-                ids[start : start + row_len]
-                for ids in texts
-                for start in torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
+                text.val_rows(ids, torch.linspace(0, len(ids) - row_len, num_rows), row_len)
+                for ids in text.val
             ]
         )
     return found
@@ -165,33 +156,17 @@ def streamed(
     model: PreTrainedModel,
     rows: dict[int, Tensor],
     name: str,
-    counted: dict[int, Tensor] | None = None,
+    counted: dict[int, Tensor | None],
     **options: Any,
 ) -> list[Tensor]:
-    """Losses [labels] in nats of rows [B, N] under a method, of each cache size; of labels that are
-    `counted` [B * labels] alone.
+    """Losses [labels] in nats of rows [B, N] under a method, of each cache size; of those labels
+    alone that count (`Text.counted`).
     """
     found = []
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
-        ids = ids.to(model.device)
-        if isinstance(method, Reencoding) or (isinstance(method, Cached) and method.is_exact):
-            losses = torch.cat([score(method, row[None]) for row in ids])
-        else:
-            losses = stepped(method, ids)
-        found.append(losses.cpu()[counted[size]] if counted else losses.cpu())
+        losses = score(method, ids.to(model.device)).cpu()
+        which = counted[size]
+        found.append(losses if which is None else losses[which])
         progress.advance(ids.numel())
     return found
-
-
-@torch.no_grad()
-def stepped(method: Method, ids: Tensor) -> Tensor:
-    """As `score_stepwise`, of rows [B, N] side by side: [B * labels], row by row."""
-    first = method.sizes.first_input_len
-    inputs = [ids[:, :first], *ids[:, first:-1].split(1, 1)]
-    labels = ids[:, first:].T
-    losses = [
-        cross_entropy(method.feed(x), label, reduction="none")
-        for x, label in zip(inputs, labels, strict=True)
-    ]
-    return torch.stack(losses, 1).flatten()

@@ -51,11 +51,6 @@ class TextSettings(TrainSettings):
         True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
     )
 
-    @property
-    def is_recall(self) -> bool:
-        """Whether the text is facts and questions, of which the answers count alone."""
-        return self.corpus == ("recall",)
-
     def folder(self, kind: str) -> Path:
         return self.out or folder_of(self.model) / kind
 

@@ -24,7 +24,7 @@ from kvalign.realign import FromBirth, OnRead, realigner_of
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.table_objectives import SMALLEST_CACHE, draw
-from kvalign.training.text_run import Text
+from kvalign.training.text import Text
 
 STEP_ENTRIES = 2048  # of all streams together
 EPISODE = 16  # steps before other streams are taken

@@ -12,7 +12,6 @@ there to `nll` is adaptation to the text. Of the corpus `recall` both read the a
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ from kvalign.models import spec_of
 from kvalign.realign import OnRead
 from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.recall_rows import answers
-from kvalign.training.text_run import Text
+from kvalign.training.text import Text
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
 STEP_TOKENS = 2048
@@ -58,7 +56,7 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss = partial(LOSSES[objective], answers_alone=settings.is_recall)
+    loss = LOSSES[objective]
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
     model.requires_grad_(False)
@@ -85,7 +83,9 @@ def tune(
         sizes = CacheSizes(cache_size, aligner.config.num_sinks, num_evicted)
         with parametrize.cached():
             optimizer.zero_grad()
-            loss(model, sizes, ids, _streamed(model, sizes, realigner, ids), rng).backward()
+            counted = text.counted(ids, cache_size)
+            logits = _streamed(model, sizes, realigner, ids)
+            loss(model, sizes, ids, logits, rng, counted).backward()
         optimizer.step()
         schedule.step()
         progress.advance(STEP_COST[objective], val=f"{val_loss:.4f}", before=f"{before:.4f}")
@@ -142,7 +142,8 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Lo
         for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
             logits.append(_streamed(model, sizes, realigner, part))
             progress.advance(part.numel())
-        losses.append(loss(model, sizes, rows, torch.cat(logits), rng).item())
+        counted = text.counted(rows, cache_size)
+        losses.append(loss(model, sizes, rows, torch.cat(logits), rng, counted).item())
     return sum(losses) / len(losses)
 
 
@@ -184,12 +185,13 @@ def nll(
     ids: Tensor,
     logits: Tensor,
     rng: torch.Generator,
-    answers_alone: bool = False,
+    counted: Tensor | None = None,
 ) -> Tensor:
-    """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V]."""
+    """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V], of the labels
+    that count (`Text.counted`).
+    """
     labels, logits = ids[:, -logits.shape[1] :].flatten(), logits.flatten(0, 1)
-    if answers_alone:
-        counted = answers(ids, sizes.cache_size)
+    if counted is not None:
         labels, logits = labels[counted], logits[counted.to(logits.device)]
     return cross_entropy(logits, labels.to(logits.device))
 
@@ -200,13 +202,15 @@ def kl(
     ids: Tensor,
     logits: Tensor,
     rng: torch.Generator,
-    answers_alone: bool = False,
+    counted: Tensor | None = None,
 ) -> Tensor:
-    """KL(recompute || stream) for random queries of each row, given the tokens that both see."""
+    """KL(recompute || stream) for random queries of each row whose labels count, given the tokens
+    that both see.
+    """
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
-    if answers_alone:
-        places = answers(ids.cpu(), sizes.cache_size).view(num_rows, num_logits).nonzero()
+    if counted is not None:
+        places = counted.view(num_rows, num_logits).nonzero()
         row, column = places[torch.randint(len(places), (num_queries,), generator=rng)].T
     else:
         row = torch.arange(num_queries) % num_rows

@@ -20,7 +20,8 @@ from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.projected import project_positions
 from kvalign.training.table_objectives import tune, tuning_tokens
-from kvalign.training.text_run import BATCH_SIZE, Text
+from kvalign.training.text import Text
+from kvalign.training.text_run import BATCH_SIZE
 
 
 def fit(

@@ -1,101 +1,36 @@
 """Training an aligner on a model and text: all but the training itself, for any kind."""
 
 import dataclasses
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kvalign import progress
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
 from kvalign.aligners.base import CONFIG, has_fingerprint
 from kvalign.aligners.network_sizes import KV
-from kvalign.data_gen.chunks import equal_shares
-from kvalign.data_gen.corpora import hub_datasets, text_sha256, token_pieces
+from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.files import read_checked
 from kvalign.models import LoadedModel, load_model
-from kvalign.opening import begun, opening_ids
 from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings
+from kvalign.training.text import Text, read
 
 BATCH_SIZE = 16  # chunks encoded at once
-VAL_SHARE = 0.1
 
 A = TypeVar("A", bound=Aligner)
 S = TypeVar("S", bound=TextSettings)
-Fit = Callable[[A, S, LoadedModel, "Text"], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token ids [N] int64 of each corpus; the last tenth of each is for validation. `opening` is
-    what the tokenizer puts before a text: rows begin with it, in place of their first tokens.
-    """
-
-    train: list[Tensor]
-    val: list[Tensor]
-    opening: Sequence[int] = ()
-
-    def chunks(self, split: str, chunk_len: int) -> Tensor:
-        """All chunks of a split, without overlap: [num_chunks, chunk_len]."""
-        chunks = [ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)]
-        return begun(torch.cat(chunks), self.opening)
-
-    def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
-        """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
-        rows = []
-        for which in torch.randint(len(self.train), (num_rows,), generator=rng).tolist():
-            ids = self.train[which]
-            start = int(torch.randint(len(ids) - row_len + 1, (), generator=rng))
-            rows.append(ids[start : start + row_len])
-        return begun(torch.stack(rows), self.opening)
-
-    def val_rows(self, ids: Tensor, starts: Tensor, row_len: int) -> Tensor:
-        """Rows [B, row_len] of a text of the validation part, from starts [B]."""
-        rows = torch.stack([ids[start : start + row_len] for start in starts.long().tolist()])
-        return begun(rows, self.opening)
-
-
-def read(
-    corpora: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, row_len: int
-) -> Text:
-    """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
-
-    Raises:
-        UserError: a share too short to give a row of `row_len` tokens to each split.
-    """
-    train, val = [], []
-    for corpus in corpora:
-        pieces = equal_shares([token_pieces(corpus, tokenizer)], num_tokens // len(corpora))
-        ids = torch.tensor([token for piece in pieces for token in piece])
-        num_val = int(len(ids) * VAL_SHARE)
-        if num_val < row_len:
-            needed = math.ceil(row_len / VAL_SHARE)
-            if len(ids) < num_tokens // len(corpora):
-                more, mend = "is too short: it has", "name a longer text"
-            else:
-                more = f"gives with --num-tokens {num_tokens}"
-                mend = f"--num-tokens {needed * len(corpora)} at least"
-            if num_val >= 8:  # the smallest that --chunk-len takes
-                mend += f", or --chunk-len {num_val} at most"
-            raise UserError(
-                f"corpus {corpus!r} {more} {len(ids)} tokens, {needed} are needed for --chunk-len "
-                f"{row_len} (a share of {VAL_SHARE} is for validation): {mend}"
-            )
-        train.append(ids[: len(ids) - num_val])
-        val.append(ids[len(ids) - num_val :])
-    return Text(train, val, opening_ids(tokenizer))
+Fit = Callable[[A, S, LoadedModel, Text], dict[str, Any]]
 
 
 @progress.shown_as("train")
@@ -172,16 +107,14 @@ def train_on_text(
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)
-    num_judged = num_judged_tokens(aligner, text.val, settings.kvs) if settings.judge else 0
+    num_judged = num_judged_tokens(aligner, text, settings.kvs) if settings.judge else 0
     progress.expect(2 * chunks.numel() + num_judged, "tokens computed")
     record |= fit(aligner, settings, loaded, text)
     progress.phase("measuring")
     errors = measure(aligner, model, chunks)
     used, num_sinks = settings.kvs, config.num_sinks
     if settings.judge:
-        judged = judge(
-            aligner, weights, model, text.val, settings.kvs, text.opening, settings.is_recall
-        )
+        judged = judge(aligner, weights, model, text, settings.kvs)
         used, num_sinks = judged["parts"], judged["num_sinks"]
         record |= {"val_nll": judged["val_nll"], "judged": judged}
     progress.phase("saving")

@@ -109,21 +109,12 @@ def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used")
             config = _config(path.parent)
         except UserError:  # a recording's, or another program's
             continue
-        enough = at_least in _merits(config)
-        if enough and has_fingerprint(model, config.embedding_fingerprint):
+        parts = [part for part in config.training.values() if isinstance(part, dict)]
+        used = [part for part in parts if part.get("used", True)]
+        merits = {"any": True, "used": bool(used), "judged": any("judged" in part for part in used)}
+        if merits[at_least] and has_fingerprint(model, config.embedding_fingerprint):
             return path.parent
     return None
-
-
-def _merits(config: AlignerConfig) -> set[Merit]:
-    parts = [part for part in config.training.values() if isinstance(part, dict)]
-    used = [part for part in parts if part.get("used", True)]
-    merits: dict[Merit, bool] = {
-        "any": True,
-        "used": bool(used),
-        "judged": any("judged" in part for part in used),
-    }
-    return {merit for merit, has in merits.items() if has}
 
 
 def warn_if_stale(method: Method) -> None:

@@ -12,8 +12,9 @@ from kvalign.models import spec_of
 from kvalign.scoring import score_stepwise
 from kvalign.training import judge as judging
 from kvalign.training import train_table
-from kvalign.training.judge import excerpts, judge, stepped, streamed, use_parts, usual_sinks
+from kvalign.training.judge import excerpts, judge, streamed, use_parts, usual_sinks
 from kvalign.training.table_run import standardise
+from kvalign.training.text import Text
 
 KVS = ("key", "value")
 NOTHING, KEYS, VALUES, BOTH = (), ("key",), ("value",), KVS
@@ -58,14 +59,14 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
     noise = torch.Generator().manual_seed(0)
 
     def told(model, rows, name, counted, num_sinks, aligner=None, realign_every=1):
-        assert counted is None
+        assert set(counted.values()) == {None}
         used = tuple(kv for kv in KVS if aligner is not None and getattr(aligner, kv).any())
         assert (name == "kvalign") == bool(used)
         mean = means.get((num_sinks, used), 9)
         return [mean + 0.1 * torch.randn(500, generator=noise) for _ in rows]
 
     monkeypatch.setattr(judging, "streamed", told)
-    found = judge(table, untrained, model, [text()], KVS)
+    found = judge(table, untrained, model, Text([], [text()]), KVS)
     assert (tuple(found["parts"]), found["num_sinks"]) == (parts, num_sinks)
     assert found["val_nll"] == pytest.approx(means[num_sinks, parts], abs=0.02)
     plain = min(nll for (_, used), nll in means.items() if not used)
@@ -80,7 +81,7 @@ def test_too_little_text_proves_nothing(models):
     """Fewer labels than an interval needs: nothing is used, with the usual sinks."""
     for kind, num_sinks in (("llama", 4), ("gpt2", 0)):
         table, untrained = trained_table(models[kind], num_sinks)
-        found = judge(table, untrained, models[kind], [text(60)], KVS)
+        found = judge(table, untrained, models[kind], Text([], [text(60)]), KVS)
         assert found["num_labels"] < 200
         assert (found["parts"], found["num_sinks"]) == ([], num_sinks)
 
@@ -106,7 +107,7 @@ def test_parts_of_kinds_with_networks(models):
 
 def test_excerpts_fit_short_texts_and_do_not_overlap():
     for lens, largest in (((8,), 7), ((500, 90), 63), ((4000,), 255)):
-        rows = excerpts([torch.arange(n) for n in lens], largest)
+        rows = excerpts(Text([], [torch.arange(n) for n in lens]), largest)
         for size, ids in rows.items():
             assert size <= largest and ids.shape[1] >= size + 2
             assert (ids.diff(dim=1) == 1).all()
@@ -120,8 +121,8 @@ def test_rows_side_by_side_are_rows_alone(models):
     method = make_method("streaming-llm", models["bloom"], cache_size=20)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     method = make_method("streaming-llm", models["bloom"], cache_size=20)
-    assert torch.allclose(stepped(method, rows), alone, atol=1e-4)
-    (found,) = streamed(models["llama"], {20: rows}, "streaming-llm", num_sinks=4)
+    assert torch.allclose(score_stepwise(method, rows), alone, atol=1e-4)
+    (found,) = streamed(models["llama"], {20: rows}, "streaming-llm", {20: None}, num_sinks=4)
     method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     assert torch.allclose(found, alone, atol=1e-4)
@@ -148,7 +149,7 @@ def test_what_only_makes_a_sink_is_not_used():
     table.clear()
     untrained = {name: x.clone() for name, x in table.state_dict().items()}
     standardise(table, model, text[:19_968].view(-1, 48), KVS)
-    found = judge(table, untrained, model, [text[20_000:]], KVS)
+    found = judge(table, untrained, model, Text([], [text[20_000:]]), KVS)
     nll = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in found["streams"]}
     assert nll["key", "value", 0] < nll[0,] - 0.5 and nll[4,] < nll[0,] - 0.5
     assert found["parts"] == [] and found["num_sinks"] == 4

@@ -9,6 +9,7 @@ from kvalign.models import load_model
 from kvalign.sizes import CacheSizes
 from kvalign.training.recall_rows import answers
 from kvalign.training.table_objectives import LOSSES
+from kvalign.training.text import Text
 
 CACHE_SIZE = 30
 
@@ -37,6 +38,7 @@ def test_tables_are_tuned_by_answers(rows, objective):
     model, loss = load_model("recall-gpt2").model, LOSSES[objective]
     logits = model(rows[:, CACHE_SIZE:-1]).logits.detach().requires_grad_()
     rng = torch.Generator().manual_seed(0)
-    loss(model, CacheSizes(CACHE_SIZE, 0), rows, logits, rng, answers_alone=True).backward()
+    counted = Text([], [], is_recall=True).counted(rows, CACHE_SIZE)
+    loss(model, CacheSizes(CACHE_SIZE, 0), rows, logits, rng, counted).backward()
     trained = logits.grad.abs().sum(-1).flatten() > 0
-    assert trained.sum() > 10 and answers(rows, CACHE_SIZE)[trained].all()
+    assert trained.sum() > 10 and counted[trained].all()

@@ -10,7 +10,7 @@ from kvalign.methods import make_method
 from kvalign.models import spec_of
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.streamed_steps import Streams, begun, loss_of, tune_networks
-from kvalign.training.text_run import Text
+from kvalign.training.text import Text
 
 CHUNK_LEN = 32
 SMALL = {"key_hidden1": 16, "key_hidden2": 16, "value_hidden1": 16, "value_hidden2": 16}

@@ -19,7 +19,8 @@ from kvalign.sizes import CacheSizes
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import LOSSES, hat_functions, kl, tune, validate
 from kvalign.training.table_run import standardise
-from kvalign.training.text_run import Text, measure, read
+from kvalign.training.text import Text, read
+from kvalign.training.text_run import measure
 
 
 def untrained(model, chunk_len=CONTEXT_LEN) -> TableAligner:

@@ -11,7 +11,8 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
 from kvalign.models import LoadedModel
 from kvalign.training.settings import TextSettings
-from kvalign.training.text_run import Text, train_on_text
+from kvalign.training.text import Text
+from kvalign.training.text_run import train_on_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""The text that an aligner is trained on, and what of it is kept back to judge."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvalign.data_gen.chunks import equal_shares
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.errors import UserError
+from kvalign.opening import begun, opening_ids
+from kvalign.training.recall_rows import answers
+
+VAL_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids [N] int64 of each corpus; the last tenth of each is for validation.
+
+    Attributes:
+        opening: what the tokenizer puts before a text: rows begin with it, in place of their first
+            tokens.
+        is_recall: facts and questions, of which the answers alone count: nobody can tell the other
+            tokens, and models of that corpus have not learned them.
+    """
+
+    train: list[Tensor]
+    val: list[Tensor]
+    opening: Sequence[int] = ()
+    is_recall: bool = False
+
+    def chunks(self, split: str, chunk_len: int) -> Tensor:
+        """All chunks of a split, without overlap: [num_chunks, chunk_len]."""
+        chunks = [ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)]
+        return begun(torch.cat(chunks), self.opening)
+
+    def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
+        """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
+        rows = []
+        for which in torch.randint(len(self.train), (num_rows,), generator=rng).tolist():
+            ids = self.train[which]
+            start = int(torch.randint(len(ids) - row_len + 1, (), generator=rng))
+            rows.append(ids[start : start + row_len])
+        return begun(torch.stack(rows), self.opening)
+
+    def val_rows(self, ids: Tensor, starts: Tensor, row_len: int) -> Tensor:
+        """Rows [B, row_len] of a text of the validation part, from starts [B]."""
+        rows = torch.stack([ids[start : start + row_len] for start in starts.long().tolist()])
+        return begun(rows, self.opening)
+
+    def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:
+        """Which labels of rows [B, N] count, those after the first cache_size + 1 tokens of a row:
+        [B * labels] bool, row by row; None: all.
+
+        Raises:
+            UserError: none does.
+        """
+        return answers(ids, cache_size) if self.is_recall else None
+
+
+def read(
+    corpora: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, row_len: int
+) -> Text:
+    """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
+
+    Raises:
+        UserError: a share too short to give a row of `row_len` tokens to each split.
+    """
+    train, val = [], []
+    for corpus in corpora:
+        pieces = equal_shares([token_pieces(corpus, tokenizer)], num_tokens // len(corpora))
+        ids = torch.tensor([token for piece in pieces for token in piece])
+        num_val = int(len(ids) * VAL_SHARE)
+        if num_val < row_len:
+            needed = math.ceil(row_len / VAL_SHARE)
+            if len(ids) < num_tokens // len(corpora):
+                more, mend = "is too short: it has", "name a longer text"
+            else:
+                more = f"gives with --num-tokens {num_tokens}"
+                mend = f"--num-tokens {needed * len(corpora)} at least"
+            if num_val >= 8:  # the smallest that --chunk-len takes
+                mend += f", or --chunk-len {num_val} at most"
+            raise UserError(
+                f"corpus {corpus!r} {more} {len(ids)} tokens, {needed} are needed for --chunk-len "
+                f"{row_len} (a share of {VAL_SHARE} is for validation): {mend}"
+            )
+        train.append(ids[: len(ids) - num_val])
+        val.append(ids[len(ids) - num_val :])
+    return Text(train, val, opening_ids(tokenizer), is_recall=[*corpora] == ["recall"])
