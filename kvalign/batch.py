@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
 from kvalign.generation import History, end_ids
+from kvalign.input_ids import check_fast, encoded
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling, StopStrings
 from kvalign.settings import typed
-from kvalign.text_stream import check_fast, encoded
 
 
 def stream_batch(

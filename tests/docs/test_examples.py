@@ -26,7 +26,13 @@ def smaller(code):
     return code
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+SLOW = ("train_an_aligner",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, marks=pytest.mark.slow if x.stem in SLOW else (), id=x.stem) for x in SCRIPTS],
+)
 def test_script_runs(path, tmp_path, monkeypatch, capsys):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)

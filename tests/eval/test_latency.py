@@ -72,6 +72,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_every_kind_is_timed_beside_the_reference(run):
     kinds = ["--aligner-kinds", "table,network,anchored"]
     rows = run(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
@@ -91,6 +92,7 @@ def test_every_kind_is_timed_beside_the_reference(run):
         assert row["peak_mb"] > 0
 
 
+@pytest.mark.slow
 def test_batches_are_groups_of_their_own(run, calls):
     flags = ["--batch-sizes", "1,3", "--num-evicted", "2", "--methods", "streaming-llm,kvalign"]
     rows = run(*TWO_SIZES, *flags, "--aligner-kinds", "table")["rows"]
@@ -272,6 +274,7 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
         assert list(stored) == [0] * 6 + [12] * 15 + [0] + [12] * 3
 
 
+@pytest.mark.slow
 def test_several_batch_sizes_are_drawn_against_tokens_a_second(run, tmp_path):
     """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
     token over cache sizes.

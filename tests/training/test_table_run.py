@@ -206,6 +206,7 @@ def test_all_is_kept_where_nothing_is_judged(tmp_path, capfd, little_work):
     assert aligner.key.any() and aligner.value.any() and aligner.config.num_sinks == 4
 
 
+@pytest.mark.slow
 def test_training_starts_from_another_table(tmp_path, capfd, little_work):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     argv = ["train", "--aligner-kind", "table", *SMALL, "--out"]
