@@ -1,0 +1,349 @@
+"""What is put to the invariants: a cache and a model, and streams of the two that can be watched."""
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from kvalign.cache import StreamingCache
+from kvalign.errors import UserError
+from kvalign.invariants.base import NotApplicableError
+from kvalign.methods.base import Cached, Method, Reencoding
+from kvalign.models import ModelSpec, spec_of
+
+if TYPE_CHECKING:
+    from kvalign.invariants import Make
+
+MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
+SAMPLED_LEN = 128  # tokens of a text that the model writes itself
+
+
+class Watched:
+    """What a cache is handed and hands out, layer by layer.
+
+    Attributes:
+        births: by layer, the keys and values [B, H, T, D] of each input.
+        positions: where each token was computed, as the cache told the model.
+        told: by layer, what `get_mask_sizes` said before the last input: length and offset.
+        found: by layer, the keys and values [B, H, S, D] that attention got last.
+        index: by row, the tokens of the entries that the last input found, where the cache says so.
+    """
+
+    def __init__(self, cache: Cache, num_layers: int):
+        self.cache, self.num_layers = cache, num_layers
+        self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+        self.positions: list[int] = []
+        self.told: list[tuple[int, int]] = []
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self.index: list[list[int]] = []
+        self._update = cache.update
+        cache.update = self._watch  # type: ignore[method-assign]
+
+    def before(self, num_new: int) -> None:
+        position = int(self.cache.get_seq_length())
+        self.positions += range(position, position + num_new)
+        layers = range(self.num_layers)
+        told = [self.cache.get_mask_sizes(num_new, layer) for layer in layers]
+        self.told = [(int(length), int(offset)) for length, offset in told]
+        if isinstance(self.cache, StreamingCache):
+            self.index = [self.cache.index(row).tolist() for row in range(len(self.cache.seen))]
+
+    def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        self.births[layer].append((keys.detach().clone(), values.detach().clone()))
+        self.found[layer] = found = self._update(keys, values, layer, *args, **kwargs)
+        return found
+
+    @property
+    def num_found(self) -> int:
+        """Entries that the last token found before it."""
+        return self.found[0][0].shape[2] - self.births[0][-1][0].shape[2]
+
+    def born(self, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, H, N, D] of all tokens, as they were handed in."""
+        keys, values = zip(*self.births[layer], strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+class Stream:
+    """Rows of tokens that go through a cache, or one of the methods, in a model."""
+
+    def __init__(self, model: PreTrainedModel, held: Cache | Method, is_watched: bool = False):
+        self.model, self.held = model, held
+        self.method = held if isinstance(held, Method) else None
+        self.ids = torch.zeros(0, 0, dtype=torch.int64)
+        cache, num_layers = self.cache, model.config.num_hidden_layers
+        self.watched = Watched(cache, num_layers) if cache is not None and is_watched else None
+
+    @property
+    def cache(self) -> Cache | None:
+        """What the model is called with; None of methods that encode anew."""
+        if not isinstance(self.held, Method):
+            return self.held
+        return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor) -> Tensor:
+        """Take in ids [B, T]; return the next token's logits [B, V] float32."""
+        if self.watched is not None:
+            self.watched.before(ids.shape[1])
+            self.ids = torch.cat([self.ids.to(ids), ids], 1) if self.ids.numel() else ids
+        if self.method is not None:
+            return self.method.feed(ids)
+        out = self.model(input_ids=ids, past_key_values=self.held, use_cache=True)
+        return out.logits[:, -1].float()
+
+    def feed_singly(self, ids: Tensor) -> Tensor:
+        """The same, one token after the other; logits after the last."""
+        for i in range(ids.shape[1]):
+            logits = self.feed(ids[:, i : i + 1])
+        return logits
+
+    @property
+    def num_found(self) -> int:
+        """Entries that the last token found before it."""
+        if self.watched is not None:
+            return self.watched.num_found
+        assert isinstance(self.held, Reencoding)
+        return len(self.held.rows[0]) - 1
+
+    def seen(self, row: int = 0) -> Tensor:
+        """The tokens [S] that the last one saw, itself among them.
+
+        Raises:
+            NotApplicableError: there is no telling.
+        """
+        if isinstance(self.held, Reencoding):
+            return self.held.rows[row]
+        places = self.places(row)
+        return self.ids[row, [*places, self.ids.shape[1] - 1]]
+
+    def places(self, row: int = 0) -> list[int]:
+        """Of the entries that the last token found, the places of their tokens in the stream: each
+        has the value that it had when it was handed in.
+        """
+        assert self.watched is not None
+        values = self.watched.found[0][1][row, :, : self.watched.num_found]
+        if self.watched.index:
+            index = self.watched.index[row]
+            if values.shape[1] != len(index):
+                raise NotApplicableError("it holds other entries than it says")
+            return index
+        born = self.watched.born()[1][row, :, :-1]
+        found = matches(values, born)
+        if None in found:
+            raise NotApplicableError(
+                "no telling which tokens it holds: values are changed, or heads keep different ones"
+            )
+        return [place for place in found if place is not None]
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Rows in another order, as beam search asks for it."""
+        if self.cache is not None:
+            self.cache.reorder_cache(torch.tensor(rows, device=self.model.device))
+        else:
+            assert self.method is not None
+            self.method.select(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+        else:
+            assert self.method is not None
+            self.method.select(rows)
+
+    def repeat(self, repeats: int) -> None:
+        if self.cache is None:
+            raise NotApplicableError("it has no cache whose rows could be repeated")
+        self.cache.batch_repeat_interleave(repeats)
+
+    def loaded(self, empty: Cache | Method) -> "Stream":
+        """The stream as it comes out of its own bytes: by `state` and `restore` where it has them,
+        into `empty`, else by pickle.
+        """
+        held: Any = self.held
+        if isinstance(held, Method):
+            assert isinstance(empty, Method)
+            try:
+                state = held.state()
+            except UserError as error:
+                raise NotApplicableError(str(error)) from error
+            empty.restore(_through_bytes(state, self.model.device))
+        elif hasattr(held, "state") and hasattr(held, "restore"):
+            into: Any = empty
+            into.restore(_through_bytes(held.state(), self.model.device), self.model)
+        else:
+            try:
+                data = pickle.dumps(held)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise NotApplicableError(f"it cannot be pickled: {error}") from error
+            empty = pickle.load(io.BytesIO(data))  # our own bytes of a moment ago
+        return Stream(self.model, empty)
+
+
+def matches(values: Tensor, born: Tensor) -> list[int | None]:
+    """For each of values [H, S, D] the latest that it can be of those born [H, N, D], their order
+    kept; None for one that is none of them.
+    """
+    found, all_born = (x.transpose(0, 1).flatten(1).float() for x in (values, born))
+    near = (found[:, None] - all_born).abs().amax(-1) <= 1e-5 * all_born.abs().max()
+    places: list[int | None] = []
+    end = all_born.shape[0]
+    for row in near.flip(0):
+        here = row[:end].nonzero()
+        if not len(here):
+            places.append(None)
+            continue
+        end = int(here[-1])
+        places.append(end)
+    return places[::-1]
+
+
+def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    written = save({name: x.contiguous() for name, x in state.items()})
+    return {name: x.to(device) for name, x in load(written).items()}
+
+
+class Subject:
+    """A model and what makes a cache for it.
+
+    Args:
+        model: a causal LM of transformers; a copy in float32 is used where it is in half precision.
+        make: given a model, an empty cache or method for it.
+        num_steps: tokens of the long stream.
+        half: the precision that is held against float32.
+        seed: of the tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        make: "Make",
+        num_steps: int,
+        half: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ):
+        is_float32 = model.dtype == torch.float32
+        self.model = model if is_float32 else in_precision(model, torch.float32)
+        self.make, self.num_steps, self.half, self.seed = make, num_steps, half, seed
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return spec_of(self.model.config)
+
+    def check(self) -> None:
+        """Raise UserError for a model or a cache that cannot be tried at all."""
+        self.spec  # noqa: B018
+        self.stream()
+
+    @property
+    def room(self) -> int:
+        """Tokens that a cache that keeps all can be fed."""
+        return min(self.spec.context_len or MOST_PROBED, MOST_PROBED)
+
+    def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
+        """A stream that has been fed nothing."""
+        model = model or self.model
+        held = self.make(model)
+        if not isinstance(held, Cache | Method):
+            raise UserError(
+                f"what makes the cache must return a Cache of transformers or a method of "
+                f"kvalign.make_method, got {type(held).__name__}"
+            )
+        return Stream(model, held.new() if isinstance(held, Method) else held, is_watched)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Entries that a token finds at most."""
+        return self._probed[0]
+
+    @cached_property
+    def evicts(self) -> bool:
+        return self._probed[1]
+
+    @cached_property
+    def _probed(self) -> tuple[int, bool]:
+        stream, most = self.stream(is_watched=True), 0
+        ids = self.ids(1, self.room)
+        for i in range(self.room):
+            stream.feed(ids[:, i : i + 1])
+            if stream.num_found < i:
+                return most, True
+            most = stream.num_found
+        return most, False
+
+    def needs_eviction(self) -> None:
+        if not self.evicts:
+            raise NotApplicableError(f"it evicts nothing in {self.capacity + 1} tokens")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a short stream: some past the first eviction, if there is one."""
+        return self.capacity + 8 + min(self.capacity, 64) if self.evicts else self.capacity
+
+    def ids(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Ids [B, N]; of a row as many different ones as there are come before one comes again."""
+        rng, words = torch.Generator().manual_seed(self.seed), self._words
+        times = -(-num_tokens // len(words))
+        rows = [
+            torch.cat([words[torch.randperm(len(words), generator=rng)] for _ in range(times)])
+            for _ in range(num_rows)
+        ]
+        return torch.stack(rows)[:, :num_tokens].to(self.model.device)
+
+    @property
+    def _words(self) -> Tensor:
+        """The ids that are taken: padding is none."""
+        words = torch.arange(self.model.config.vocab_size)
+        return words[words != (self.model.config.pad_token_id or 0)]
+
+    @torch.no_grad()
+    def written_ids(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Ids [B, N] of texts that the model writes itself, so that they are likely ones."""
+        length = min(SAMPLED_LEN, self.room)
+        num_texts = -(-num_rows * num_tokens // length)
+        rng = torch.Generator().manual_seed(self.seed)
+        ids, cache = self.ids(num_texts, 1), None
+        last, parts = ids, [ids]
+        for _ in range(length - 1):
+            out = self.model(input_ids=last, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            probabilities = out.logits[:, -1, self._words].float().softmax(-1).cpu()
+            drawn = torch.multinomial(probabilities, 1, generator=rng)
+            last = self._words[drawn].to(ids.device)
+            parts.append(last)
+        return torch.cat(parts, 1).flatten()[: num_rows * num_tokens].view(num_rows, num_tokens)
+
+    @torch.no_grad()
+    def encoded(self, ids: Tensor, model: PreTrainedModel | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T] from position 0, without a cache."""
+        return (model or self.model)(input_ids=ids, use_cache=False).logits.float()
+
+
+def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy whose weights, and not its rotary frequencies, are in another precision."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def first_layer(model: PreTrainedModel) -> nn.Module:
+    """The first of a model's decoder layers."""
+    num = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num:
+            return module[0]
+    raise NotApplicableError("its first layer was not found")
+
+
+def is_exact(stream: Stream) -> bool:
+    """Whether an input of several tokens is meant to count as these one by one."""
+    return not isinstance(stream.held, Cached) or stream.held.is_exact

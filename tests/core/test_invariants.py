@@ -1,0 +1,252 @@
+"""All methods keep to the invariants on all architectures, and a bug that is planted is found where
+it belongs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, FIXED, STREAMING, anchored, make, network, tables
+from helpers.tiny_models import KINDS
+from transformers import DynamicCache
+
+import kvalign
+from kvalign.attention import REGISTERED
+from kvalign.cache import StreamingCache
+from kvalign.cache_layer import StreamingLayer
+from kvalign.invariants import INVARIANTS
+from kvalign.invariants.subject import matches
+from kvalign.methods import METHODS, make_method
+from kvalign.realign import LONG_RUN, FromBirth, OnRead, Realigner, Rotating
+from kvalign.step import Step
+
+NUM_STEPS = 60
+EVICTING = [name for name in STREAMING if name not in FIXED]
+
+
+def outcomes_of(model, make_one, invariants=None, **changes):
+    changes = {"num_steps": NUM_STEPS} | changes
+    found = kvalign.verify(model, make_one, invariants=invariants, **changes)
+    return {outcome.name: outcome for outcome in found}
+
+
+def states(outcomes):
+    return {name: outcome.state for name, outcome in outcomes.items()}
+
+
+def failed(outcomes):
+    return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STREAMING)
+def test_every_method_keeps_to_all(name, kind, models):
+    outcomes = outcomes_of(models[kind], lambda model: make(name, model, warn=False))
+    assert list(outcomes) == list(INVARIANTS)
+    assert not failed(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make_aligner", [tables, anchored, network])
+def test_every_aligner_keeps_to_all(make_aligner, kind, models):
+    aligners = {tables: dict(scale=0.2, num_sinks=2), anchored: dict(scale=0.2), network: {}}
+
+    def make_one(model):
+        aligner = make_aligner(model, **aligners[make_aligner])
+        return make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=aligner)
+
+    outcomes = outcomes_of(models[kind], make_one)
+    assert not failed(outcomes)
+    is_recursive = make_aligner is network
+    assert outcomes["moves"].state == ("not applicable" if is_recursive else "passed")
+    by_segments = make_aligner is tables and kind in REGISTERED
+    assert outcomes["evicting-chunks"].state == ("passed" if by_segments else "not applicable")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_one_of_each_family(kind, models):
+    """The fast part of the two above."""
+    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+    name = "kvalign" if changes else "streaming-llm"
+    outcomes = outcomes_of(models[kind], lambda model: make(name, model, **changes))
+    assert not failed(outcomes)
+    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
+    assert not_tried == ({"positions"} if kind == "bloom" else set())
+
+
+def test_a_cache_that_keeps_all(models):
+    """What needs an eviction does not apply, all else holds; the model is left as it is."""
+    model = models["llama"]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    outcomes = outcomes_of(model, lambda model: DynamicCache())
+    applies = {"dense", "rows", "chunks", "masks", "reorder", "repeat", "save"}
+    assert {x for x, state in states(outcomes).items() if state == "passed"} == applies
+    assert all(x.note.startswith("it evicts nothing") for x in outcomes.values() if not x.unit)
+    assert len(outcomes) == len(INVARIANTS)
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
+
+
+# Bugs that authors of caches ship, planted one at a time.
+
+
+def shift_by_two(patch):
+    right = StreamingLayer.move
+    patch(StreamingLayer, "move", lambda self, step, shifts: right(self, step, [s + 2 for s in shifts]))
+
+
+def table_read_two_places_off(patch):
+    right = Step.__post_init__
+
+    def wrong(self):
+        right(self)
+        self.first_place += 2 if self.num_before == CACHE_SIZE else 0
+
+    patch(Step, "__post_init__", wrong)
+
+
+def sinks_lost(patch):
+    patch(StreamingCache, "_write_sinks", lambda self, step: None)
+
+
+def sinks_of_the_first_row(patch):
+    right = StreamingLayer.write_sinks
+
+    def wrong(self, step, keys):
+        own, self.sinks = self.sinks, [x[:1].expand_as(x) for x in self.sinks]
+        right(self, step, keys[:1].expand_as(keys))
+        self.sinks = own
+
+    patch(StreamingLayer, "write_sinks", wrong)
+
+
+def mask_short(patch):
+    right = StreamingCache.get_mask_sizes
+
+    def wrong(self, query_length, layer_idx):
+        length, offset = right(self, query_length, layer_idx)
+        return (length - 1 if max(self.seen, default=0) > CACHE_SIZE else length), offset
+
+    patch(StreamingCache, "get_mask_sizes", wrong)
+
+
+def positions_off_by_one(patch):
+    right = StreamingCache.positions
+    patch(
+        StreamingCache,
+        "positions",
+        lambda self: [p + (n > CACHE_SIZE) for p, n in zip(right(self), self.seen, strict=True)],
+    )
+
+
+def positions_run_on(patch):
+    patch(Rotating, "frame", lambda self, sizes, _: replace(sizes, realign_every=10**6))
+
+
+def reorder_ignored(patch):
+    patch(StreamingCache, "reorder_cache", lambda self, beam_idx: None)
+
+
+def reorder_without_sinks(patch):
+    def wrong(self, rows):
+        for buffer in self.buffers:
+            buffer.select(rows)
+
+    patch(StreamingLayer, "select", wrong)
+
+
+def repeat_in_rounds(patch):
+    def wrong(self, repeats):
+        self.select([*range(len(self.seen))] * repeats)
+
+    patch(StreamingCache, "batch_repeat_interleave", wrong)
+
+
+def save_drops_sinks(patch):
+    right = StreamingCache.state
+
+    def wrong(self):
+        return {k: 0 * x if "sinks" in k else x for k, x in right(self).items()}
+
+    patch(StreamingCache, "state", wrong)
+
+
+def save_drops_a_row(patch):
+    right = StreamingCache.state
+    patch(StreamingCache, "state", lambda self: {k: x[:1] for k, x in right(self).items()})
+
+
+def an_input_counts_once(patch):
+    right = StreamingCache.end_step
+
+    def wrong(self):
+        self.step.num_new = min(self.step.num_new, 1)
+        right(self)
+
+    patch(StreamingCache, "end_step", wrong)
+
+
+def rounded_at_each_move(patch):
+    patch(Rotating, "within", lambda self, sizes, context_len: self)
+    patch(Rotating, "frame", lambda self, sizes, context_len: replace(sizes, realign_every=1))
+
+
+def angles_in_half_precision(patch):
+    right = StreamingCache._settle
+
+    def wrong(self, step):
+        step.behind_rows = step.behind_rows.to(self.layers[0].dtype).float()
+        right(self, step)
+
+    patch(StreamingCache, "_settle", wrong)
+
+
+def first_entry_missing(patch):
+    right = StreamingLayer._take
+
+    def wrong(self, step, new):
+        keys, values = right(self, step, new)
+        return keys, torch.cat([0 * values[:, :, :1], values[:, :, 1:]], 2)
+
+    patch(StreamingLayer, "_take", wrong)
+
+
+PLANTED = {
+    shift_by_two: "moves",
+    table_read_two_places_off: "moves",
+    sinks_lost: "kept",
+    sinks_of_the_first_row: "rows",
+    mask_short: "masks",
+    positions_off_by_one: "moves",
+    positions_run_on: "positions",
+    reorder_ignored: "reorder",
+    reorder_without_sinks: "reorder",
+    repeat_in_rounds: "repeat",
+    save_drops_sinks: "save",
+    save_drops_a_row: "save",
+    an_input_counts_once: "chunks",
+    rounded_at_each_move: "half-entries",
+    first_entry_missing: "dense",
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_is_found(bug, models, monkeypatch):
+    """In the row that it belongs to, beside others where it shows there, too."""
+    kind = "gpt2" if bug is table_read_two_places_off else "llama"
+    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+    name, size = ("kvalign" if changes else "streaming-llm"), CACHE_SIZE
+
+    def make_one(model):
+        return make(name, model, cache_size=size, **changes)
+
+    row = PLANTED[bug]
+    assert not failed(outcomes_of(models[kind], make_one, [row]))
+    bug(monkeypatch.setattr)
+    outcomes = outcomes_of(models[kind], make_one)
+    print(bug.__name__, failed(outcomes))
+    assert outcomes[row].state == "failed"
+    assert outcomes[row].look_at == INVARIANTS[row].look_at
+    assert any(state == "passed" for state in states(outcomes).values())
