@@ -20,7 +20,14 @@ def show(outcomes: Sequence[Outcome]) -> None:
         ]
         for outcome in outcomes
     ]
-    headings = ["invariant", "", Heading("figure", True), Heading("bound", True), "of", "note"]
+    headings: list[Heading | str] = [
+        "invariant",
+        "",
+        Heading("figure", True),
+        Heading("bound", True),
+        "of",
+        "note",
+    ]
     print_table(headings, rows)
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if failed:

@@ -107,9 +107,7 @@ def verify(
         else:
             is_number = math.isfinite(measured.figure)
             note = measured.note if is_number else f"no number; {measured.note}".rstrip("; ")
-            figures = (
-                measured.figure if is_number else None, measured.bound, invariant.unit, note
-            )
+            figures = (measured.figure if is_number else None, measured.bound, invariant.unit, note)
             if measured.holds:
                 outcomes.append(Outcome(name, about, "passed", *figures))
             else:

@@ -11,7 +11,7 @@ from kvalign.invariants.subject import Stream, Subject, is_exact
 
 NUM_ROWS = 3
 MOST_AT_ONCE = 7
-_LOGITS = "logits apart, in standard deviations"
+_LOGITS = "sd of logits"
 
 
 def measure_dense(subject: Subject) -> Measured:

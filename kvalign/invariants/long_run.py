@@ -156,19 +156,19 @@ def measure_kl(subject: Subject) -> Measured:
 
 HALF_ENTRIES = Invariant(
     about="in half precision old entries are as exact as new ones",
-    unit="error of an old by that of a new one",
+    unit="old by new",
     look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
     measure=measure_half_entries,
 )
 HALF_LOGITS = Invariant(
     about="in half precision errors do not grow with the stream",
-    unit="last by first error",
+    unit="last by first",
     look_at="positions, angles or sums kept in half precision",
     measure=measure_half_logits,
 )
 KL = Invariant(
     about="the distance to encoding anew is finite and does not grow with the stream",
-    unit="KL in nats",
+    unit="nats",
     look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
     "on",
     measure=measure_kl,

@@ -8,7 +8,7 @@ from kvalign.invariants.base import Invariant, Measured, NotApplicableError, dif
 from kvalign.invariants.subject import Stream, Subject
 
 NUM_AFTER = 24  # tokens fed after the change
-_LOGITS = "logits apart, in standard deviations"
+_LOGITS = "sd of logits"
 
 
 def measure_reorder(subject: Subject) -> Measured:

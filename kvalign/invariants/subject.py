@@ -1,4 +1,4 @@
-"""What is put to the invariants: a cache and a model, and streams of the two that can be watched."""
+"""What is put to the invariants: a cache and a model, and their streams, which can be watched."""
 
 import copy
 import io
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvalign.invariants import Make
 
 MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
+SAME = 1e-4  # of their size, by which values that are the same may be apart
 SAMPLED_LEN = 128  # tokens of a text that the model writes itself
 
 
@@ -44,7 +45,7 @@ class Watched:
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self.index: list[list[int]] = []
         self._update = cache.update
-        cache.update = self._watch  # type: ignore[method-assign]
+        cache.update = self._watch
 
     def before(self, num_new: int) -> None:
         position = int(self.cache.get_seq_length())
@@ -125,8 +126,8 @@ class Stream:
         return self.ids[row, [*places, self.ids.shape[1] - 1]]
 
     def places(self, row: int = 0) -> list[int]:
-        """Of the entries that the last token found, the places of their tokens in the stream: each
-        has the value that it had when it was handed in.
+        """Of the entries that the last token found, the places of their tokens in the stream, in
+        order: each has the value that it had when it was handed in.
         """
         assert self.watched is not None
         values = self.watched.found[0][1][row, :, : self.watched.num_found]
@@ -141,7 +142,7 @@ class Stream:
             raise NotApplicableError(
                 "no telling which tokens it holds: values are changed, or heads keep different ones"
             )
-        return [place for place in found if place is not None]
+        return sorted(place for place in found if place is not None)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Rows in another order, as beam search asks for it."""
@@ -188,20 +189,28 @@ class Stream:
 
 
 def matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """For each of values [H, S, D] the latest that it can be of those born [H, N, D], their order
-    kept; None for one that is none of them.
+    """For each of values [H, S, D] which one of those born [H, N, D] it is; None for one that is
+    none of them. Heads may hold them in orders of their own: the first one's is given.
     """
-    found, all_born = (x.transpose(0, 1).flatten(1).float() for x in (values, born))
-    near = (found[:, None] - all_born).abs().amax(-1) <= 1e-5 * all_born.abs().max()
+    together = _matches(values.transpose(0, 1).flatten(1), born.transpose(0, 1).flatten(1))
+    if None not in together:
+        return together
+    heads = [_matches(*pair) for pair in zip(values, born, strict=True)]
+    alike = all(None not in head and set(head) == set(heads[0]) for head in heads)
+    return heads[0] if alike else together
+
+
+def _matches(values: Tensor, born: Tensor) -> list[int | None]:
+    """For each of values [S, D] the latest of those born [N, D] that it can be, no two the same."""
+    values, born = values.float(), born.float()
+    exactly = "donot_use_mm_for_euclid_dist"
+    near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
     places: list[int | None] = []
-    end = all_born.shape[0]
     for row in near.flip(0):
-        here = row[:end].nonzero()
-        if not len(here):
-            places.append(None)
-            continue
-        end = int(here[-1])
-        places.append(end)
+        here = row.nonzero()
+        places.append(int(here[-1]) if len(here) else None)
+        if len(here):
+            near[:, here[-1]] = False
     return places[::-1]
 
 
