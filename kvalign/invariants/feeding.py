@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
-from kvalign.invariants.subject import Stream, Subject, is_exact
+from kvalign.invariants.stream import Stream, is_exact
+from kvalign.invariants.subject import Subject
 
 NUM_ROWS = 3
 MOST_AT_ONCE = 7

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kvalign import progress
 from kvalign.invariants.base import Invariant, Measured, NotApplicableError
-from kvalign.invariants.subject import Stream, Subject, in_precision
+from kvalign.invariants.stream import Stream
+from kvalign.invariants.subject import Subject, in_precision
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
-from kvalign.invariants.subject import Stream, Subject
+from kvalign.invariants.stream import Stream
+from kvalign.invariants.subject import Subject
 
 NUM_AFTER = 24  # tokens fed after the change
 _LOGITS = "sd of logits"
