@@ -198,8 +198,8 @@ def _matches(values: Tensor, born: Tensor) -> list[int | None]:
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
     places: list[int | None] = []
-    for row in near.flip(0):
-        here = row.nonzero()
+    for i in reversed(range(len(near))):
+        here = near[i].nonzero()
         places.append(int(here[-1]) if len(here) else None)
         if len(here):
             near[:, here[-1]] = False
