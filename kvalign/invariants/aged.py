@@ -53,7 +53,7 @@ def age(subject: Subject) -> Aged:
 def _age(subject: Subject) -> Aged:
     stream = subject.stream(is_watched=True)
     if stream.watched is None:
-        raise NotApplicableError("it encodes anew what it keeps: there is no cache to look at")
+        raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
     if isinstance(stream.cache, StreamingCache):

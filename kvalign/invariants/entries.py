@@ -72,7 +72,7 @@ def measure_moves(subject: Subject) -> Measured:
             worst = max(worst, difference(hidden, outputs.pop()[0, -1]))
     num = aged.stream.ids.shape[1]
     return Measured(
-        worst, note=f"the first layer and encoded anew, {len(aged.seen)} times in {num} tokens"
+        worst, note=f"the first layer and re-encoded, {len(aged.seen)} times in {num} tokens"
     )
 
 

@@ -1,4 +1,4 @@
-"""A long stream in half precision beside the same in float32, and beside encoding anew."""
+"""A long stream in half precision beside the same in float32, and beside re-encoding."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class LongRun:
             evicted and at the end.
         entries: [2, S] a step: errors of the first layer's keys and values, the newest last, at the
             end.
-        first_kl, last_kl: KL(encoded anew || stream) in nats, once nothing born before the first
+        first_kl, last_kl: KL(re-encoded || stream) in nats, once nothing born before the first
             eviction is left but sinks, and at the end.
         unread_kl: the same of the last token alone, as if nothing was kept.
         no_kl: why there is none.
@@ -127,7 +127,7 @@ def _mean(figures: list[float]) -> float:
 def measure_half_entries(subject: Subject) -> Measured:
     run = long_run(subject)
     if not run.entries:
-        raise NotApplicableError("it encodes anew what it keeps: there are no old entries")
+        raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
     errors = torch.stack([errors[:, -width:] for errors in run.entries]).mean(0)  # [2, S]
     ratios = errors / errors[:, -1:]
@@ -168,7 +168,7 @@ HALF_LOGITS = Invariant(
     measure=measure_half_logits,
 )
 KL = Invariant(
-    about="the distance to encoding anew is finite and does not grow with the stream",
+    about="the distance to re-encoding is finite and does not grow with the stream",
     unit="nats",
     look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
     "on",

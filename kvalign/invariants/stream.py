@@ -76,7 +76,7 @@ class Stream:
 
     @property
     def cache(self) -> Cache | None:
-        """What the model is called with; None of methods that encode anew."""
+        """What the model is called with; None of methods that re-encode."""
         if not isinstance(self.held, Method):
             return self.held
         return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
