@@ -19,7 +19,7 @@ def measure_positions(subject: Subject) -> Measured:
     positions = age(subject).watched.positions
     last = max(positions)
     if last < context_len and positions[-1] == len(positions) - 1:
-        note = f"{last} after {len(positions)} tokens: it runs on with the stream"
+        note = f"{last} after {len(positions)} tokens: it runs on, to {context_len} and beyond"
         return Measured(context_len, context_len - 1, note)
     return Measured(last, context_len - 1, f"over {len(positions)} tokens")
 
