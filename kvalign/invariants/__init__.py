@@ -61,8 +61,8 @@ def verify(
     """Put a cache and a model to the invariants.
 
     Args:
-        model: a causal LM of transformers, in eval mode, whose architecture KV-Align knows. It is
-            left as it is; what compares precisions works on copies.
+        model: a causal LM of transformers, in eval mode. It is left as it is; what compares
+            precisions works on copies.
         make: given a model, an empty cache for it, or a method of `kvalign.make_method`; it is
             called many times, once with the model in half precision.
         num_steps: tokens of the long stream after the cache is full.
@@ -74,8 +74,7 @@ def verify(
         an outcome for each invariant. What the cache raises is one, too.
 
     Raises:
-        UserError: an unknown invariant, an architecture that KV-Align does not know, or `make`
-            returns no cache.
+        UserError: an unknown invariant, or `make` returns no cache.
     """
     import math
 
@@ -92,7 +91,7 @@ def verify(
     if typed("num_steps", num_steps, int) < 1:
         raise UserError(f"num_steps must be at least 1, got {num_steps}")
     subject = Subject(model, make, num_steps, getattr(torch, half), typed("seed", seed, int))
-    subject.check()
+    subject.stream()  # what is no cache is said before any work
     outcomes = []
     for name, invariant in chosen.items():
         progress.phase(name)

@@ -12,7 +12,7 @@ def measure_masks(subject: Subject) -> Measured:
 
 
 def measure_positions(subject: Subject) -> Measured:
-    context_len = subject.spec.context_len
+    context_len = subject.context_len
     if context_len is None:
         raise NotApplicableError("nothing limits this model's positions")
     subject.needs_eviction()

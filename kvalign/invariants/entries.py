@@ -34,7 +34,7 @@ def measure_kept(subject: Subject) -> Measured:
         raise NotApplicableError("values are changed, or heads keep different tokens")
     num_wrong = len(held) - len(known) + len(set(range(num_sinks)) - set(known))
     is_ordered = known == sorted(known)
-    if subject.spec.family == "alibi" and not is_ordered:  # there an entry's place is its position
+    if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
         num_wrong += sum(place != at for place, at in zip(known, sorted(known), strict=True))
     newest = range(born.shape[1] - len(held) + num_sinks, born.shape[1])
     note = f"{len(held)} entries: {num_sinks} of the beginning, then "
@@ -61,7 +61,9 @@ def measure_moves(subject: Subject) -> Measured:
                 "up"
             )
         return _placed_once(aged, cache, placing)
-    if subject.spec.family == "learned":
+    if subject.family is None:
+        raise NotApplicableError("how this model encodes positions is not known")
+    if subject.family == "learned":
         raise NotApplicableError("entries stay as they were written, stale on learned positions")
     if aged.no_seen:
         raise NotApplicableError(aged.no_seen)

@@ -12,7 +12,7 @@ from kvalign.errors import UserError
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import Stream
 from kvalign.methods.base import Method
-from kvalign.models import ModelSpec, spec_of
+from kvalign.models import Family, ModelSpec, spec_of
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
@@ -45,18 +45,29 @@ class Subject:
         self.make, self.num_steps, self.half, self.seed = make, num_steps, half, seed
 
     @cached_property
-    def spec(self) -> ModelSpec:
-        return spec_of(self.model.config)
+    def spec(self) -> ModelSpec | None:
+        """What is known of the model; None of an architecture that KV-Align does not stream."""
+        try:
+            return spec_of(self.model.config)
+        except UserError:
+            return None
 
-    def check(self) -> None:
-        """Raise UserError for a model or a cache that cannot be tried at all."""
-        self.spec  # noqa: B018
-        self.stream()
+    @property
+    def family(self) -> Family | None:
+        """How the model encodes positions; None: not known."""
+        return self.spec.family if self.spec else None
+
+    @property
+    def context_len(self) -> int | None:
+        """Positions that the model was built for; None where nothing limits them."""
+        if self.spec:
+            return self.spec.context_len
+        return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def room(self) -> int:
         """Tokens that a cache that keeps all can be fed."""
-        return min(self.spec.context_len or MOST_PROBED, MOST_PROBED)
+        return min(self.context_len or MOST_PROBED, MOST_PROBED)
 
     def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
         """A stream that has been fed nothing."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
 from helpers.tiny_models import KINDS
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
 from kvalign.attention import REGISTERED
@@ -87,6 +87,19 @@ def test_a_cache_that_keeps_all(models):
     assert len(outcomes) == len(INVARIANTS)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
+
+
+def test_a_model_that_is_not_known():
+    """Of an architecture that KV-Align does not stream, all but its positions can be tried."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(
+        "starcoder2", vocab_size=96, max_position_embeddings=64, sliding_window=12, **sizes
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    outcomes = outcomes_of(model, lambda model: DynamicCache(config=model.config))
+    assert [x for x, state in states(outcomes).items() if state == "not applicable"] == ["moves"]
+    assert [x for x, state in states(outcomes).items() if state == "failed"] == ["positions"]
 
 
 # Bugs that authors of caches ship, planted one at a time.
