@@ -17,6 +17,7 @@ SMALLER = {
     "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
     "num_tokens=100_000": "num_tokens=6_000",
+    "num_steps=1000": "num_steps=20",
 }
 
 
@@ -26,7 +27,7 @@ def smaller(code):
     return code
 
 
-SLOW = ("train_an_aligner",)
+SLOW = ("train_an_aligner", "sink_cache", "sliding_window")
 
 
 @pytest.mark.parametrize(
