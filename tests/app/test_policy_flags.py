@@ -15,15 +15,18 @@ NETWORK = "--aligner kvalign-gpt2-mini-network"
 WRONG = [
     (f"{GENERATE} --policy h20", "--policy must be one of oldest, .* got 'h20': did you mean h2o"),
     (f"{GENERATE} --positions kept", "--positions must be one of compact, keep, got 'kept'"),
-    (f"{GENERATE} --policy tova --num-recent 33", "num_recent must be between 0 and "),
+    (
+        f"{GENERATE} --policy tova --num-recent 33",
+        "--num-recent must be between 0 and 32 .* got 33",
+    ),
     (f"{GENERATE} --policy tova --num-recent -1", "--num-recent must be at least 0, got -1"),
-    (f"{GENERATE} --policy keydiff --realign-every 4", "realign_every is for policy oldest"),
+    (f"{GENERATE} --policy keydiff --realign-every 4", "--realign-every is for policy oldest"),
     (f"{GENERATE} --policy keydiff --compile", "is not compiled"),
     (f"{GENERATE} --policy random {NETWORK}", "an aligner of kind network moves entries that lie"),
     (f"{GENERATE} --positions keep", "nothing to align: take method streaming-llm"),
     ("eval perplexity --policy h2o,best", "--policy must be one of .* got 'best'"),
     ("eval perplexity --positions nowhere", "--positions must be one of compact, keep"),
-    ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "num_recent must be between"),
+    ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "--num-recent must be between"),
     ("chat --say hello --policy oldst", "did you mean oldest"),
 ]
 

@@ -107,7 +107,9 @@ def test_learned_positions_that_are_kept_end(policy, cut, models, ids):
         method.feed(ids[:, start : start + cut])
     with pytest.raises(UserError) as caught:
         method.feed(ids[:, num_fed : num_fed + cut])
-    assert caught.match(f"with the {CONTEXT_LEN} positions .* got {cut} more tokens after {num_fed}")
+    assert caught.match(
+        f"with the {CONTEXT_LEN} positions .* got {cut} more tokens after {num_fed}"
+    )
     assert "\n" not in str(caught.value)
     assert method.tokens_left == CONTEXT_LEN - num_fed
     assert method.cache.seen == ([num_fed] * 2 if num_fed else [])
