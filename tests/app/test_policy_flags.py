@@ -1,5 +1,5 @@
-"""`--policy`, `--num-recent` and `--positions` on the command line: what they do, and what is refused
-in one line before there is any work.
+"""`--policy`, `--num-recent` and `--positions` on the command line: what they do, and what is
+refused in one line before there is any work.
 """
 
 import json
