@@ -147,7 +147,7 @@ def stream_rows(
                 raise UserError(f"prompt {number} is empty: give at least one token")
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
-            row = _Row(number, prompt, sampling, eos_token_ids, stopped)
+            row = _Row(number, prompt, sampling, eos_token_ids, stopped, alone.tokens_left)
             yield number, row.choose(alone.feed(prompt))
             if not row.has_ended:
                 begun.append((row, alone))
@@ -179,9 +179,10 @@ class _Row:
         sampling: Sampling,
         eos_token_ids: Collection[int],
         stopped: Collection[int],
+        room: int | None,
     ):
         self.number, self.sampling, self.ends = number, sampling, eos_token_ids
-        self.stopped = stopped
+        self.stopped, self.room = stopped, room
         self.history, self.num_new, self.token = History(prompt), 0, -1
         self.processors = sampling.processors()
         self.generator = sampling.generator(prompt.device, number)
@@ -200,4 +201,5 @@ class _Row:
     @property
     def has_ended(self) -> bool:
         is_long = self.num_new == self.sampling.max_new_tokens
+        is_long |= self.room is not None and self.history.ids.shape[1] > self.room
         return is_long or self.token in self.ends or self.number in self.stopped

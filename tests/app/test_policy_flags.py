@@ -58,6 +58,15 @@ def test_the_default_is_the_oldest(capfd):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_the_end_of_kept_positions_is_said(capfd):
+    keep = (
+        "--method streaming-llm --policy key-norm --positions keep --max-new-tokens 600 --top-k 1"
+    )
+    assert main([*GENERATE.split(), *keep.split()]) == 0
+    said = capfd.readouterr().err
+    assert "the stream ends here: the model has no position left\n512 tokens by streaming" in said
+
+
 def test_methods_lists_the_policies(capfd):
     assert main(["methods", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)["policies"]

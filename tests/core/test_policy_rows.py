@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 from helpers.methods import make, tables
-from helpers.tiny_models import VOCAB
+from helpers.tiny_models import CONTEXT_LEN, VOCAB
 
 import kvalign
+from kvalign.batch import stream_rows
 from kvalign.models import load_model
 from kvalign.policies import OLDEST, POLICIES
+from kvalign.sampling import Sampling
 
 OTHERS = [policy for policy in POLICIES if policy != OLDEST]
 LENS = (1, 3, 13, 21, 22, 50)  # C is 20: a first input of C + 1, one more, and a long one
@@ -95,6 +97,19 @@ def test_texts_beside_one_another_are_those_alone(policy):
         assert "".join(kvalign.stream(loaded.model, loaded.tokenizer, prompt, **sizes)) == text
 
 
+def test_a_row_ends_where_its_positions_do(models):
+    """One after the other, as each does alone; the others go on."""
+    method = new(models, "gpt2 keep", "h2o")
+    prompts = [[5] * 3, [6, 7] * 12, [8]]
+    rows = [[] for _ in prompts]
+    for row, token in stream_rows(method, prompts, sampling=Sampling(temperature=0)):
+        rows[row].append(token)
+    for prompt, tokens in zip(prompts, rows, strict=True):
+        alone = kvalign.stream_tokens(method, torch.tensor([prompt]))
+        assert [int(token) for token in alone] == tokens
+        assert len(prompt) + len(tokens) == CONTEXT_LEN + 1
+
+
 @pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
 @pytest.mark.parametrize("policy", OTHERS)
 def test_a_saved_stream_goes_on_to_the_bit(policy, name, tmp_path):
@@ -157,7 +172,7 @@ def test_half_precision_does_not_drift(place, dtype, models):
 def test_half_precision_is_finite(policy, ids):
     loaded = load_model("llama-mini", dtype="bfloat16")
     method = kvalign.make_method("kvalign", loaded.model, cache_size=24, policy=policy)
-    method.feed(ids[:, :100])
-    for i in range(100, 140):
+    method.feed(ids[:, :50])
+    for i in range(50, 70):
         assert method.feed(ids[:, i : i + 1]).isfinite().all()
     assert {x.dtype for x in method.cache.layers[0].held} == {torch.bfloat16}
