@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.nn.functional import pad
 from transformers import GPT2Config
 
 from kvalign.models import spec_of
@@ -52,10 +53,9 @@ class Drawn(Policy):
     def score(self, seen):
         shape = seen.keys.shape[:3]
         drawn = torch.randint(0, 4, shape, generator=self.generator).float()
-        if self.accumulates:
-            drawn[:, :, : seen.before.shape[2]] += seen.before
         self.last[seen.layer] = drawn
-        return drawn
+        missing = drawn.shape[2] - seen.before.shape[2]
+        return pad(seen.before, (0, missing)) + drawn if self.accumulates else drawn
 
 
 @dataclass
@@ -100,14 +100,14 @@ class Stream:
         keys = torch.tensor(rows).float()
         return keys, keys + torch.tensor([0.0, 0.0, 0.5])
 
-    def evict(self, scores):
-        """Scores [H, S] by layer, of this row's entries."""
+    def evict(self, drawn, accumulates):
+        """What was drawn [H, S] by layer, for this row's entries."""
         num_gone = len(self.lists[0][0]) - self.sizes.num_stored(self.seen)
         may = range(self.sizes.num_sinks, self.seen - self.sizes.num_recent)
-        for heads, of_layer in zip(self.lists, scores, strict=True):
+        for heads, of_layer in zip(self.lists, drawn, strict=True):
             for head, (entries, worth) in enumerate(zip(heads, of_layer, strict=True)):
                 for entry, score in zip(entries, worth.tolist(), strict=True):
-                    entry.score = score
+                    entry.score = accumulates * entry.score + score
                 order = sorted(entries, key=lambda e: (e.score, e.token))
                 gone = [e.token for e in order if e.token in may][:num_gone]
                 assert len(gone) == num_gone
@@ -177,7 +177,8 @@ class PolicyMachine(RuleBasedStateMachine):
         for i, (row, skip) in enumerate(zip(rows, stored, strict=True)):
             if self.policy.last:
                 last = self.policy.last.items()
-                row.evict([x[i, :, x.shape[2] - skip - num :] for _, x in sorted(last)])
+                parts = [x[i, :, x.shape[2] - skip - num :] for _, x in sorted(last)]
+                row.evict(parts, self.policy.accumulates)
             assert len(row.lists[0][0]) == self.sizes.num_stored(row.seen)
 
     @rule()
