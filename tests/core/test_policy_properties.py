@@ -151,9 +151,10 @@ class PolicyMachine(RuleBasedStateMachine):
     def is_even(self):
         return len({row.seen for row in self.rows}) == 1
 
-    @rule()
-    def feed_one(self):
-        self.feed(self.cache, self.rows, 1)
+    @rule(times=st.integers(1, 9))
+    def feed_one_by_one(self, times):
+        for _ in range(times):
+            self.feed(self.cache, self.rows, 1)
 
     @precondition(lambda self: self.is_even)
     @rule(data=st.data())
@@ -227,7 +228,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicyCache = PolicyMachine.TestCase
 TestPolicyCache.settings = settings(
-    max_examples=100,
+    max_examples=80,
     stateful_step_count=25,
     derandomize=True,
     deadline=None,
