@@ -98,7 +98,7 @@ def choose(page, methods=("streaming-llm", "kvalign"), prompt="The island of the
 
 
 def pick(page, label, choice):
-    """One of the dropdowns of the accordion `Model`."""
+    """One of the dropdowns, some of which are in the accordion `Model`."""
     box = page.get_by_label(label, exact=True)
     if not box.is_visible():
         page.locator(".label-wrap", has_text="Model").click()
@@ -297,6 +297,26 @@ def test_a_method_that_refuses_says_why_in_its_column(page):
     line = page.locator(".card [role=alert]").inner_text()
     assert line.startswith("Evicted at once or evictions before a move must be a multiple of 8")
     pick(page, "Aligner of kvalign", "kvalign-gpt2-mini-table-kl")
+
+
+def test_policies_and_positions(page):
+    """They are taken by methods that have them; a card says which, or why not; so does the lane."""
+    pick(page, "Policy", "key-norm")
+    run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
+    assert page.locator(".note").all_inner_texts()[0].endswith("go stale; policy key-norm")
+    assert "policy" not in page.locator(".note").all_inner_texts()[1]
+    assert counts(page) == [10, 10]
+    pick(page, "Positions", "keep")
+    run(page, ["window", "kvalign"], **{"New tokens": 10})
+    assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
+    line = page.locator(".card [role=alert]").inner_text()
+    assert line.startswith("positions=keep leaves entries where they were computed")
+    assert counts(page) == [10]
+    page.get_by_role("tab", name="The cache").click()
+    page.get_by_text("It shows policy oldest with compact positions.").wait_for()
+    page.get_by_role("tab", name="Side by side").click()
+    pick(page, "Policy", "oldest")
+    pick(page, "Positions", "compact")
 
 
 def test_lane_follows_the_settings(page):
