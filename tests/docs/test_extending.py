@@ -1,5 +1,5 @@
-"""What CONTRIBUTING counts: a method, a policy, a kind of aligner, an evaluation and a corpus are a file and
-a line each, a family of positions a module and lines of one other file.
+"""What CONTRIBUTING counts: a method, a policy, a kind of aligner, an evaluation and a corpus are a
+file and a line each, a family of positions a module and lines of one other file.
 
 Each of `extensions/` is added to a copy of the package and used there through the command line.
 """
