@@ -116,7 +116,7 @@ def begin(
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
-        asked = {"num_evicted": num_evicted, "policy": policy, "positions": positions}
+        asked: dict[str, Any] = dict(num_evicted=num_evicted, policy=policy, positions=positions)
         taken = {size: value for size, value in asked.items() if size not in cls.not_taken()}
         try:
             method = make_method(
