@@ -16,7 +16,7 @@ PROBE = (1, 2, 64, 8)
 
 
 def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
-    """A policy that scores as a press does: `POLICIES["lagkv"] = policy_of(LagKVPress(4, 8))`.
+    """A policy that scores as a press does: `POLICIES["knorm"] = policy_of(KnormPress())`.
 
     Args:
         press: a `ScorerPress`; its compression ratio is not used.
