@@ -281,17 +281,13 @@ class PolicyCache(StreamingCache):
         count = self.sizes.num_dropped
         return any(count(n + step.num_new) > count(n) for n in step.seen)
 
-    def check_room(self, num_new: int) -> None:
-        """Raise UserError unless there is a position for so many tokens more."""
+    def _settle(self, step: Step) -> None:
         last = self.last_token
-        if last is not None and max(self.seen, default=0) + num_new > last:
+        if last is not None and max(step.seen) + step.num_new > last:
             raise UserError(
                 f"the stream has reached position {last}, the last of this model: positions=keep "
                 "ends there, compact does not"
             )
-
-    def _settle(self, step: Step) -> None:
-        self.check_room(step.num_new)
         if self.layers[0].is_filled:
             for layer in self.layers:
                 layer.evict(step)

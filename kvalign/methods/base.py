@@ -266,9 +266,6 @@ class Cached(Method):
             for i in range(ids.shape[1]):
                 logits = self.feed(ids[:, i : i + 1])
             return logits
-        if isinstance(self.cache, PolicyCache):
-            # Before the model looks learned positions up: it has none beyond its last.
-            self.cache.check_room(ids.shape[1])
         while True:
             num_now = self._chunk_len(ids.shape[1])
             now, ids = ids[:, :num_now], ids[:, num_now:]

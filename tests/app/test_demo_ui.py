@@ -299,26 +299,6 @@ def test_a_method_that_refuses_says_why_in_its_column(page):
     pick(page, "Aligner of kvalign", "kvalign-gpt2-mini-table-kl")
 
 
-def test_policies_and_positions(page):
-    """They are taken by methods that have them; a card says which, or why not; so does the lane."""
-    pick(page, "Policy", "key-norm")
-    run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
-    assert page.locator(".note").all_inner_texts()[0].endswith("go stale; policy key-norm")
-    assert "policy" not in page.locator(".note").all_inner_texts()[1]
-    assert counts(page) == [10, 10]
-    pick(page, "Positions", "keep")
-    run(page, ["window", "kvalign"], **{"New tokens": 10})
-    assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
-    line = page.locator(".card [role=alert]").inner_text()
-    assert line.startswith("positions=keep leaves entries where they were computed")
-    assert counts(page) == [10]
-    page.get_by_role("tab", name="The cache").click()
-    page.get_by_text("It shows policy oldest with compact positions.").wait_for()
-    page.get_by_role("tab", name="Side by side").click()
-    pick(page, "Policy", "oldest")
-    pick(page, "Positions", "compact")
-
-
 def test_lane_follows_the_settings(page):
     choose(page, ["window"], **{"Cache size": 8, "Evicted at once": 2})
     page.get_by_role("tab", name="The cache").click()
@@ -340,6 +320,26 @@ def test_lane_follows_the_settings(page):
     page.locator("#cache_size input[type=range]").fill("64")
     page.locator("#lane").get_by_text("8 entries here, in place of 64").wait_for()
     page.get_by_role("tab", name="Side by side").click()
+
+
+def test_policies_and_positions(page):
+    """They are taken by methods that have them; a card says which, or why not; so does the lane."""
+    pick(page, "Policy", "key-norm")
+    run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
+    assert page.locator(".note").all_inner_texts()[0].endswith("go stale; policy key-norm")
+    assert "policy" not in page.locator(".note").all_inner_texts()[1]
+    assert counts(page) == [10, 10]
+    pick(page, "Positions", "keep")
+    run(page, ["window", "kvalign"], **{"New tokens": 10})
+    assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
+    line = page.locator(".card [role=alert]").inner_text()
+    assert line.startswith("positions=keep leaves entries where they were computed")
+    assert counts(page) == [10]
+    page.get_by_role("tab", name="The cache").click()
+    page.get_by_text("It shows policy oldest with compact positions.").wait_for()
+    page.get_by_role("tab", name="Side by side").click()
+    pick(page, "Policy", "oldest")
+    pick(page, "Positions", "compact")
 
 
 def test_another_model_brings_its_aligners(page):

@@ -155,7 +155,7 @@ def test_kept_positions_end_with_the_context(gpt2, words):
     assert ended.policy == "policy key-norm, positions kept; the last one is reached"
     assert ended.is_done and 0 < ended.num_tokens < 600
     assert refusal.title == "window"
-    assert refusal.line.startswith("the stream has reached position 512, the last of this model")
+    assert refusal.line.startswith("positions=keep ends with the 512 positions of this model")
 
 
 def test_no_seed_is_one_random_seed_for_all(gpt2):
