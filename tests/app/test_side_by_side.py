@@ -7,6 +7,7 @@ import torch
 
 import kvalign
 from kvalign.app.pages import render
+from kvalign.app.pages import side_by_side as side_by_side_module
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side, verdict
 from kvalign.eval.chunks import Chunk, chunks
@@ -83,7 +84,8 @@ def test_finished_chunks_are_judged(run, words):
     assert view.readable == sum(readable) / len(readable)
 
 
-def test_closing_ends_the_work(gpt2, words):
+def test_closing_ends_the_work(gpt2, words, monkeypatch):
+    monkeypatch.setattr(side_by_side_module, "WORK_PER_SHOWING", 0)  # a view after each turn
     streams = begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)
     shown = side_by_side(streams, words, shown_every_s=0)
     for _ in range(5):
