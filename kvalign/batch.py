@@ -50,8 +50,9 @@ def stream_batch(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
-        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
-            aligner, compile: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
         max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
             None: all.
         sampling: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.

@@ -233,8 +233,9 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
-            aligner, compile: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
         sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
             no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
             max_new_tokens the stream has no end, without a seed it draws one:
