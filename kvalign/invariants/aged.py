@@ -113,6 +113,9 @@ def tokens_held(watched: Watched) -> list[int | None]:
 
 
 def _num_sinks(watched: Watched) -> int:
-    """How many of the first tokens are all there."""
-    held = set(tokens_held(watched))
+    """How many of the first tokens are all there; 0 where there is no telling."""
+    try:
+        held = set(tokens_held(watched))
+    except NotApplicableError:
+        return 0
     return next(n for n in range(len(held) + 1) if n not in held)

@@ -1,5 +1,7 @@
 """A long stream in half precision beside the same in float32, and beside re-encoding."""
 
+import math
+import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +14,9 @@ from kvalign.invariants.subject import Subject, in_precision
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over
+MOST_APART = 16  # steps between two of which the KL is taken, so that it is of several texts
+ERRORS = 3  # standard errors by which a mean may be above its bound
+OTHER = 0.5  # error of a value that is another token's
 GROWTH = 2.0  # what a mean of the last steps may be of that of the first
 ENTRIES = 2.0  # what the error at a place of the cache may be of that of the newest entry
 _FLOOR = 1e-4  # nats
@@ -58,6 +63,9 @@ def _run(subject: Subject) -> LongRun:
     begin = 3 * capacity
     num = max(capacity + subject.num_steps, begin + 2 * STRETCH)
     run = LongRun(num)
+    apart = min(MOST_APART, (num - begin) // (2 * STRETCH))
+    first_kl = range(begin, begin + apart * STRETCH, apart)
+    last_kl = range(num - 1, num - 1 - apart * STRETCH, -apart)
     ids = subject.written_ids(NUM_ROWS, num)
     half, full = (subject.stream(is_watched=True, model=m) for m in (half_model, full_model))
     progress.expect(num, "tokens")
@@ -66,15 +74,14 @@ def _run(subject: Subject) -> LongRun:
         logits, exact = half.feed(token), full.feed(token)
         if capacity - STRETCH <= i < capacity:
             run.first_errors.append(_error(logits, exact))
-        if begin <= i < begin + STRETCH and not run.no_kl:
-            _add_kl(run, run.first_kl, subject, full, exact)
+        for steps, figures in ((first_kl, run.first_kl), (last_kl, run.last_kl)):
+            if i in steps and not run.no_kl:
+                _add_kl(run, figures, subject, full, exact)
         if i >= num - STRETCH:
             run.last_errors.append(_error(logits, exact))
             if half.watched is not None and full.watched is not None:
                 pairs = zip(half.watched.found[0], full.watched.found[0], strict=True)
                 run.entries.append(torch.stack([_by_entry(x, y) for x, y in pairs]))
-            if not run.no_kl:
-                _add_kl(run, run.last_kl, subject, full, exact)
         for stream in (half, full):
             _forget(stream, i)
         progress.advance(1)
@@ -120,12 +127,24 @@ def _kl(target: Tensor, logits: Tensor) -> float:
     return float((target.exp() * (target - logits.log_softmax(-1))).sum())
 
 
+def _error_of(figures: list[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.stdev(figures) / math.sqrt(len(figures))
+
+
 def _mean(figures: list[float]) -> float:
     return sum(figures) / len(figures)
 
 
+def _check_alike(run: LongRun) -> None:
+    """Values carry no rotation: one that is far off is another token's."""
+    if any(errors[1].max() > OTHER for errors in run.entries):
+        raise NotApplicableError("in half precision it keeps other tokens: there is no comparing")
+
+
 def measure_half_entries(subject: Subject) -> Measured:
     run = long_run(subject)
+    _check_alike(run)
     if not run.entries:
         raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
@@ -141,6 +160,7 @@ def measure_half_entries(subject: Subject) -> Measured:
 
 def measure_half_logits(subject: Subject) -> Measured:
     run = long_run(subject)
+    _check_alike(run)
     first, last = _mean(run.first_errors), _mean(run.last_errors)
     note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
     return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")
@@ -152,7 +172,8 @@ def measure_kl(subject: Subject) -> Measured:
         raise NotApplicableError(run.no_kl)
     first, last, unread = map(_mean, (run.first_kl, run.last_kl, run.unread_kl))
     note = f"{first:.2g} early; with nothing but the last token it would be {unread:.2g}"
-    return Measured(last, GROWTH * first + _FLOOR, note)
+    error = math.hypot(GROWTH * _error_of(run.first_kl), _error_of(run.last_kl))
+    return Measured(last, GROWTH * first + ERRORS * error + _FLOOR, note)
 
 
 HALF_ENTRIES = Invariant(

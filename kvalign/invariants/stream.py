@@ -26,7 +26,8 @@ class Watched:
         positions: where each token was computed, as the cache told the model.
         told: by layer, what `get_mask_sizes` said before the last input: length and offset.
         found: by layer, the keys and values [B, H, S, D] that attention got last.
-        index: by row, the tokens of the entries that the last input found, where the cache says so.
+        index: by row, the tokens of the entries that the last input found, where the cache says so;
+            None where they are others in other layers or heads.
     """
 
     def __init__(self, cache: Cache, num_layers: int):
@@ -35,7 +36,7 @@ class Watched:
         self.positions: list[int] = []
         self.told: list[tuple[int, int]] = []
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
-        self.index: list[list[int]] = []
+        self.index: list[list[int] | None] = []
         self._update = cache.update
         cache.update = self._watch
 
@@ -46,7 +47,8 @@ class Watched:
         told = [self.cache.get_mask_sizes(num_new, layer) for layer in layers]
         self.told = [(int(length), int(offset)) for length, offset in told]
         if isinstance(self.cache, StreamingCache):
-            self.index = [self.cache.index(row).tolist() for row in range(len(self.cache.seen))]
+            rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
+            self.index = [_of_all_heads(index) for index in rows]
 
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         self.births[layer].append((keys.detach().clone(), values.detach().clone()))
@@ -125,15 +127,15 @@ class Stream:
         values = self.watched.found[0][1][row, :, : self.watched.num_found]
         if self.watched.index:
             index = self.watched.index[row]
-            if values.shape[1] != len(index):
+            if index is None:
+                raise NotApplicableError("its layers or heads keep different tokens")
+            if len(index) != values.shape[1]:
                 raise NotApplicableError("it holds other entries than it says")
             return index
         born = self.watched.born()[1][row, :, :-1]
         found = matches(values, born)
         if None in found:
-            raise NotApplicableError(
-                "no telling which tokens it holds: values are changed, or heads keep different ones"
-            )
+            raise NotApplicableError("no telling which tokens it holds: values are changed")
         return sorted(place for place in found if place is not None)
 
     def reorder(self, rows: Sequence[int]) -> None:
@@ -180,16 +182,28 @@ class Stream:
         return Stream(self.model, empty)
 
 
+def _of_all_heads(index: Tensor) -> list[int] | None:
+    """Tokens [S], or [L, H, S] where layers and heads may differ; None where they do."""
+    first = index.flatten(0, -2)[0] if index.ndim > 1 else index
+    return first.tolist() if bool((index == first).all()) else None
+
+
 def matches(values: Tensor, born: Tensor) -> list[int | None]:
     """For each of values [H, S, D] which one of those born [H, N, D] it is; None for one that is
     none of them. Heads may hold them in orders of their own: the first one's is given.
+
+    Raises:
+        NotApplicableError: heads hold different ones.
     """
     together = _matches(values.transpose(0, 1).flatten(1), born.transpose(0, 1).flatten(1))
     if None not in together:
         return together
     heads = [_matches(*pair) for pair in zip(values, born, strict=True)]
-    alike = all(None not in head and set(head) == set(heads[0]) for head in heads)
-    return heads[0] if alike else together
+    if any(None in head for head in heads):
+        return together
+    if any(set(head) != set(heads[0]) for head in heads):
+        raise NotApplicableError("its heads keep different tokens")
+    return heads[0]
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
