@@ -23,7 +23,7 @@ from pathlib import Path
 
 import openai
 
-WORDS = "island harbour winter king river letter army garden window bridge summer song".split()
+WORDS = ("island", "harbour", "winter", "king", "river", "letter", "army", "garden", "window")
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=24, help="of an answer")
-    parser.add_argument("--streams", default="1,8,32", help="streams that are counted by the second")
+    parser.add_argument("--streams", default="1,8,32", help="of which tokens are counted")
     parser.add_argument("--stream-tokens", type=int, default=200)
     parser.add_argument("--flags", default="", help="further ones of kvalign serve")
     parser.add_argument("--json", action="store_true")
@@ -190,7 +190,9 @@ def main() -> int:
         print(json.dumps({"threads": os.environ.get("OMP_NUM_THREADS"), "rows": rows}, indent=1))
     else:
         for name in rows[0]:
-            values = (f"{row[name]:.1f}" if isinstance(row[name], float) else row[name] for row in rows)
+            values = (
+                f"{row[name]:.1f}" if isinstance(row[name], float) else row[name] for row in rows
+            )
             print(f"{name:22}", *(f"{value!s:>14}" for value in values))
     return int(any(row["errors"] or row["differ"] for row in rows))
 

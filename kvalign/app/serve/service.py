@@ -222,8 +222,8 @@ class Service:
     def _ids(self, prompt: str | list[int], *, special: bool) -> Tensor:
         try:
             ids = encoded(prompt, self.tokenizer, self.loaded.model, special=special)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"a text that is no Unicode: {error}") from None
+        except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
+            raise RequestError("the prompt is no Unicode text", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
         most = self.settings.max_prompt_tokens
