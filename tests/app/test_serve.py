@@ -161,7 +161,9 @@ def test_the_system_prompt_stays(client, server, loaded):
     server.service.sessions.release(session)
     num = opening_len(loaded.tokenizer, system)
     assert session.num_sinks == num
-    assert session.method.cache.index()[:num].tolist() == list(range(num))
+    method = server.service._method_for(num)
+    method.restore(session.state)
+    assert method.cache.index()[:num].tolist() == list(range(num))
     too_long = [{"role": "system", "content": "word " * 50}, {"role": "user", "content": "a"}]
     with pytest.raises(openai.BadRequestError, match="takes"):
         say(client, too_long)

@@ -17,10 +17,12 @@ from torch import Tensor
 from kvalign.app.serve.errors import RequestError, failed, too_busy
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.row import Row
+from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
 from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)
+State = dict[str, Tensor]
 PART = 512
 
 
@@ -28,13 +30,14 @@ class Turn:
     """What one request asks of the engine: to take in tokens and to answer, once or several times.
 
     Args:
-        method: one that has been fed what came before; it is the turn's own.
+        method: one that has been fed nothing; it is the turn's own.
+        state: what it takes up first; None: it begins.
         ids: [T] int64, what is to be fed, T >= 1.
         rows: the answers; rows of one turn are drawn from one prompt.
-        ended: told of an answer that is whole, and of the method that has been fed it but for its
-            last token; or of the method None where `keeps` is False.
+        ended: told of an answer that is whole, and of the state of a method that has been fed all
+            but its last token; of None where `keeps` is False.
         failed: told why the answers of this turn end.
-        keeps: whether the method of a whole answer is wanted.
+        keeps: whether the state after a whole answer is wanted.
 
     Attributes:
         is_cancelled: set by whoever waits no longer; its rows go before the next step.
@@ -43,14 +46,15 @@ class Turn:
     def __init__(
         self,
         method: Method,
+        state: State | None,
         ids: Tensor,
         rows: Sequence[Row],
         *,
-        ended: Callable[[Row, Method | None], None],
+        ended: Callable[[Row, State | None], None],
         failed: Callable[[RequestError], None],
         keeps: bool,
     ):
-        self.method, self.left, self.rows = method, ids, rows
+        self.method, self.state, self.left, self.rows = method, state, ids, rows
         self.ended, self.failed, self.keeps = ended, failed, keeps
         self.is_cancelled = False
 
@@ -127,8 +131,7 @@ class Engine(threading.Thread):
                 except Exception as error:
                     self._fail([turn for turn, _ in group.rows], error)
                     group.rows = []
-                if not group.rows:
-                    del self._groups[num_sinks]
+                self._drop_empty(num_sinks)
             self._count()
         turns = [*self._waiting, *self._feeding]
         turns += [turn for group in self._groups.values() for turn, _ in group.rows]
@@ -140,17 +143,24 @@ class Engine(threading.Thread):
             self._waiting[0].is_cancelled or len(self._waiting[0].rows) <= self.num_free
         ):
             turn = self._waiting.popleft()
-            if not turn.is_cancelled:
+            if turn.is_cancelled:
+                free(turn.method)
+            else:
                 self._feeding.append(turn)
                 self.num_rows += len(turn.rows)
 
     def _drop_cancelled(self) -> None:
-        self._feeding = deque(turn for turn in self._feeding if not turn.is_cancelled)
+        for turn in [turn for turn in self._feeding if turn.is_cancelled]:
+            self._feeding.remove(turn)
+            free(turn.method)
         for num_sinks, group in list(self._groups.items()):
             self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
-            if not group.rows:
-                del self._groups[num_sinks]
+            self._drop_empty(num_sinks)
         self._count()
+
+    def _drop_empty(self, num_sinks: int) -> None:
+        if not self._groups[num_sinks].rows:
+            free(self._groups.pop(num_sinks).batch)
 
     def _count(self) -> None:
         feeding = sum(len(turn.rows) for turn in self._feeding)
@@ -164,6 +174,9 @@ class Engine(threading.Thread):
             part, turn.left = turn.left[:PART], turn.left[PART:]
             room -= len(part)
             try:
+                if turn.state is not None:
+                    turn.method.restore({name: x.clone() for name, x in turn.state.items()})
+                    turn.state = None
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
                 if len(turn.left):
@@ -174,8 +187,10 @@ class Engine(threading.Thread):
                 going = self._ended(pairs, turn.method)
             except Exception as error:
                 self._fail([turn], error)
-                continue
-            if going:
+                going = []
+            if not going:
+                free(turn.method)
+            else:
                 if len(turn.rows) > 1:
                     turn.method.select([0] * len(going))
                 rows = [row for _, row in going]
@@ -183,6 +198,8 @@ class Engine(threading.Thread):
         for num_sinks, news in begun.items():
             group = self._groups.setdefault(num_sinks, _Group(news[0][1].new()))
             group.batch.join([method for _, method, _ in news])
+            for _, method, _ in news:
+                free(method)
             group.rows += [(turn, row) for turn, _, rows in news for row in rows]
 
     def _step(self, group: _Group) -> None:
@@ -210,17 +227,19 @@ class Engine(threading.Thread):
 
     def _ended(self, pairs: list[tuple[Turn, Row]], batch: Method) -> list[tuple[Turn, Row]]:
         """Tell the turns of rows that have ended; return the others."""
+        kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
+        states = dict(zip(kept, _states_of(batch, kept), strict=True))
         going = []
         for i, (turn, row) in enumerate(pairs):
             if not row.finish:
                 going.append((turn, row))
-            elif row.finish == "sick":
+            elif row.is_whole:
+                turn.ended(row, states.get(i))
+            else:
                 turn.is_cancelled = True  # its other rows have the same prompt
                 turn.failed(
                     failed("the model's figures for this text are not finite", "not_finite")
                 )
-            else:
-                turn.ended(row, _row_of(batch, i) if turn.keeps else None)
         return going
 
     def _keep(self, group: _Group, goes_on: list[bool]) -> None:
@@ -242,9 +261,27 @@ class Engine(threading.Thread):
             turn.failed(answer)
 
 
-def _row_of(batch: Method, row: int) -> Method:
-    """One row of a batch, apart; the batch stays as it is."""
-    method = batch.new()
-    method.join([batch])
-    method.select([row])
-    return method
+def _states_of(batch: Method, rows: list[int]) -> list[State]:
+    """What some rows of a batch are, each alone; the batch stays as it is."""
+    if not rows:
+        return []
+    several, states = batch.new(), []
+    several.join([batch])
+    several.select(rows)
+    for i in range(len(rows)):
+        one = batch.new()
+        one.join([several])
+        one.select([i])
+        states.append(one.state())
+        free(one)
+    free(several)
+    return states
+
+
+def free(method: Method) -> None:
+    """Let go of the memory of one that is done with, at once: a cache and its layers know each
+    other, and would be found by the garbage collector much later.
+    """
+    cache = getattr(method, "cache", None)
+    if isinstance(cache, StreamingCache):
+        cache.reset()

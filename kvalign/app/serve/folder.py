@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvalign import stream_file
 from kvalign.aligners.base import embedding_fingerprint
 from kvalign.app.conversation import SYSTEM
+from kvalign.app.serve.engine import free
 from kvalign.app.serve.sessions import Session
 from kvalign.errors import UserError
 from kvalign.methods.base import Method
@@ -52,11 +54,11 @@ class InFolder:
             UserError: a file that is none, or of another model, method or size.
         """
         paths = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        return [replace(self._read(path), method=None) for path in paths if path.name[0] != "."]
+        return [replace(self._read(path), state=None) for path in paths if path.name[0] != "."]
 
     def put(self, session: Session) -> Session:
-        method = session.method
-        assert method is not None
+        assert session.state is not None
+        method = self.method_for(session.num_sinks)
         model = method.model
         notes = {_ID: session.id, _SAID: session.said, _TURNS: ",".join(map(str, session.turns))}
         if session.system is not None:
@@ -74,16 +76,16 @@ class InFolder:
             tokenizer=self.tokenizer_digest,
             notes=notes,
         )
-        tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
+        tensors = {STATE + name: x.cpu().contiguous() for name, x in session.state.items()}
         tensors["ids"] = session.ids
         tensors["generator"] = torch.Generator().get_state()
         stream_file.write(self._path(session), saved, tensors)
-        return replace(session, method=None)
+        return replace(session, state=None)
 
-    def method(self, session: Session) -> Method:
-        method = self._read(self._path(session)).method
-        assert method is not None
-        return method
+    def state(self, session: Session) -> dict[str, Tensor]:
+        state = self._read(self._path(session)).state
+        assert state is not None
+        return state
 
     def drop(self, session: Session) -> None:
         self._path(session).unlink(missing_ok=True)
@@ -107,7 +109,9 @@ class InFolder:
             stream_file.check_fits(saved, tensors, method.model)
             state = {k.removeprefix(STATE): x for k, x in tensors.items() if k.startswith(STATE)}
             device = method.model.device
-            method.restore({name: x.to(device) for name, x in state.items()})
+            state = {name: x.to(device) for name, x in state.items()}
+            method.restore(state)
+            free(method)
         except (KeyError, UserError) as error:
             raise UserError(f"cannot go on with the session in {path}: {error}; {other}") from None
         return Session(
@@ -119,5 +123,5 @@ class InFolder:
             num_fed=saved.num_fed,
             num_new=saved.num_new,
             turns=tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x),
-            method=method,
+            state=state,
         )

@@ -93,6 +93,11 @@ class Row:
             self._decoder.step(self._backend, token)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it has ended as it should."""
+        return self.finish in ("stop", "length")
+
+    @property
     def token(self) -> int:
         """The one to be fed next."""
         return self.token_ids[-1]

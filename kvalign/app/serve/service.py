@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalign import stream_file
-from kvalign.app.serve.engine import Engine, Turn
+from kvalign.app.serve.engine import Engine, State, Turn
 from kvalign.app.serve.errors import RequestError, failed
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
@@ -252,11 +252,6 @@ class Service:
             if len(before) and int(before[-1]) in self.ends:
                 before = before[:-1]  # it has not been fed, and the session goes on
             ids = torch.cat([before, new])
-            method = (
-                self._method_for(session.num_sinks)
-                if session.is_new
-                else self.sessions.store.method(session)
-            )
             rows = [
                 Row(
                     sampling,
@@ -273,7 +268,8 @@ class Service:
             if held:
                 held.session, held.ids = session, ids
             turn = Turn(
-                method,
+                self._method_for(session.num_sinks),
+                None if session.is_new else self.sessions.store.state(session),
                 ids[session.num_fed :],
                 rows,
                 ended=held.ended if held else lambda row, _: put(_end(row)),
@@ -299,10 +295,10 @@ class _Held:
         self.session, self.ids = before, before.ids
         self._lock, self._is_done = threading.Lock(), False
 
-    def ended(self, row: Row, method: Method | None) -> None:
+    def ended(self, row: Row, state: State | None) -> None:
         if self._is_first():
-            assert method is not None
-            self.service._writer.submit(self._keep, row, method)
+            assert state is not None
+            self.service._writer.submit(self._keep, row, state)
 
     def failed(self, error: RequestError) -> None:
         if self._is_first():
@@ -313,11 +309,11 @@ class _Held:
         if self._is_first():
             self.service.sessions.release(self.before)
 
-    def _keep(self, row: Row, method: Method) -> None:
+    def _keep(self, row: Row, state: State) -> None:
         answer = Message(role="assistant", content=row.text)
         said = digest(self.before.said, [*self.said, answer])[-1]
         try:
-            self.service.sessions.put(grown(self.session, self.ids, row.token_ids, said, method))
+            self.service.sessions.put(grown(self.session, self.ids, row.token_ids, said, state))
         except Exception as error:
             self.service.sessions.release(self.before)
             self.put(failed(f"this answer is not kept: {error}", "not_kept"))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Message
-from kvalign.methods.base import Method
 
 NAMELESS = "~"  # begins the id of a session that no request named
 
@@ -36,7 +35,7 @@ class Session:
         num_fed: those that its method has been fed.
         num_new: those of the last answer.
         turns: where in `ids` each turn begins.
-        method: fed so far, a row; None: nothing yet, or its file has it.
+        state: of its method, which has been fed so far; None: of nothing yet, or its file has it.
     """
 
     id: str
@@ -47,7 +46,7 @@ class Session:
     num_fed: int = 0
     num_new: int = 0
     turns: tuple[int, ...] = ()
-    method: Method | None = None
+    state: dict[str, Tensor] | None = None
 
     @property
     def is_new(self) -> bool:
@@ -55,7 +54,7 @@ class Session:
 
 
 class Store(Protocol):
-    """Where methods of sessions are kept."""
+    """Where the states of sessions are kept."""
 
     def load(self) -> list[Session]:
         """Those that are there, the least recently used first."""
@@ -63,8 +62,8 @@ class Store(Protocol):
     def put(self, session: Session) -> Session:
         """Keep it, whole or not at all; return what stays in memory of it."""
 
-    def method(self, session: Session) -> Method:
-        """Its method, which the caller may feed."""
+    def state(self, session: Session) -> dict[str, Tensor]:
+        """The state of its method; nobody changes it."""
 
     def drop(self, session: Session) -> None: ...
 
@@ -78,11 +77,9 @@ class InMemory:
     def put(self, session: Session) -> Session:
         return session
 
-    def method(self, session: Session) -> Method:
-        assert session.method is not None
-        method = session.method.new()
-        method.join([session.method])
-        return method
+    def state(self, session: Session) -> dict[str, Tensor]:
+        assert session.state is not None
+        return session.state
 
     def drop(self, session: Session) -> None:
         pass
@@ -163,9 +160,9 @@ class Sessions:
 
 
 def grown(
-    session: Session, ids: Tensor, answer: Sequence[int], said: str, method: Method
+    session: Session, ids: Tensor, answer: Sequence[int], said: str, state: dict[str, Tensor]
 ) -> Session:
     """A session after a turn: `ids` are all tokens before the answer, whose last is not fed."""
     ids = torch.cat([ids, torch.tensor(answer, dtype=torch.int64)])
     fed, new = len(ids) - 1, len(answer)
-    return replace(session, ids=ids, said=said, method=method, num_fed=fed, num_new=new)
+    return replace(session, ids=ids, said=said, state=state, num_fed=fed, num_new=new)
