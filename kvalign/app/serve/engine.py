@@ -238,7 +238,7 @@ class Engine(threading.Thread):
             else:
                 turn.is_cancelled = True  # its other rows have the same prompt
                 turn.failed(
-                    failed("the model's figures for this text are not finite", "not_finite")
+                    failed("the model's figures for this text are no numbers", "not_finite")
                 )
         return going
 
