@@ -14,7 +14,7 @@ from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.errors import UserError
 from kvalign.models import load_model
-from kvalign.turns import opening_len, turn_ids
+from kvalign.turns import messages_text, opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
 
@@ -276,3 +276,38 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     other = ServeSettings(model="gpt2-mini", cache_size=40, sessions=tmp_path)
     with pytest.raises(UserError, match="of another method or size"):
         Service(other, loaded)
+
+
+def test_whole_turns_go(loaded, monkeypatch):
+    """What is fed is the conversation from a later turn on, the system prompt before it."""
+    told, turns = (
+        {"role": "system", "content": "You know islands."},
+        ("Who?", "Why?", "Where? " * 4),
+    )
+    fed = []
+
+    def texts_from(said):
+        """The conversation with none of its turns gone, with the first, with the first two, ..."""
+        later = [[told, *said[i:]] for i in range(1, len(said), 2)]
+        return [messages_text(loaded.tokenizer, one, goes_on=False) for one in later]
+
+    with serving(loaded, cache_size=120, evict="turns") as server, server.client() as client:
+        engine = server.service.engine
+        submit = engine.submit
+
+        def recorded(turns):
+            fed.append((turns[0].left.tolist(), turns[0].state is None))
+            submit(turns)
+
+        monkeypatch.setattr(engine, "submit", recorded)
+        said, gone = [told], []
+        for turn in (*turns, *turns):
+            said.append({"role": "user", "content": turn})
+            said.append(
+                {"role": "assistant", "content": content(say(client, said, "t", max_tokens=14))}
+            )
+            ids, is_anew = fed[-1]
+            if is_anew:
+                gone.append(texts_from(said[:-1]).index(loaded.tokenizer.decode(ids)))
+                assert len(ids) + 14 <= 120
+    assert gone[0] == 0 and 2 < len(gone) < 6 and gone == sorted(gone)

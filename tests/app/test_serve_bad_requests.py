@@ -12,9 +12,9 @@ import httpx
 import pytest
 from helpers.served import serving
 
+from kvalign.app.serve.answers import Answers, Piece
 from kvalign.app.serve.forms import TextForm
 from kvalign.app.serve.replies import Events, EventStream
-from kvalign.app.serve.service import Answers, Piece
 from kvalign.models import load_model
 
 KEY = {"Authorization": "Bearer secret"}
@@ -179,8 +179,8 @@ def test_a_body_that_does_not_come(server):
 
 
 def test_a_reader_that_does_not_read_is_left():
-    answers, events, cancelled = Answers(), Events(), []
-    answers.num, answers.on_cancel = 1, lambda: cancelled.append(True)
+    answers, events, cancelled = Answers(1), Events(), []
+    answers.on_cancel = lambda: cancelled.append(True)
     events.put_nowait(Piece(0, "text"))
     stream = EventStream(TextForm("m"), answers, events, has_usage=False, timeout=0.05)
 

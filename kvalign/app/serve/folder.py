@@ -21,7 +21,8 @@ from kvalign.sampling import Sampling
 from kvalign.stream_file import SavedStream
 from kvalign.text_stream import STATE
 
-_ID, _SAID, _TURNS = "session", "said", "turns"
+_ID, _TURNS = "session", "turns"
+_WORDS = ("said", "asked", "answer", "finish")
 _SUFFIX = ".safetensors"
 
 
@@ -60,7 +61,8 @@ class InFolder:
         assert session.state is not None
         method = self.method_for(session.num_sinks)
         model = method.model
-        notes = {_ID: session.id, _SAID: session.said, _TURNS: ",".join(map(str, session.turns))}
+        notes = {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
+        notes |= {name: getattr(session, name) for name in _WORDS}
         if session.system is not None:
             notes[SYSTEM] = session.system
         saved = SavedStream(
@@ -116,7 +118,7 @@ class InFolder:
             raise UserError(f"cannot go on with the session in {path}: {error}; {other}") from None
         return Session(
             id=saved.notes[_ID],
-            said=saved.notes.get(_SAID, ""),
+            **{name: saved.notes.get(name, "") for name in _WORDS},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
             ids=tensors["ids"],

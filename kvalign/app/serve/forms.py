@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Any
 
-from kvalign.app.serve.service import Answers
+from kvalign.app.serve.answers import Answers
 
 
 class TextForm:

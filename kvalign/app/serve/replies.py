@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import TextForm, usage_of
-from kvalign.app.serve.service import Answers, End, Event, Piece
 
 _GONE = "gone"
 Events = asyncio.Queue[Any]

@@ -12,11 +12,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvalign.app.serve.answers import Event
 from kvalign.app.serve.errors import RequestError, failed
 from kvalign.app.serve.forms import ChatForm, TextForm
 from kvalign.app.serve.guard import Guard, body_of
 from kvalign.app.serve.replies import Events, EventStream, whole
-from kvalign.app.serve.service import Event, Service
+from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, parsed
 from kvalign.errors import UserError

@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -28,7 +28,9 @@ class Session:
 
     Attributes:
         id: as requests name it.
-        said: a digest of its messages, answers included; of the last turn's end.
+        said: a digest of its messages, answers included.
+        asked: the same before the last answer.
+        answer, finish: the last answer, and why it ended.
         system: what its first message told the model.
         num_sinks: of its cache.
         ids: [T] int64, all its tokens.
@@ -40,6 +42,9 @@ class Session:
 
     id: str
     said: str = ""
+    asked: str = ""
+    answer: str = ""
+    finish: str = ""
     system: str | None = None
     num_sinks: int = 0
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -157,12 +162,3 @@ class Sessions:
             if self._by_said.get(old.said) == old.id:
                 del self._by_said[old.said]
             self.store.drop(old)
-
-
-def grown(
-    session: Session, ids: Tensor, answer: Sequence[int], said: str, state: dict[str, Tensor]
-) -> Session:
-    """A session after a turn: `ids` are all tokens before the answer, whose last is not fed."""
-    ids = torch.cat([ids, torch.tensor(answer, dtype=torch.int64)])
-    fed, new = len(ids) - 1, len(answer)
-    return replace(session, ids=ids, said=said, state=state, num_fed=fed, num_new=new)
