@@ -144,7 +144,7 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
     header = httpx.post(
         f"{client.base_url}chat/completions",
         json=dict(model="gpt2-mini", messages=[{"role": "user", "content": "So?"}], **GREEDY),
-        headers={"X-Session": "whole"},
+        headers={"X-Session-Id": "whole"},
     )
     assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     with pytest.raises(openai.BadRequestError, match="do not go on"):

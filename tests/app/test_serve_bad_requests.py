@@ -91,7 +91,7 @@ HEADERS = [
     ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not served here"),
     ({**KEY, **JSON, "Host": "[::1"}, 403, "is not served here"),
     ({**KEY, **JSON, "Origin": "https://evil.example"}, 403, "may not ask here"),
-    ({**KEY, **JSON, "X-Session": "a/b"}, 400, "session"),
+    ({**KEY, **JSON, "X-Session-Id": "a/b"}, 400, "session"),
 ]
 assert len(BODIES) + len(HEADERS) >= 40
 

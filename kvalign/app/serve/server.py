@@ -23,7 +23,7 @@ from kvalign.app.serve.wire import Chat, Completion, parsed
 from kvalign.errors import UserError
 from kvalign.models import LoadedModel
 
-SESSION_HEADER = "x-session"
+SESSION_HEADER = "x-session-id"
 _LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 

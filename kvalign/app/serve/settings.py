@@ -15,7 +15,7 @@ class ServeSettings(StreamSettings):
     """Serve a model behind OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
-    X-Session) goes on where that session is. Where neither a request nor a flag says how to
+    X-Session-Id) goes on where that session is. Where neither a request nor a flag says how to
     sample, the model's generation_config does. The key may also be in KVALIGN_API_KEY.
 
     Example:
