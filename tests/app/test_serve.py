@@ -1,5 +1,9 @@
 """`kvalign serve` through OpenAI's client: the interface, sessions, rows that come and go."""
 
+import re
+import signal
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -7,12 +11,15 @@ import openai
 import pytest
 import torch
 from helpers.served import serving, until
+from helpers.smaller import example
 
 import kvalign
+from kvalign.app.cli import main
 from kvalign.app.serve.row import HeldBack
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.errors import UserError
+from kvalign.files import locked
 from kvalign.models import load_model
 from kvalign.turns import messages_text, opening_len, turn_ids
 
@@ -311,3 +318,46 @@ def test_whole_turns_go(loaded, monkeypatch):
                 gone.append(texts_from(said[:-1]).index(loaded.tokenizer.decode(ids)))
                 assert len(ids) + 14 <= 120
     assert gone[0] == 0 and 2 < len(gone) < 6 and gone == sorted(gone)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "dense"], "dense cannot be served: its rows cannot be put together"),
+        (["--compile"], "--compile is for one stream"),
+        (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
+        (["--evict", "all"], "--evict must be one of entries, turns"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--sessions", "held"], "another run is writing to held"),
+        (["--sessions", "foreign"], "is not a stream that kvalign saved"),
+    ],
+)
+def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "a.safetensors").write_text("nothing")
+    with locked(tmp_path / "held"):
+        assert main(["serve", "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1] and error[-1].startswith("kvalign serve: error: ")
+
+
+@pytest.mark.slow
+def test_the_example_serves_until_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "kvalign", *example("serve"), "--port", "0"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        address = re.search(r"http\S+", process.stdout.readline())[0]
+        with openai.OpenAI(base_url=address, api_key="none", max_retries=8) as client:
+            pieces = say(client, "Who?", "one", stream=True, max_tokens=2000)
+            next(pieces)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError):
+                list(pieces)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()

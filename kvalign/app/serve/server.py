@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import sys
 from collections.abc import AsyncIterator
 
@@ -136,9 +137,21 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
         timeout_graceful_shutdown=3,
     )
     try:
-        uvicorn.Server(config).run()
+        _Server(config, service).run()
     except KeyboardInterrupt:
         print(file=sys.stderr)
+
+
+class _Server(uvicorn.Server):
+    """One that ends its answers before it waits for their connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await run_in_threadpool(self.service.stop)
+        await super().shutdown(sockets)
 
 
 def _add_errors(app: FastAPI) -> None:
