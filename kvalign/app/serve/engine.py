@@ -1,10 +1,11 @@
 """The one loop that steps a model: rows that come and go, on a thread of its own.
 
-Each round feeds parts of new prompts, `PART` tokens at most in all, then steps every row by a
-token: a long prompt does not keep the others waiting. A prompt is fed alone and then joins the rows
-of as many sinks.
+Each round feeds parts of new prompts, of `PART` tokens at most, for about as long as a step takes,
+then steps every row by a token: new prompts do not keep the others waiting. A prompt is fed alone
+and then joins the rows of as many sinks.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -85,7 +86,7 @@ class Engine(threading.Thread):
         self._feeding: deque[Turn] = deque()
         self._groups: dict[int, _Group] = {}
         self._wakes, self._is_stopping = threading.Condition(), False
-        self.num_rows = 0
+        self.num_rows, self._step_s = 0, 0.0
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Let turns wait for their places; RequestError (429) if too many do."""
@@ -125,6 +126,7 @@ class Engine(threading.Thread):
                 self._drop_cancelled()
                 self._admit()
             self._feed()
+            begun_s = time.perf_counter()
             for num_sinks, group in list(self._groups.items()):
                 try:
                     self._step(group)
@@ -132,6 +134,7 @@ class Engine(threading.Thread):
                     self._fail([turn for turn, _ in group.rows], error)
                     group.rows = []
                 self._drop_empty(num_sinks)
+            self._step_s = time.perf_counter() - begun_s
             self._count()
         turns = [*self._waiting, *self._feeding]
         turns += [turn for group in self._groups.values() for turn, _ in group.rows]
@@ -168,11 +171,13 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Parts of prompts; those that are whole choose their first tokens and join."""
-        room, begun = PART, dict[int, list[tuple[Turn, Method, list[Row]]]]()
-        while self._feeding and room > 0:
+        begun = dict[int, list[tuple[Turn, Method, list[Row]]]]()
+        end = time.perf_counter() + self._step_s
+        for number in itertools.count():
+            if not self._feeding or (number and time.perf_counter() > end):
+                break
             turn = self._feeding.popleft()
             part, turn.left = turn.left[:PART], turn.left[PART:]
-            room -= len(part)
             try:
                 if turn.state is not None:
                     turn.method.restore({name: x.clone() for name, x in turn.state.items()})
