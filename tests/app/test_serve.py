@@ -283,6 +283,11 @@ def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
     other = ServeSettings(model="gpt2-mini", cache_size=40, sessions=tmp_path)
     with pytest.raises(UserError, match="of another method or size"):
         Service(other, loaded)
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
+        say(client, "Who?", "other")
+    few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
+    with pytest.raises(UserError, match="--max-sessions must be at least 2"):
+        Service(few, loaded)
 
 
 def test_whole_turns_go(loaded, monkeypatch):

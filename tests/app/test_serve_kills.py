@@ -35,28 +35,30 @@ def test_sessions_survive_ten_kills(tmp_path):
     draw = random.Random(0)
     talks = {f"s{i}": [] for i in range(NUM_SESSIONS)}
 
-    async def hold_all(address, until_turn, seconds, process=None):
+    async def hold_all(address, until_turn, process=None, num_more=0):
+        """Hold all sessions; kill the server once they have so many messages more."""
+        enough = num_more + sum(map(len, talks.values()))
         tasks = [
             asyncio.ensure_future(hold(address, name, said, until_turn))
             for name, said in talks.items()
         ]
+        while process is not None and sum(map(len, talks.values())) < enough:
+            await asyncio.sleep(0.001)
+            assert not any(task.done() for task in tasks)
         if process is not None:
-            await asyncio.sleep(seconds)
             process.kill()
         return await asyncio.gather(*tasks, return_exceptions=process is not None)
 
     with served("gpt2-mini", *flags) as (address, _):
-        asyncio.run(hold_all(address, 1, 0))
+        asyncio.run(hold_all(address, 1))
     for kill in range(NUM_KILLS):
-        before = sum(map(len, talks.values()))
         with served("gpt2-mini", *flags) as (address, process):
-            broken = asyncio.run(hold_all(address, 10**9, draw.uniform(1, 3), process))
+            broken = asyncio.run(hold_all(address, 10**9, process, draw.randint(1, 60)))
         assert all(isinstance(one, openai.APIConnectionError) for one in broken), (kill, broken)
-        assert sum(map(len, talks.values())) > before
     num_turns = max(map(len, talks.values())) // 2 + 1
     with served("gpt2-mini", *flags) as (address, _):
-        asyncio.run(hold_all(address, num_turns, 0))
+        asyncio.run(hold_all(address, num_turns))
     killed, talks = talks, {name: [] for name in talks}
     with served("gpt2-mini", "--cache-size", "48") as (address, _):
-        asyncio.run(hold_all(address, num_turns, 0))
+        asyncio.run(hold_all(address, num_turns))
     assert killed == talks

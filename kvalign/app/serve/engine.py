@@ -25,6 +25,8 @@ from kvalign.methods.base import Method
 log = logging.getLogger(__name__)
 State = dict[str, Tensor]
 PART = 512
+NOT_FINITE = failed("the model's figures for this text are no numbers", "not_finite")
+OUR_FAULT = failed("a fault of the server's ended this answer")
 
 
 class Turn:
@@ -91,7 +93,7 @@ class Engine(threading.Thread):
     def submit(self, turns: Sequence[Turn]) -> None:
         """Let turns wait for their places; RequestError (429) if too many do."""
         with self._wakes:
-            if self._is_stopping:
+            if self._is_stopping or not self.is_alive():
                 raise failed("the server is shutting down", "shutting_down", 503)
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
@@ -129,7 +131,8 @@ class Engine(threading.Thread):
             begun_s = time.perf_counter()
             for num_sinks, group in list(self._groups.items()):
                 try:
-                    self._step(group)
+                    if group.rows:
+                        self._step(group)
                 except Exception as error:
                     self._fail([turn for turn, _ in group.rows], error)
                     group.rows = []
@@ -202,10 +205,15 @@ class Engine(threading.Thread):
                 begun.setdefault(turn.method.sizes.num_sinks, []).append((turn, turn.method, rows))
         for num_sinks, news in begun.items():
             group = self._groups.setdefault(num_sinks, _Group(news[0][1].new()))
-            group.batch.join([method for _, method, _ in news])
+            try:
+                group.batch.join([method for _, method, _ in news])
+            except Exception as error:
+                self._fail([turn for turn, _ in group.rows] + [turn for turn, _, _ in news], error)
+                group.rows = []
+            else:
+                group.rows += [(turn, row) for turn, _, rows in news for row in rows]
             for _, method, _ in news:
                 free(method)
-            group.rows += [(turn, row) for turn, _, rows in news for row in rows]
 
     def _step(self, group: _Group) -> None:
         device = group.batch.model.device
@@ -224,7 +232,12 @@ class Engine(threading.Thread):
             if not -torch.inf < best[i] < torch.inf:
                 row.finish = "sick"
                 continue
-            row.take(greedy[i] if row.is_plain else row.choose(logits[i : i + 1]))
+            try:
+                row.take(greedy[i] if row.is_plain else row.choose(logits[i : i + 1]))
+            except Exception as error:
+                log.error("a token could not be taken", exc_info=error)
+                row.finish = "failed"
+                continue
             self.metrics.generated.inc()
             is_first = len(row.token_ids) == 1
             (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
@@ -242,9 +255,7 @@ class Engine(threading.Thread):
                 turn.ended(row, states.get(i))
             else:
                 turn.is_cancelled = True  # its other rows have the same prompt
-                turn.failed(
-                    failed("the model's figures for this text are no numbers", "not_finite")
-                )
+                turn.failed(NOT_FINITE if row.finish == "sick" else OUR_FAULT)
         return going
 
     def _keep(self, group: _Group, goes_on: list[bool]) -> None:
@@ -260,7 +271,7 @@ class Engine(threading.Thread):
             answer = RequestError(str(error))
         else:
             log.error("a step failed", exc_info=error)
-            answer = failed("a fault of the server's ended this answer")
+            answer = OUR_FAULT
         for turn in dict.fromkeys(turns):
             turn.is_cancelled = True
             turn.failed(answer)

@@ -61,7 +61,7 @@ class Row:
     Attributes:
         token_ids: what was chosen.
         text: what was shown.
-        finish: empty while it goes on; `stop`, `length`, or `sick`.
+        finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.
         since_s: when its last token came; at first, when it was asked for.
     """
 

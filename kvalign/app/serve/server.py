@@ -109,7 +109,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     app.add_middleware(
         Guard,
         api_key=settings.api_key,
-        allowed_hosts=settings.allowed_hosts or (),
+        allowed_hosts=[name.lower() for name in settings.allowed_hosts or ()],
         paths=[getattr(route, "path", "") for route in app.routes],
         metrics=service.metrics,
     )

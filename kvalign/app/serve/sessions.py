@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Message
+from kvalign.errors import UserError
 
 NAMELESS = "~"  # begins the id of a session that no request named
 
@@ -101,7 +102,11 @@ def digest(before: str, messages: Sequence[Message]) -> list[str]:
 
 
 class Sessions:
-    """All sessions; each answers one turn at a time. Safe to use from several threads."""
+    """All sessions; each answers one turn at a time. Safe to use from several threads.
+
+    Raises:
+        UserError: the store has more than are to be kept.
+    """
 
     def __init__(self, store: Store, max_sessions: int):
         self.store, self.max_sessions = store, max_sessions
@@ -109,7 +114,13 @@ class Sessions:
         self._busy: set[str] = set()
         self._by_id: OrderedDict[str, Session] = OrderedDict()
         self._by_said: dict[str, str] = {}
-        for session in store.load():
+        found = store.load()
+        if len(found) > max_sessions:
+            raise UserError(
+                f"--max-sessions must be at least {len(found)}, as many are kept already, got "
+                f"{max_sessions}"
+            )
+        for session in found:
             self._add(session)
 
     def __len__(self) -> int:
