@@ -56,6 +56,13 @@ class ServeSettings(StreamSettings):
     )
     max_prompt_tokens: int = option(32768, help="tokens that one request may bring", at_least=1)
     max_body_kb: int = option(1024, help="kilobytes of a request's body", at_least=1)
+    compile: bool = option(False, help="refused here: the rows of a server come and go")
+    top_k: int | None = option(
+        None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
+    )
+    seed: int | None = option(
+        None, help="seed of the draws of requests that name none (default: random)", at_least=0
+    )
     timeout: float = option(
         30.0, help="seconds that a client has to send a request, and to take a piece", above=0
     )
