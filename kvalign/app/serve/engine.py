@@ -145,20 +145,15 @@ class Engine(threading.Thread):
             turn.failed(failed("the server is shutting down", "shutting_down", 503))
 
     def _admit(self) -> None:
-        while self._waiting and (
-            self._waiting[0].is_cancelled or len(self._waiting[0].rows) <= self.num_free
-        ):
-            turn = self._waiting.popleft()
-            if turn.is_cancelled:
-                free(turn.method)
-            else:
-                self._feeding.append(turn)
-                self.num_rows += len(turn.rows)
+        while self._waiting and len(self._waiting[0].rows) <= self.num_free:
+            self._feeding.append(self._waiting.popleft())
+            self.num_rows += len(self._feeding[-1].rows)
 
     def _drop_cancelled(self) -> None:
-        for turn in [turn for turn in self._feeding if turn.is_cancelled]:
-            self._feeding.remove(turn)
-            free(turn.method)
+        for turns in (self._waiting, self._feeding):
+            for turn in [turn for turn in turns if turn.is_cancelled]:
+                turns.remove(turn)
+                free(turn.method)
         for num_sinks, group in list(self._groups.items()):
             self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
             self._drop_empty(num_sinks)
