@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.engine import State, Turn
 from kvalign.app.serve.errors import RequestError, failed
 from kvalign.app.serve.row import Row
 from kvalign.app.serve.sessions import Session, Sessions, digest
+from kvalign.app.serve.turn import State, Turn
 from kvalign.app.serve.wire import Message
 
 

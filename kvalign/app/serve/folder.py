@@ -13,8 +13,8 @@ from torch import Tensor
 from kvalign import stream_file
 from kvalign.aligners.base import embedding_fingerprint
 from kvalign.app.conversation import SYSTEM
-from kvalign.app.serve.engine import free
 from kvalign.app.serve.sessions import Session
+from kvalign.app.serve.turn import free
 from kvalign.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalign import stream_file
 from kvalign.app.serve.answers import Answers, End, Held, Piece, Put
-from kvalign.app.serve.engine import Engine, Turn
+from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
@@ -19,6 +19,7 @@ from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
 from kvalign.app.serve.row import Row
 from kvalign.app.serve.sessions import InMemory, Session, Sessions
 from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
 from kvalign.errors import UserError
 from kvalign.methods import make_method
