@@ -18,6 +18,7 @@ from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
 from kvalign.models import LoadedModel, load_model, spec_of
+from kvalign.policies import OLDEST
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,10 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size, number of sinks and number evicted; of `kvalign` one for each
-    aligner: those given, or else those that the settings name, what ships, or what was trained
-    here. Where there is none, the default methods are those that need none. Each method is there
-    once, and no two aligners have one name.
+    """Methods at every cache size, number of sinks and number evicted, with every policy; of
+    `kvalign` one for each aligner: those given, or else those that the settings name, what ships,
+    or what was trained here. Where there is none, the default methods are those that need none.
+    Each method is there once, and no two aligners have one name.
 
     Raises:
         UserError: as `kvalign.make_method`.
@@ -72,6 +73,7 @@ def make_grid(
             realign_every=realign_every,
             aligner=aligner,
             warn=False,
+            **which,
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
@@ -80,6 +82,7 @@ def make_grid(
         if (name, cache_size) not in left_out
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
         for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
+        for which in _policies(settings, METHODS[name])
     ]
     # What was asked for twice is wanted once; so is `discard-half`, which evicts what it does at
     # any setting.
@@ -87,6 +90,21 @@ def make_grid(
     for method, name in zip(methods, names_of(list(map(sizes_of, methods))), strict=True):
         method.aligner_name = name
     return methods
+
+
+def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:
+    """Which entries a method evicts, and where it leaves the others: each that was asked for, but
+    for positions that leave an aligner nothing to do, unless they are all that was asked for.
+    """
+    if not cls.takes_policy:
+        return [{}]
+    kinds: Sequence[str] = settings.positions
+    if cls.takes_aligner and "compact" in kinds:
+        kinds = ["compact"]
+    return [
+        {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
+        for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
+    ]
 
 
 def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
@@ -153,6 +171,9 @@ def sizes_of(method: Method) -> Row:
         "num_sinks": method.sizes.num_sinks,
         "num_evicted": method.sizes.num_evicted,
         "realign_every": method.sizes.realign_every if aligner else None,
+        "policy": method.sizes.policy if method.takes_policy else None,
+        "num_recent": method.sizes.num_recent if method.takes_policy else None,
+        "positions": method.sizes.positions if method.takes_policy else None,
     }
 
 
@@ -169,4 +190,5 @@ def in_turn(
 
 def title_of(method: Method) -> str:
     """What a progress bar calls it."""
-    return f"{method.title} C={method.sizes.cache_size}"
+    policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
+    return f"{method.title}{policy} C={method.sizes.cache_size}"

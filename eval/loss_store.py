@@ -76,8 +76,12 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     weight = model.get_input_embeddings().weight
     weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
     aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
+    # What was not there before is left out where it says nothing, so that older files still serve.
     if sizes["realign_every"] == 1:
-        del sizes["realign_every"]  # so that files of before it was there still serve
+        del sizes["realign_every"]
+    if method.sizes.is_oldest:
+        for name in ("policy", "num_recent", "positions"):
+            del sizes[name]
     return {
         "method": method.name,
         "aligner": aligner and aligner.label,  # not its name, which depends on those beside it

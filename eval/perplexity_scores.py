@@ -110,6 +110,9 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
             segment["ratio"] = other["perplexity"]
 
 
+_OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions")
+
+
 def slice_bigrams(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
@@ -130,11 +133,12 @@ def slice_bigrams(
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
-    """The reference's losses that a row is compared with: of its first sinks, those of as many
-    evicted at once if there are.
+    """The reference's losses that a row is compared with: of its first sinks and policy, those of
+    as many evicted at once if there are.
     """
     bases, size = zip(rows, losses, strict=True), row["cache_size"]
     same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
-    same = [(r, x) for r, x in same if r["num_sinks"] == same[0][0]["num_sinks"]]
+    first = [same[0][0][name] for name in _OF_REFERENCE]
+    same = [(r, x) for r, x in same if [r[name] for name in _OF_REFERENCE] == first]
     closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
     return closest[0]

@@ -23,11 +23,11 @@ PIECE_LEN = 4096  # tokens
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream for one cache size.
+    """Streams side by side for one cache size.
 
     Attributes:
-        ids: [1, N] int64, on the model's device.
-        ages: [N - C - 1] int64, of each label that counts the distance of its fact; else 0.
+        ids: [B, N] int64, on the model's device.
+        ages: [B, N - C - 1] int64, of each label that counts the distance of its fact; else 0.
     """
 
     ids: Tensor
@@ -51,33 +51,35 @@ def part_of(age: int, cache_size: int) -> int:
 def read_stream(cache_size: int, settings: RecallSettings, device: torch.device) -> Stream:
     """A stream long enough for `num_questions` in each part; more than that are not counted."""
     first, max_age = cache_size + 1, math.ceil(1.5 * cache_size)
-    streams = FactStreams(settings.seed, max_age=max_age)
-    ids, found = np.empty(0, np.int64), np.empty(0, np.int64)
+    num_rows = settings.num_streams
+    streams = FactStreams(settings.seed, num_rows, max_age=max_age)
+    ids, wanted = np.empty((num_rows, 0), np.int64), len(QUARTERS) + 1
     while True:
-        ids = np.concatenate([ids, streams.take(PIECE_LEN)[0]])
-        found = np.array(ages(ids.tolist()))[first:]
+        ids = np.concatenate([ids, streams.take(-(-PIECE_LEN // num_rows))], axis=1)
+        found = np.array([ages(row) for row in ids.tolist()])[:, first:]
         found[found > max_age] = 0
-        counts = np.zeros(len(QUARTERS) + 1, np.int64)
-        for i in found.nonzero()[0]:
-            part = part_of(found[i], cache_size)
+        counts = np.zeros(wanted, np.int64)
+        for at in zip(*found.T.nonzero()[::-1], strict=True):  # in the order of time
+            part = part_of(found[at], cache_size)
             counts[part] += 1
             if counts[part] > settings.num_questions:
-                found[i] = 0
+                found[at] = 0
         if counts.min() >= settings.num_questions:
             break
-    end = int(found.nonzero()[0][-1]) + 1
-    ids, found = ids[: first + end], found[:end]
-    return Stream(torch.from_numpy(ids)[None].to(device), torch.from_numpy(found))
+    end = int(found.nonzero()[1].max()) + 1
+    ids, found = ids[:, : first + end], found[:, :end]
+    return Stream(torch.from_numpy(ids).to(device), torch.from_numpy(found))
 
 
 def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
     """The row of a method."""
     start = time.perf_counter()
-    wanted = stream.ages > 0
+    of_labels = stream.ages.flatten()
+    wanted = of_labels > 0
     right = score(method, stream.ids, on_labels, hits, wanted.to(stream.ids.device)).cpu()[wanted]
     seconds = time.perf_counter() - start
     cache_size = method.sizes.cache_size
-    parts = torch.tensor([part_of(age, cache_size) for age in stream.ages[wanted].tolist()])
+    parts = torch.tensor([part_of(age, cache_size) for age in of_labels[wanted].tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}
     in_cache = right[parts < len(QUARTERS)]
     for name, of_part in (

@@ -99,6 +99,9 @@ class _Row(BaseModel, extra="allow"):
     aligner_path: str | None = None
     aligner_revision: str | None = None
     realign_every: int | None = None
+    policy: str | None = None
+    num_recent: int | None = None
+    positions: str | None = None
 
 
 class _Settings(BaseModel, extra="allow"):

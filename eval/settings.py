@@ -2,12 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from kvalign.errors import UserError
 from kvalign.methods import METHODS
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.registry import unknown
-from kvalign.settings import NUM_EVICTED, NUM_SINKS, ModelSettings, option
-from kvalign.sizes import num_evicted_of
+from kvalign.settings import (
+    NUM_EVICTED,
+    NUM_RECENT,
+    NUM_SINKS,
+    POLICY,
+    POSITIONS,
+    ModelSettings,
+    option,
+)
+from kvalign.sizes import Positions, num_evicted_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +43,21 @@ class ComparisonSettings(ModelSettings):
         None,
         help=f"{NUM_EVICTED}; several, comma-separated",
     )
-
     realign_every: tuple[int, ...] = option(
         (1,),
         help="evicted entries after which kvalign moves those that stay, comma-separated",
         at_least=1,
+    )
+    policy: tuple[str, ...] = option(
+        (OLDEST,),
+        help=f"{POLICY}; several, comma-separated",
+        choices=tuple(POLICIES),
+    )
+    num_recent: tuple[int, ...] | None = option(
+        None, help=f"{NUM_RECENT}; several, comma-separated", at_least=0
+    )
+    positions: tuple[str, ...] = option(
+        ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvalign.console import Entry
 from kvalign.eval.evaluation import FLOOR, SIZES, Column, Row
 from kvalign.eval.verdicts import MIN_LABELS, apart
+from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
@@ -95,8 +96,8 @@ def best(
 
 
 def label_of(row: Row) -> str:
-    """What a row is called on a page: method, aligner, sinks, and how many it evicts at once; a
-    text by its file's name.
+    """What a row is called on a page: method, aligner, sinks, how many it evicts at once, and by
+    which policy; a text by its file's name.
     """
     if row["method"] == FLOOR:
         return "bare step (floor)"
@@ -104,11 +105,17 @@ def label_of(row: Row) -> str:
         return row["method"]
     evicted = row["num_evicted"]
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
-    return f"{method_name(row)}, {row['num_sinks']} sinks{several}"
+    recent = row.get("num_recent") or 0
+    usual = (row["cache_size"] - row["num_sinks"]) // 4
+    newest = "" if recent in (0, usual) else f", {recent} newest stay"
+    return f"{method_name(row)}, {row['num_sinks']} sinks{several}{newest}"
 
 
 def method_name(row: Row) -> str:
-    return f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
+    name = f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
+    policy = row.get("policy") or OLDEST
+    kept = " positions kept" if row.get("positions") == "keep" else ""
+    return f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -34,6 +34,9 @@ def stream_batch(
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     max_rows: int | None = None,
@@ -47,8 +50,8 @@ def stream_batch(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
+            aligner, compile: as in `kvalign.make_method`.
         max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
             None: all.
         sampling: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
@@ -71,6 +74,9 @@ def stream_batch(
         num_sinks=num_sinks,
         num_evicted=num_evicted,
         realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
         aligner=aligner,
         compile=compile,
     )

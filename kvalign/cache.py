@@ -13,7 +13,7 @@ step writes all rows at one place. What a row lacks on the left is masked until 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class StreamingCache(Cache):
         UserError: more entries than the model has positions for.
     """
 
+    layer_class: ClassVar[type[StreamingLayer]] = StreamingLayer
+
     def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
         sizes.check_fits(spec)
         if realigner is not None:
@@ -53,7 +55,7 @@ class StreamingCache(Cache):
         self.segment: Segment | None = None
         self.ends_steps = True  # with the last layer; False: whoever began a step ends it
         self._forget()
-        super().__init__(layers=[StreamingLayer(self, i) for i in range(spec.num_layers)])
+        super().__init__(layers=[self.layer_class(self, i) for i in range(spec.num_layers)])
 
     def _forget(self) -> None:
         self.seen: list[int] = []
@@ -127,26 +129,30 @@ class StreamingCache(Cache):
         if num_new > 1 and len(set(self.seen)) > 1:
             raise UserError(f"rows of unequal length take one token each, got {num_new}")
         first = self.layers[0]
-        is_filled = bool(first.entries) and first.entries[0].end > 0
         step = Step(
             sizes=self.sizes,
             realigner=self.realigner,
             num_new=num_new,
-            device=first.device if is_filled else torch.device("cpu"),
+            device=first.device if first.is_filled else torch.device("cpu"),
             seen=self.seen,
             stored=[self.sizes.num_stored(n) for n in self.seen],
             behind=[self.frame.num_behind(n) for n in self.seen],
             positions=self.positions(),
         )
         self._settle(step)
+        self._prepare(step)
+        self.step = step
+        return step
+
+    def _prepare(self, step: Step) -> None:
+        """Have what a plain step needs before it begins, and see whether it is one."""
         if isinstance(self.realigner, OnRead):
             install(self.realigner.config)
             self.realigner.prepare(len(self.layers))
+        first = self.layers[0]
         is_alike = step.places is None and min(step.seen) >= self.sizes.num_sinks
-        if num_new == 1 and is_alike and is_filled and self.segment is None:
+        if step.num_new == 1 and is_alike and first.is_filled and self.segment is None:
             step.prepare(first.entries[0].end)
-        self.step = step
-        return step
 
     def end_step(self) -> None:
         assert self.step is not None
@@ -247,12 +253,7 @@ class StreamingCache(Cache):
         self.settle()
         tensors = {"seen": torch.tensor(self.seen)}
         for i, layer in enumerate(self.layers):
-            held = {"entries": [x.last(self.num_stored) for x in layer.entries]}
-            held["sinks"] = layer.sinks
-            if layer.has_own_sources:
-                held["sources"] = [x.last(self.num_stored) for x in layer.sources]
-            for name, pair in held.items():
-                tensors |= {f"{i}.{name}.{j}": x for j, x in enumerate(pair)}
+            tensors |= {f"{i}.{name}": x for name, x in layer.state(self.num_stored).items()}
         return tensors
 
     def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
@@ -266,23 +267,13 @@ class StreamingCache(Cache):
             raise UserError("a stream's rows must have seen a token at least")
         spec, width = spec_of(model.config), max(map(self.sizes.num_stored, seen))
 
-        def read(name: str, length: int, dtype: torch.dtype) -> list[Tensor]:
-            shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
-            return [
-                expect_tensor(state, f"{name}.{j}", shape, dtype).to(model.device) for j in range(2)
-            ]
-
         for i, layer in enumerate(self.layers):
-            entries = read(f"{i}.entries", width, model.dtype)
-            layer.lazy_initialization(*entries)
-            layer.sinks = read(f"{i}.sinks", self.sizes.num_sinks, model.dtype)
-            pairs = [(layer.entries, entries)]
-            if layer.has_own_sources:
-                sources = read(f"{i}.sources", width, layer.source_dtype)
-                pairs.append((layer.sources, sources))
-            for buffers, tensors in pairs:
-                for buffer, tensor in zip(buffers, tensors, strict=True):
-                    buffer.replace(tensor)
+
+            def read(name: str, shape: tuple[int, ...], dtype: torch.dtype, i: int = i) -> Tensor:
+                of_rows = (num_rows, spec.num_kv_heads, *shape)
+                return expect_tensor(state, f"{i}.{name}", of_rows, dtype).to(model.device)
+
+            layer.restore(read, width, spec.head_dim, model.dtype)
         self.seen, self._moved = seen, [self.frame.num_moved(n) for n in seen]
 
 

@@ -1,6 +1,6 @@
 """One layer of the streaming cache: its buffers, and what attention gets of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ from kvalign.step import Step
 
 if TYPE_CHECKING:
     from kvalign.cache import StreamingCache
+
+Read = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Of a saved state the tensor of this name: [B, H, ...], of this shape from there on, and dtype."""
 
 SLACK = 4  # a buffer has room for another 1 / SLACK of its entries
 
@@ -69,6 +72,16 @@ class StreamingLayer(CacheLayerMixin):
         shape = (*key_states.shape[:2], cache.sizes.num_sinks, key_states.shape[3])
         self.sinks = [key_states.new_zeros(shape) for _ in range(2)]
         self.is_initialized = True
+
+    @property
+    def holds_anchored(self) -> bool:
+        """Whether entries lie here without their position."""
+        return isinstance(self.cache.realigner, OnRead)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it has been handed anything."""
+        return bool(self.entries) and self.entries[0].end > 0
 
     @property
     def has_own_sources(self) -> bool:
@@ -209,9 +222,11 @@ class StreamingLayer(CacheLayerMixin):
                     sinks[row, :, seen : seen + num] = x[row, :, :num].detach()
 
     def _stored_form(self, step: Step, new: KeysValues) -> KeysValues:
-        """New entries as the buffers hold them: sinks as they are, others as `OnRead` anchors."""
+        """New entries as the buffers hold them: sinks as they are, others as the realigner anchors
+        what is placed from birth.
+        """
         realigner, first = self.cache.realigner, step.sizes.num_sinks
-        if not isinstance(realigner, OnRead):
+        if realigner is None or not self.holds_anchored:
             return new
         if step.num_new == 1 and step.places is not None:
             anchored = self._anchor(realigner, step, new)
@@ -294,6 +309,29 @@ class StreamingLayer(CacheLayerMixin):
                 missing = held.new_zeros(*held.shape[:2], width - held.shape[2], held.shape[3])
                 parts.append(torch.cat([missing, held], 2))
             buffer.replace(torch.cat(parts))
+
+    def state(self, width: int) -> dict[str, Tensor]:
+        """Its tensors by name, of the last `width` entries."""
+        held = {"entries": [x.last(width) for x in self.entries], "sinks": self.sinks}
+        if self.has_own_sources:
+            held["sources"] = [x.last(width) for x in self.sources]
+        return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
+
+    def restore(self, read: Read, width: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Take up what `state` gave."""
+
+        def pair(name: str, length: int, dtype: torch.dtype) -> list[Tensor]:
+            return [read(f"{name}.{j}", (length, head_dim), dtype) for j in range(2)]
+
+        entries = pair("entries", width, dtype)
+        self.lazy_initialization(*entries)
+        self.sinks = pair("sinks", self.cache.sizes.num_sinks, dtype)
+        held = [(self.entries, entries)]
+        if self.has_own_sources:
+            held.append((self.sources, pair("sources", width, self.source_dtype)))
+        for buffers, tensors in held:
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.replace(tensor)
 
     @property
     def keys(self) -> Tensor | None:

@@ -102,6 +102,9 @@ def stream_generate(
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     stream_to: BaseStreamer | None = None,
@@ -114,8 +117,8 @@ def stream_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
+            aligner, compile: as in `kvalign.make_method`.
         stream_to: a transformers streamer; `streamer=` of `generate` does the same.
         stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
 
@@ -143,6 +146,9 @@ def stream_generate(
         num_sinks=num_sinks,
         num_evicted=num_evicted,
         realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
         aligner=aligner,
         compile=compile,
     )

@@ -47,6 +47,12 @@ class Realigner:
         """What does the same for a cache of these sizes where this one's frames are too short."""
         return self
 
+    def from_birth(self) -> "Realigner":
+        """What does the same by writing entries anew from their birth, wherever each one lies;
+        UserError if there is no such thing.
+        """
+        return self
+
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         """The sizes with the number of steps after which entries are moved back."""
         return sizes
@@ -72,7 +78,10 @@ class Rotating(Realigner):
     rotation: Rotation
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
-        return Returning(self.rotation) if is_short(self, sizes, context_len) else self
+        return self.from_birth() if is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return Returning(self.rotation)
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len)
@@ -86,6 +95,9 @@ class Returning(Rotating):
     moves = True
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return self
+
+    def from_birth(self) -> Realigner:
         return self
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
@@ -118,6 +130,9 @@ class OnRead(Realigner):
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
         return self.moving if self.rotation and is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return self.moving
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
         return running(sizes, self.rotation, context_len) if self.rotation else sizes
@@ -195,6 +210,13 @@ class Recursive(Realigner):
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
         super().__init__(rotation_of(model))
         self.aligner = aligner.to(model.device)
+
+    def from_birth(self) -> Realigner:
+        raise UserError(
+            f"an aligner of kind {self.aligner.kind} moves entries that lie side by side, by the "
+            "same shift: another policy than oldest needs one that places each from its birth "
+            "(table, anchored)"
+        )
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         if self.rotation is not None:

@@ -42,11 +42,15 @@ def score(
     wanted: Tensor | None = None,
 ) -> Tensor:
     """As `score_stepwise`, to rounding; by a faster way where there is one, which takes row after
-    row. Of labels that are not `wanted` [N - cache_size - 1] bool the measure may be left out: it
-    is then nan.
+    row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may be left
+    out: it is then nan.
     """
     if isinstance(method, Reencoding):
-        rows = [score_windows(method, row, on_labels, measure, wanted) for row in ids.split(1)]
+        parts = [None] * len(ids) if wanted is None else wanted.view(len(ids), -1)
+        rows = [
+            score_windows(method, row, on_labels, measure, part)
+            for row, part in zip(ids.split(1), parts, strict=True)
+        ]
     elif isinstance(method, Cached) and method.is_exact:
         rows = [score_segments(method, row, on_labels, measure) for row in ids.split(1)]
     else:

@@ -259,3 +259,11 @@ NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign:
 NUM_EVICTED = (
     "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
 )
+POLICY = "which entries are evicted (kvalign policies)"
+NUM_RECENT = (
+    "newest entries that a policy does not evict (default: a quarter of what follows the sinks)"
+)
+POSITIONS = (
+    "compact: entries count as lying where they are among those that are kept; keep: where they "
+    "were computed, as far as the model has positions"
+)

@@ -1,4 +1,4 @@
-"""The sizes of a streaming cache, and the one place of their arithmetic.
+"""What a streaming cache keeps, and the one place of its arithmetic.
 
 places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
@@ -7,9 +7,11 @@ places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from kvalign.errors import UserError
+from kvalign.policies import OLDEST, POLICIES
+from kvalign.registry import unknown
 from kvalign.settings import typed
 
 if TYPE_CHECKING:
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
     from kvalign.models import ModelSpec
 
 N = TypeVar("N", int, "Tensor")
+Positions = Literal["compact", "keep"]
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """How many entries a cache keeps and drops.
+    """How many entries a cache keeps and drops, and which.
 
     Attributes:
         cache_size: entries stored between two steps, sinks included; a step sees one more.
@@ -30,19 +33,29 @@ class CacheSizes:
         num_evicted: entries evicted at once, right after the sinks, when the cache is full.
         realign_every: evicted entries after which those that stay are moved; until then positions
             run on. Several evictions at once are as many of these steps.
+        policy: key of `kvalign.policies.POLICIES`: which entries are evicted.
+        num_recent: newest entries that another policy than `oldest` does not evict, the one that
+            comes included; None: a quarter of the window.
+        positions: `compact`: an entry counts as lying where it is among those that are kept;
+            `keep`: it stays at the position where it was computed.
 
     Raises:
-        UserError: sizes that are no whole numbers, or do not fit together.
+        UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
     """
 
     cache_size: int
     num_sinks: int = 4
     num_evicted: int = 1
     realign_every: int = 1
+    policy: str = OLDEST
+    num_recent: int | None = None
+    positions: Positions = "compact"
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, typed(field.name, getattr(self, field.name), int))
+            value = getattr(self, field.name)
+            if field.type in ("int", "int | None") and value is not None:
+                object.__setattr__(self, field.name, typed(field.name, value, int))
         if self.num_sinks < 0:
             raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
         if self.cache_size <= self.num_sinks:
@@ -57,6 +70,33 @@ class CacheSizes:
             )
         if self.realign_every < 1:
             raise UserError(f"realign_every must be at least 1, got {self.realign_every}")
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        if self.policy not in POLICIES:
+            raise UserError(unknown("policy", self.policy, POLICIES))
+        if self.positions not in get_args(Positions):
+            raise UserError(f"positions must be compact or keep, got {self.positions!r}")
+        if self.num_recent is None:
+            num_recent = 0 if self.policy == OLDEST else self.window_size // 4
+            most = self.window_size + 1 - self.num_evicted
+            object.__setattr__(self, "num_recent", min(num_recent, most))
+        elif not 0 <= self.num_recent <= self.window_size + 1 - self.num_evicted:
+            raise UserError(
+                f"num_recent must be between 0 and {self.window_size + 1 - self.num_evicted} with "
+                f"cache_size {self.cache_size}, num_sinks {self.num_sinks} and num_evicted "
+                f"{self.num_evicted}, got {self.num_recent}"
+            )
+        if self.realign_every > 1 and not self.is_oldest:
+            raise UserError(
+                "realign_every is for policy oldest with compact positions: others place all "
+                f"entries at each step, got {self.realign_every}"
+            )
+
+    @property
+    def is_oldest(self) -> bool:
+        """Whether a slice of the stream is kept and moved: what a sliding buffer does."""
+        return self.policy == OLDEST and self.positions == "compact"
 
     @property
     def window_size(self) -> int:

@@ -21,6 +21,7 @@ from kvalign.cache import expect_tensor
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import checked, write_whole
 from kvalign.methods.base import Method
+from kvalign.policies import OLDEST
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
@@ -46,6 +47,9 @@ class SavedStream(BaseModel):
     num_sinks: Count
     num_evicted: Count
     realign_every: Count
+    policy: str = OLDEST
+    num_recent: Count = 0
+    positions: str = "compact"
     aligner: str | None
     base_model: str
     embedding_fingerprint: Annotated[

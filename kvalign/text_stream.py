@@ -7,7 +7,7 @@ for piece in stream:
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from kvalign.input_ids import check_fast, encoded
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
+from kvalign.sizes import CacheSizes
 from kvalign.stream_file import SavedStream
 
 STATE = "method."  # what a tensor of the method's own state is called by in a file
-_SIZES = ("cache_size", "num_sinks", "num_evicted", "realign_every")
+_SIZES = tuple(field.name for field in fields(CacheSizes))
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
 
@@ -219,6 +220,9 @@ def stream(
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     **sampling: Any,
@@ -229,8 +233,8 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
+            aligner, compile: as in `kvalign.make_method`.
         sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
             no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
             max_new_tokens the stream has no end, without a seed it draws one:
@@ -248,6 +252,9 @@ def stream(
         num_sinks=num_sinks,
         num_evicted=num_evicted,
         realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
         aligner=aligner,
         compile=compile,
     )
@@ -294,7 +301,7 @@ def load_stream(
         stream_file.check_fits(saved, tensors, model)
         sizes = {name: getattr(saved, name) for name in _SIZES}
         cls = METHODS.find(saved.method)
-        for name in cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every"):
+        for name in cls.not_taken():
             del sizes[name]
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:

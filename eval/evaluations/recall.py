@@ -45,6 +45,11 @@ class RecallSettings(ComparisonSettings):
         2000, help="questions for each quarter of the cache, and beyond it", at_least=1
     )
     seed: int = option(1, help="seed of the stream, the same for each method", at_least=0)
+    num_streams: int = option(
+        1,
+        help="streams side by side, each with its part of the questions: faster for what steps",
+        at_least=1,
+    )
     relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
     plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
 
@@ -56,7 +61,7 @@ class RecallSettings(ComparisonSettings):
 @keywords_of(RecallSettings)
 @progress.shown_as("eval recall")
 def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read one stream a cache size, and count right answers by distance.
+    """Let every method read the same streams at a cache size, and count right answers by distance.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS`, each with the ends of its 95 % interval
@@ -76,12 +81,12 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
     progress.phase("making the streams")
     sizes = dict.fromkeys(settings.cache_sizes)
     streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
-    longest = max(len(stream.ages) for stream in streams.values())
+    longest = max(stream.ages.numel() for stream in streams.values())
     rows = []
     for method, bar in in_turn(methods, longest, "tokens"):
         stream = streams[method.sizes.cache_size]
         rows.append(score_method(method, stream, bar.update))
-        bar.skip(longest - len(stream.ages))
+        bar.skip(longest - stream.ages.numel())
     result = document("eval recall", settings, rows, started=started)
     if settings.plot:
         from kvalign.eval.plots import save

@@ -37,6 +37,7 @@ GROUPS = {
     },
     "evaluate": {
         **{f"eval {name}": about for name, about in ABOUT.items()},
+        "verify": "put a cache and a model to what every streaming cache must keep to",
         "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
         "report": "a page, plots and tables of the results in a folder",
     },

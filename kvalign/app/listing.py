@@ -78,6 +78,13 @@ def methods() -> list[Row]:
     return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
 
 
+def policies() -> list[Row]:
+    """The registry of policies."""
+    from kvalign.policies import POLICIES
+
+    return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
+
+
 def aligners() -> list[Row]:
     """The shipped aligners, those trained here (see `kvalign.folders`), the hub cache's."""
     from kvalign.aligners import KINDS, Aligner

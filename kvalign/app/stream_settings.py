@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.sampling import DRAWS, Sampling
-from kvalign.settings import NUM_EVICTED, ModelSettings, option
-from kvalign.sizes import num_evicted_of
+from kvalign.settings import NUM_EVICTED, NUM_RECENT, POLICY, POSITIONS, ModelSettings, option
+from kvalign.sizes import Positions, num_evicted_of
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -31,6 +32,11 @@ class StreamSettings(ModelSettings):
         None,
         help="evicted entries after which kvalign moves those that stay (default: 1)",
         at_least=1,
+    )
+    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=tuple(POLICIES))
+    num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
+    positions: str | None = option(
+        None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
     )
     aligner: str | None = option(
         None,
@@ -133,6 +139,9 @@ class StreamSettings(ModelSettings):
             num_sinks=num_sinks,
             num_evicted=self.num_evicted,
             realign_every=self.realign_every,
+            policy=self.policy,
+            num_recent=self.num_recent,
+            positions=self.positions,
             aligner=aligner,
             compile=self.compile,
             **{"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()},

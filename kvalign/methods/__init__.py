@@ -59,6 +59,9 @@ def make_method(
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     warn: bool = True,
@@ -73,6 +76,8 @@ def make_method(
         cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and
             num_evicted may be `"half"`, of what follows the sinks.
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
+        policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
+            compact.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
         compile: compile the step of a full cache (`Method.compile`).
@@ -101,11 +106,13 @@ def make_method(
         "num_sinks": num_sinks,
         "num_evicted": num_evicted,
         "realign_every": realign_every,
+        "policy": policy,
+        "num_recent": num_recent,
+        "positions": positions,
     }
-    fixed = cls.fixed if cls.takes_aligner else (*cls.fixed, "realign_every")
-    for size in fixed:
+    for size in cls.not_taken():
         if asked[size] is not None:
-            why = f"it {cls.about}" if size in cls.fixed else "it is for kvalign"
+            why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
             log.warning("%s=%s has no effect on %s: %s", size, asked[size], name, why)
             asked[size] = None
     if cls.takes_aligner:
@@ -129,6 +136,9 @@ def make_cache(
     num_sinks: int | None = None,
     num_evicted: int | str | None = None,
     realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> StreamingCache:
     """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
@@ -140,7 +150,8 @@ def make_cache(
             refused: feed it in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
             first of them that fits the model.
-        num_sinks, num_evicted, realign_every, aligner: as in `make_method`.
+        num_sinks, num_evicted, realign_every, policy, num_recent, positions, aligner: as in
+            `make_method`.
 
     Raises:
         UserError: as in `make_method`, or a method without such a cache; auto on learned positions
@@ -156,6 +167,9 @@ def make_cache(
         num_sinks=num_sinks,
         num_evicted=num_evicted,
         realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
         aligner=aligner,
     )
     if not isinstance(streaming, Cached):

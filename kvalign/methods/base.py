@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from kvalign.attention import install
 from kvalign.cache import StreamingCache, expect_tensor
 from kvalign.errors import UserError
 from kvalign.models import spec_of
+from kvalign.policies import OLDEST
+from kvalign.policy_cache import PolicyCache
 from kvalign.realign import Realigner
 from kvalign.settings import typed
-from kvalign.sizes import CacheSizes, num_evicted_of
+from kvalign.sizes import CacheSizes, Positions, num_evicted_of
 
 
 class Method(ABC):
@@ -41,8 +43,9 @@ class Method(ABC):
     default_num_sinks: ClassVar[int] = 4
     default_num_evicted: ClassVar[int | str] = 1
     takes_aligner: ClassVar[bool] = False
+    takes_policy: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Sizes that the method itself sets: `num_sinks`, `num_evicted`, `realign_every`."""
+    """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
     aligner_name: str | None = None
     """What the aligner is called in a table of results; None for a method without one."""
 
@@ -62,6 +65,9 @@ class Method(ABC):
         num_evicted: int | str | None = None,
         aligner: Aligner | None = None,
         realign_every: int | None = None,
+        policy: str | None = None,
+        num_recent: int | None = None,
+        positions: str | None = None,
     ) -> CacheSizes:
         """The sizes of a cache; None takes the method's own default, or its aligner's."""
         if num_sinks is None:
@@ -71,7 +77,22 @@ class Method(ABC):
         window_size = cache_size - typed("num_sinks", num_sinks, int)
         num_evicted = num_evicted_of(num_evicted, window_size)
         every = 1 if realign_every is None else realign_every
-        return CacheSizes(cache_size, num_sinks, num_evicted, every)
+        return CacheSizes(
+            cache_size,
+            num_sinks,
+            num_evicted,
+            every,
+            OLDEST if policy is None else policy,
+            num_recent,
+            "compact" if positions is None else cast(Positions, positions),
+        )
+
+    @classmethod
+    def not_taken(cls) -> tuple[str, ...]:
+        """Arguments of `sizes_for` that have no effect on it."""
+        of_aligner = () if cls.takes_aligner else ("realign_every",)
+        of_policy = () if cls.takes_policy else ("policy", "num_recent", "positions")
+        return (*cls.fixed, *of_aligner, *of_policy)
 
     @property
     def title(self) -> str:
@@ -178,12 +199,22 @@ class Method(ABC):
 class Cached(Method):
     """A method that keeps its entries in a streaming cache, right for where they are."""
 
+    takes_policy = True
+
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
-        self.cache = StreamingCache(self.spec, sizes, self.realigner())
-        self.is_exact = relative.is_exact(model, sizes.cache_size, self.cache.realigner)
+        self._realigner = self.realigner()
+        self.cache = self._new_cache()
+        self.is_exact = sizes.is_oldest and relative.is_exact(
+            self.model, sizes.cache_size, self.cache.realigner
+        )
         if self.is_exact:
-            install(model.config)
+            install(self.model.config)
+
+    def _new_cache(self) -> StreamingCache:
+        if self.sizes.is_oldest:
+            return StreamingCache(self.spec, self.sizes, self._realigner)
+        return PolicyCache(self.spec, self.sizes, self._realigner, self.model.config)
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
@@ -191,14 +222,28 @@ class Cached(Method):
 
     @property
     def goes_stale(self) -> bool:
-        return self.spec.family == "learned" and self.cache.realigner is None
+        is_moved = self.sizes.positions == "compact"
+        return self.spec.family == "learned" and self.cache.realigner is None and is_moved
+
+    @property
+    def tokens_left(self) -> int | None:
+        last = getattr(self.cache, "last_token", None)
+        return None if last is None else last - max(self.cache.seen, default=0)
+
+    def compile(self, **options: Any) -> Self:
+        if not self.sizes.is_oldest:
+            raise UserError(
+                f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
+                "compiled: entries are gathered at each step"
+            )
+        return super().compile(**options)
 
     @property
     def fill(self) -> int:
         return self.cache.num_stored
 
     def reset(self) -> None:
-        self.cache = StreamingCache(self.spec, self.sizes, self.cache.realigner)
+        self.cache = self._new_cache()
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -217,6 +262,8 @@ class Cached(Method):
         segments; else the first cache_size + 1 tokens go in at once, more of them by half the
         window, all of which see what those before them saw.
         """
+        if isinstance(self.cache, PolicyCache):
+            self.cache.check_room(ids.shape[1])
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
             for i in range(ids.shape[1]):
                 logits = self.feed(ids[:, i : i + 1])
@@ -259,6 +306,8 @@ class Cached(Method):
             return relative.SEGMENT_LEN
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
+        if not self.sizes.is_oldest:
+            return 1
         half = max(1, self.sizes.window_size // 2)
         if self.num_positions is None:
             return half

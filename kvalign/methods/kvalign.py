@@ -5,6 +5,7 @@
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
+from kvalign.errors import UserError
 from kvalign.methods.base import Cached
 from kvalign.realign import Realigner, check_realign_every, realigner_of
 from kvalign.sizes import CacheSizes
@@ -16,6 +17,11 @@ class KVAlign(Cached):
     takes_aligner = True
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):
+        if sizes.positions == "keep":
+            raise UserError(
+                "positions=keep leaves entries where they were computed, so there is nothing to "
+                "align: take method streaming-llm"
+            )
         self.aligner = aligner
         super().__init__(model, sizes)
         aligner.check(model, sizes)

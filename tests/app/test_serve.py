@@ -329,6 +329,7 @@ def test_whole_turns_go(loaded, monkeypatch):
     ("flags", "message"),
     [
         (["--method", "dense"], "dense cannot be served: its rows cannot be put together"),
+        (["--method", "streaming-llm", "--positions", "keep"], "a server's streams have no end"),
         (["--compile"], "--compile is for one stream"),
         (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
         (["--evict", "all"], "--evict must be one of entries, turns"),

@@ -14,7 +14,11 @@ from kvalign.app.serve.wire import Chat
 from kvalign.models import load_model
 from kvalign.turns import turn_ids
 
-METHODS = ("kvalign", "streaming-llm", "window", "discard-half", "recompute")
+METHODS = [
+    *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),
+    {"method": "streaming-llm", "policy": "h2o"},
+    {"method": "kvalign", "policy": "keydiff", "num_evicted": "2"},
+]
 TALKS = (
     ("Who lived there?", "Why?", "And what became of the king?"),
     ("Once upon a time there was an island, far away in the north, and nobody knew of it", "So?"),
@@ -43,10 +47,10 @@ def text_of(events):
     return text
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(method.values()))
 def test_sessions_are_their_streams(method, loaded):
     name = loaded.spec.name
-    service = Service(ServeSettings(model=name, method=method, cache_size=24), loaded)
+    service = Service(ServeSettings(model=name, cache_size=24, **method), loaded)
     service.start()
     try:
         answers = [[] for _ in TALKS]
@@ -61,8 +65,8 @@ def test_sessions_are_their_streams(method, loaded):
         stream = kvalign.stream(
             loaded.model,
             loaded.tokenizer,
-            method=method,
             cache_size=24,
+            **method,
             do_sample=False,
             max_new_tokens=10,
             stop_at_end=True,

@@ -17,6 +17,7 @@ SMALLER = {
     "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
     "num_tokens=100_000": "num_tokens=6_000",
+    "num_steps=1000": "num_steps=20",
 }
 
 
@@ -27,7 +28,7 @@ def smaller(code):
 
 
 MARKS = {
-    "train_an_aligner": pytest.mark.slow,
+    **dict.fromkeys(("train_an_aligner", "sink_cache", "sliding_window"), pytest.mark.slow),
     "serve_sessions": pytest.mark.slow,
     "serve_on_ray": pytest.mark.ray,
 }

@@ -26,13 +26,16 @@ def result(loaded):
     return kvalign.eval.recall(settings, loaded=loaded)
 
 
-def test_every_part_of_the_cache_has_its_questions():
-    stream = read_stream(30, RecallSettings(num_questions=25), torch.device("cpu"))
-    first, labels = 31, stream.ids[0, 31:]
-    assert len(labels) == len(stream.ages) and stream.ages[-1] > 0
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_every_part_of_the_cache_has_its_questions(num_streams):
+    settings = RecallSettings(num_questions=25, num_streams=num_streams)
+    stream = read_stream(30, settings, torch.device("cpu"))
+    first, labels = 31, stream.ids[:, 31:]
+    assert labels.shape == stream.ages.shape == (num_streams, labels.shape[1])
     counted = stream.ages > 0
+    assert counted[:, -1].any()
     assert (labels[counted] >= ANSWER).all() and stream.ages.max() <= 45
-    told = torch.tensor(ages(stream.ids[0].tolist()))[first:]
+    told = torch.tensor([ages(row) for row in stream.ids.tolist()])[:, first:]
     assert torch.equal(told[counted], stream.ages[counted])
     parts = [part_of(age, 30) for age in stream.ages[counted].tolist()]
     assert [parts.count(part) for part in range(5)] == [25] * 5
@@ -41,17 +44,21 @@ def test_every_part_of_the_cache_has_its_questions():
     ]
 
 
+@pytest.mark.parametrize("num_streams", [1, 2])
 @pytest.mark.parametrize("name", ["recompute", "discard-half", "window", "kvalign"])
-def test_right_answers_are_those_of_stepping(name, loaded):
-    settings = RecallSettings(methods=(name,), cache_sizes=(24,), num_questions=5)
+def test_right_answers_are_those_of_stepping(name, num_streams, loaded):
+    settings = RecallSettings(
+        methods=(name,), cache_sizes=(24,), num_questions=5, num_streams=num_streams
+    )
     (method,) = make_grid(settings, loaded.model)
     stream = read_stream(24, settings, torch.device("cpu"))
     told = []
     row = score_method(method, stream, told.append)
     right = score_stepwise(method, stream.ids, measure=hits)
-    in_cache = (stream.ages > 0) & (stream.ages <= 24)
+    of_labels = stream.ages.flatten()
+    in_cache = (of_labels > 0) & (of_labels <= 24)
     assert row["accuracy"] == pytest.approx(right[in_cache].mean().item())
-    assert row["num_questions"] == 25 and sum(told) == len(stream.ages)
+    assert row["num_questions"] == 25 and sum(told) == len(of_labels)
 
 
 def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):

@@ -1,4 +1,4 @@
-"""`kvalign methods`: ways to stream."""
+"""`kvalign methods`: ways to stream, and to choose what goes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from kvalign.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class MethodsSettings(Settings):
-    """List the ways to stream: what --method takes.
+    """List the ways to stream: what --method takes, and what --policy does.
 
     Example:
         kvalign methods
@@ -18,6 +18,6 @@ SETTINGS = MethodsSettings
 
 
 def run(settings: MethodsSettings, as_json: bool) -> None:
-    from kvalign.app.listing import methods, show
+    from kvalign.app.listing import methods, policies, show
 
-    show(as_json, methods=methods())
+    show(as_json, methods=methods(), policies=policies())

@@ -99,11 +99,12 @@ class InFolder:
     def _read(self, path: Path) -> Session:
         saved, tensors = stream_file.read(path)
         method = self.method_for(saved.num_sinks)
-        said = (saved.method, saved.cache_size, saved.num_evicted, saved.realign_every)
-        sizes = method.sizes
-        own = (method.name, sizes.cache_size, sizes.num_evicted, sizes.realign_every)
+        own = {"method": method.name, **asdict(method.sizes)}
         other = "name another --sessions, or serve as those there were served"
-        if said != own or saved.aligner != self.aligner_digest:
+        if (
+            any(getattr(saved, name) != value for name, value in own.items())
+            or saved.aligner != self.aligner_digest
+        ):
             raise UserError(f"{path} is a session of another method or size: {other}")
         if saved.tokenizer != self.tokenizer_digest or _ID not in saved.notes:
             raise UserError(f"{path} is no session of this model: {other}")

@@ -46,6 +46,10 @@ class Service:
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         if type(self.method).join is Method.join:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be put together")
+        if (num := self.method.tokens_left) is not None:
+            raise UserError(
+                f"a server's streams have no end, with --positions keep they have {num} tokens"
+            )
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         self.prompts = Prompts(
             self.tokenizer,
@@ -139,15 +143,16 @@ class Service:
         """One that has been fed nothing."""
         if num_sinks not in self._methods:
             own, settings = self.method, self.settings
+            sizes = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
+            asked = {name: getattr(settings, name) for name in sizes if name not in own.not_taken()}
             self._methods[num_sinks] = make_method(
                 own.name,
                 own.model,
                 cache_size=settings.cache_size,
                 num_sinks=num_sinks,
-                num_evicted=settings.num_evicted if "num_evicted" not in own.fixed else None,
-                realign_every=settings.realign_every if own.takes_aligner else None,
                 aligner=getattr(own, "aligner", None),
                 warn=False,
+                **asked,
             )
         return self._methods[num_sinks].new()
 

@@ -1,0 +1,25 @@
+"""Policies: which entry of a full cache goes. One file and one line here each, as with methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalign.registry import Registry
+
+if TYPE_CHECKING:
+    from kvalign.policies.base import Policy
+
+OLDEST = "oldest"
+
+POLICIES: Registry[type[Policy]] = Registry(
+    "policy",
+    {
+        OLDEST: "kvalign.policies.oldest:Oldest",
+        "random": "kvalign.policies.random:Random",
+        "key-norm": "kvalign.policies.key_norm:KeyNorm",
+        "keydiff": "kvalign.policies.keydiff:KeyDiff",
+        "tova": "kvalign.policies.tova:Tova",
+        "h2o": "kvalign.policies.h2o:H2O",
+    },
+)
+"""Policy classes by the name that the command line knows them by."""

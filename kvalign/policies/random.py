@@ -1,0 +1,22 @@
+"""`random`: any entry goes; what the others must beat."""
+
+import torch
+from torch import Tensor
+
+from kvalign.policies.base import Policy, Seen
+
+
+class Random(Policy):
+    name = "random"
+    about = "any entry goes, drawn by layer, head and length of the stream alone"
+
+    def score(self, seen: Seen) -> Tensor:
+        _, num_heads, num_entries, _ = seen.keys.shape
+        rows = []
+        for num_fed in seen.num_fed:
+            # Of the row alone: it draws the same in any company and after a restart.
+            generator = torch.Generator().manual_seed((num_fed << 12) + seen.layer)
+            num_own = min(num_fed, num_entries)
+            own = torch.rand(num_heads, num_own, generator=generator)
+            rows.append(torch.nn.functional.pad(own, (num_entries - num_own, 0)))
+        return torch.stack(rows).to(seen.keys.device)

@@ -1,0 +1,18 @@
+"""`tova`: the entry that the newest query attends to least goes, the same in all heads of a layer
+(Oren et al. 2024, arXiv:2401.06104).
+"""
+
+from torch import Tensor
+
+from kvalign.policies.base import Policy, Seen
+
+
+class Tova(Policy):
+    name = "tova"
+    about = "the entry that the last token attends to least goes, by layer"
+    reads_weights = True
+
+    def score(self, seen: Seen) -> Tensor:
+        assert seen.weights is not None
+        last = seen.weights[:, :, -1]
+        return last.mean(1, keepdim=True).expand_as(last)
