@@ -24,6 +24,7 @@ GROUPS = {
     "stream": {
         "generate": "stream text past the context length with any method",
         "chat": "hold one endless conversation in the terminal",
+        "serve": "many endless streams behind the interface of OpenAI's API",
         "demo-ui": "watch methods write side by side, on a page served here",
         "lanes": "a page that shows the cache step by step, for any method",
     },
