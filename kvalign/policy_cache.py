@@ -125,7 +125,8 @@ class PolicyLayer(StreamingLayer):
         seen = torch.tensor(step.seen, device=self.device)[:, None, None]
         assert sizes.num_recent is not None
         stays = (self.index < sizes.num_sinks) | (self.index >= seen - sizes.num_recent)
-        scores = self.scores.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
+        worth = self.cache.policy.worth(self.scores)
+        scores = worth.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
         if step.is_even and num == step.num_before + 1:
             # The usual step, in one comparison; of equal scores argmin takes the first.
             slots = torch.arange(num - 1, device=self.device)
