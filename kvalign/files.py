@@ -5,8 +5,9 @@ renamed. JSON that is checked as it is read. Folders that one run writes at a ti
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,13 +92,19 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A folder, made if need be, that no other run writes to; the lock of a killed run is free.
+def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
+    """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
+    what it was writing when it was killed is removed.
+
+    A run that is refused within (UserError, a package that is not here) leaves nothing of its own,
+    not even the folder, unless `kept` says what of it is of use.
 
     Raises:
         UserError: another run writes to it.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
@@ -105,6 +112,24 @@ def locked(folder: Path) -> Iterator[None]:
         remedy = "wait for it, or name another --out"
         raise UserError(f"another run is writing to {folder}: {remedy}") from None
     try:
+        for partial in folder.rglob(".*.partial*"):
+            partial.unlink(missing_ok=True)
         yield
+    except (UserError, ModuleNotFoundError):
+        if not kept():
+            _remove(set(folder.iterdir()) - before, made)
+        raise
     finally:
         lock.release()
+
+
+def _remove(paths: Iterable[Path], folders: Iterable[Path]) -> None:
+    """What a run has made: files and folders, then the folders above that are empty."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

@@ -24,6 +24,17 @@ from kvalign.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"
 
+# What a number may be at most: far above any that is meant, far below what breaks a machine. What
+# then does not fit into memory is said where it is allocated.
+MOST = 10**12  # tokens, steps, entries: what may take long
+MOST_ROWS = 2**20  # of a batch, of a vocabulary
+MOST_HELD = 10**7  # lines, questions: what is made before there is work
+MOST_SIZE = 2**16  # of a layer, of a chunk
+MOST_PROCESSES = 1024
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
+MOST_SEED = 2**63 - 1
+MOST_RATE = 1e3  # of learning, of decay
+
 Output = Literal["file", "folder"]
 
 S = TypeVar("S", bound="Settings")
@@ -42,8 +53,9 @@ def option(
 ) -> Any:
     """A dataclass field that the command line offers as `--name`.
 
-    A field without a default must be given, a positional one without a flag. A tuple is given
-    comma-separated or by repeating the flag. A path that is written says what it will be.
+    Whole numbers are at most `MOST` where nothing else is said. A field without a default must be
+    given, a positional one without a flag. A tuple is given comma-separated or by repeating the
+    flag. A path that is written says what it will be.
     """
     limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
     more = dict(positional=positional, writes=writes)
@@ -140,7 +152,7 @@ def without_none(hint: Any) -> Any:
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
-    int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(x) < 2**63),
     float: ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
 }
 
@@ -172,6 +184,8 @@ def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     for limit, holds in _COMPARISONS.items():
         bound = limits[limit]
+        if bound is None and limit == "at_most" and isinstance(value, int):
+            bound = MOST
         if bound is not None and not holds(value, bound):
             raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
 

@@ -22,7 +22,7 @@ from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Section
 from kvalign.eval.settings import ComparisonSettings, check_plot
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -44,7 +44,9 @@ class AttentionSettings(ComparisonSettings):
     corpus: str = option(
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
-    num_texts: int = option(16, help="pieces of the text that are read side by side", at_least=2)
+    num_texts: int = option(
+        16, help="pieces of the text that are read side by side", at_least=2, at_most=MOST_HELD
+    )
     num_steps: int = option(8, help="steps watched of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
 

@@ -33,6 +33,8 @@ _OF_PATHS = (
     NotADirectoryError,
     PermissionError,
 )
+# What torch says on a CPU, in place of MemoryError.
+_ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
@@ -127,6 +129,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return (2, str(error)) if is_read_only else (1, f"{error}; what was finished is kept")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
+    if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
+        return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.requirements import how_to_install
