@@ -2,6 +2,7 @@
 is needed before any number is read, and every number is finite.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -46,6 +47,26 @@ def read_weights(
         raise UserError(f"cannot read the weights of {where}: {error}") from None
     check_finite(weights.items(), where)
     return weights
+
+
+def check_header(path: Path) -> int:
+    """How many numbers a file has, by its header, which is compared with the file's size.
+
+    Raises:
+        UserError: a file that is damaged, or weights of another type than floats.
+    """
+    num = 0
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                claimed = file.get_slice(name)
+                if name.endswith(".weight") and claimed.get_dtype() not in FLOATS:
+                    kinds = ", ".join(FLOATS)
+                    raise UserError(f"{name} must be of {kinds}, found {claimed.get_dtype()}")
+                num += math.prod(claimed.get_shape())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path.name}: {error}") from None
+    return num
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

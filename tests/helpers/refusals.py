@@ -67,11 +67,11 @@ def altered_aligner(folder, name="kvalign-gpt2-mini-table", config=(), weights=N
     return _altered(checkpoints.aligner_path(name), folder, dict(config), weights)
 
 
-def altered_model(folder, name="recall-gpt2", config=(), weights=None, **files):
-    """A copy of a shipped model; `files` are texts by name (`tokenizer_config`: of the .json)."""
+def altered_model(folder, name="recall-gpt2", config=(), weights=None, files=()):
+    """A copy of a shipped model; `files` has texts by name (None: left out)."""
     _altered(checkpoints.model_path(name), folder, dict(config), weights)
-    for stem, text in files.items():
-        path = folder / f"{stem}.json"
+    for file, text in dict(files).items():
+        path = folder / file
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text, encoding="utf-8", errors="surrogatepass")
