@@ -4,7 +4,7 @@ import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model, model_validator
 
@@ -82,6 +82,18 @@ class _Prepared(BaseModel):
     result: Sweep
 
 
+_MOST = 1e15
+_Figure = (
+    Annotated[int, Field(strict=True, ge=-_MOST, le=_MOST)]
+    | Annotated[float, Field(strict=True, ge=-_MOST, le=_MOST, allow_inf_nan=False)]
+)
+_Positive = (
+    Annotated[int, Field(strict=True, ge=1, le=_MOST)]
+    | Annotated[float, Field(strict=True, ge=1 / _MOST, le=_MOST, allow_inf_nan=False)]
+)
+_Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
+
+
 class _Row(BaseModel, extra="allow"):
     @model_validator(mode="before")
     @classmethod
@@ -92,13 +104,13 @@ class _Row(BaseModel, extra="allow"):
 
     method: str
     aligner: str | None
-    cache_size: int = Field(ge=1)
-    num_sinks: int
-    num_evicted: int
+    cache_size: Annotated[_Count, Field(ge=1)]
+    num_sinks: _Count
+    num_evicted: _Count
     aligner_label: str | None = None
     aligner_path: str | None = None
     aligner_revision: str | None = None
-    realign_every: int | None = None
+    realign_every: _Count | None = None
 
 
 class _Settings(BaseModel, extra="allow"):
@@ -119,20 +131,31 @@ def read_document(path: Path) -> Document:
         values = read_json(path)
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
         document = checked(_model_of(evaluation), values, "it").model_dump(exclude_unset=True)
+        _check_columns(evaluation, document["rows"])
         evaluation.check(document)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return document
 
 
+def _check_columns(evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:
+    """Raise UserError for a figure that some rows have and others lack; intervals may be open."""
+    ends = {end for column in evaluation.all_columns.values() for end in column.ends or ()}
+    for name, column in evaluation.all_columns.items():
+        has = {row.get(name) is not None for row in rows}
+        if column.is_optional and name not in ends and len(has) > 1:
+            raise UserError(f"rows.{name}: some rows have it and others lack it")
+
+
 def _model_of(evaluation: Evaluation) -> type[BaseModel]:
     """What a document of an evaluation must be."""
-    number = int | float
-    columns: dict[str, Any] = {
-        name: (number | None, None) if column.is_optional else (number, ...)
-        for name, column in evaluation.all_columns.items()
-    }
-    row = create_model("Row", __base__=_Row, **columns, **_required(*evaluation.row_fields))
+    columns: dict[str, Any] = {}
+    for name, column in evaluation.all_columns.items():
+        figure = _Positive if name in evaluation.above_0 else _Figure
+        columns[name] = (figure | None, None) if column.is_optional else (figure, ...)
+    columns |= _required(*evaluation.row_fields)
+    columns |= {name: (hint | None, None) for name, hint in evaluation.row_options}
+    row = create_model("Row", __base__=_Row, **columns)
     hints = typing.get_type_hints(evaluation.settings)
     settings = [(name, hints[name]) for name in evaluation.settings_read]
     return create_model(

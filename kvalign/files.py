@@ -5,6 +5,7 @@ renamed. JSON that is checked as it is read. Folders that one run writes at a ti
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,10 @@ from safetensors import SafetensorError
 from kvalign.errors import UserError
 
 LOCK = ".lock"
+
+# Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -53,7 +58,10 @@ def write_json(path: Path, values: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError, naming the file, if it holds none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+        if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -75,7 +83,7 @@ def checked(model: type[M], values: Any, where: object) -> M:
         faults = []
         for fault in error.errors(include_url=False, include_context=False)[:3]:
             field = ".".join(map(str, fault["loc"]))
-            value = "" if fault["type"] == "missing" else f", got {fault['input']!r:.80}"
+            value = "" if fault["type"] == "missing" else f", got {_SHORT.repr(fault['input']):.80}"
             faults.append(f"{field or 'it'}: {fault['msg']}{value}")
         raise UserError(f"{where}: {'; '.join(faults)}") from None
 

@@ -12,6 +12,7 @@ weights over texts, by layer, head and place.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -129,6 +130,9 @@ ENDS = {
 }
 
 
+WHEN = ("before", "after")
+
+
 class Attention(Evaluation):
     settings = AttentionSettings
     run = staticmethod(attention)
@@ -142,6 +146,15 @@ class Attention(Evaluation):
     more_columns = ENDS
     row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
     settings_read = ("corpus", "num_texts", "num_steps")
+
+    def check(self, document: Document) -> None:
+        for part in ("by_entry", "by_head"):
+            maps = [row[when].get(part, []) for row in document["rows"] for when in WHEN]
+            shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
+            if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
+                raise UserError(f"rows: {part} must be maps of the same shape before and after")
+            if not all(math.isfinite(x) for one in maps for shares in one for x in shares):
+                raise UserError(f"rows: {part} must hold finite numbers")
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:

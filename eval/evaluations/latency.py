@@ -186,6 +186,7 @@ BATCHES = (
 
 class Latency(Evaluation):
     settings = LatencySettings
+    above_0 = ("batch_size", "mean_ms", "median_ms", "p99_ms", "ratio", "tokens_per_s")
     run = staticmethod(latency)
     heading = "Time per token"
     about = (

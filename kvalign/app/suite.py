@@ -46,7 +46,12 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
-        _run(missing, settings)
+        try:
+            _run(missing, settings)
+        except UserError as error:
+            if kept():
+                raise RunError(str(error)) from error
+            raise
     return {cell.name: "run" if cell in missing else "kept" for cell in cells}
 
 
@@ -92,7 +97,7 @@ def run_cell(command: str, out: Path) -> str:
 
     Raises:
         UserError: it was refused; its own message is on stderr.
-        RunError: it failed; so is its own.
+        RunError: it failed, as said there.
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
