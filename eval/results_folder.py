@@ -13,7 +13,7 @@ from kvalign.eval.evaluation import Document, Evaluation
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.suite_file import Step, Suite, filled_in, parse_suite_text
 from kvalign.eval.sweeps import Sweep
-from kvalign.files import checked, read_checked, read_json
+from kvalign.files import checked, read_checked, read_json, read_text
 
 SUITE_FILE = "suite.yaml"
 PREPARED = "prepared"  # folder of what the suite's preparations printed
@@ -68,12 +68,7 @@ def _sweep(path: Path) -> Sweep:
 
 
 def _suite(path: Path) -> Suite:
-    if not path.is_file():
-        return NO_SUITE
-    try:
-        return parse_suite_text(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"suite {path} is not text: {error}") from None
+    return parse_suite_text(read_text(path), str(path)) if path.exists() else NO_SUITE
 
 
 class _Prepared(BaseModel):

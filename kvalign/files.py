@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from kvalign.errors import UserError
+from kvalign.errors import NotFoundError, UserError
 
 LOCK = ".lock"
 
@@ -55,13 +55,32 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file.
+
+    Raises:
+        NotFoundError: there is none.
+        UserError: it is a folder, a pipe or a device, which may have no end, or no UTF-8.
+    """
+    if not path.exists():
+        raise NotFoundError(f"there is no file {path}")
+    if not path.is_file():
+        raise UserError(f"{path} is no file, but {'a folder' if path.is_dir() else 'a pipe'}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError, naming the file, if it holds none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         values = json.loads(text)
         if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
             json.dumps(values, ensure_ascii=False).encode()
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -168,13 +168,22 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     return make(model) if make else None
 
 
+# In torch's reasons that say nothing to a user, or name all that it was ever built for.
+_NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module named")
+
+
 def check_device(device: str) -> None:
-    """Raise UserError for a device that this machine does not have."""
+    """Raise UserError for a device that this machine does not have, or on which nothing is kept."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        if "Expected one of" in reason:  # torch names all that it was ever built for
+        wanted = torch.device(device)
+        if wanted.type == "cpu" and wanted.index:
+            raise UserError(f"device {device!r} is not available here: there is one cpu")
+        torch.zeros(1, device=wanted).item()
+    except UserError:
+        raise
+    except Exception as error:  # each backend that is not there has a way of its own to say so
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if device == "meta" or any(words in reason for words in _NO_WORDS):
             reason = (
                 "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
             )

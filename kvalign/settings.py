@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvalign.errors import KeywordError, UserError
+from kvalign.escape import check_text
 from kvalign.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"
@@ -87,13 +88,18 @@ class Settings:
             kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
             items = tuple(typed(name, item, kind) for item in items)
             for item in items:
+                if isinstance(item, str):
+                    if item == "" and field.default != "":
+                        raise UserError(f"{name} is empty: give a value, or leave it out")
+                    if hint is not Path:  # which may be of any bytes
+                        check_text(item, name)
                 _check_range(name, item, field.metadata)
             object.__setattr__(self, field.name, items if is_tuple else items[0])
 
     def _convert(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
             value, hint = getattr(self, name), without_none(hint)
-            if hint is Path and isinstance(value, str):
+            if hint is Path and isinstance(value, str) and value:
                 object.__setattr__(self, name, Path(value))
             elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
                 several = isinstance(value, list | set | range)
@@ -150,10 +156,17 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+def _is_finite(x: numbers.Real) -> bool:
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # a whole number that is no float
+        return False
+
+
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(x) < 2**63),
-    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
 }
 
 

@@ -10,6 +10,7 @@ from kvalign.app.listing import suites
 from kvalign.errors import UserError
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.suite_file import Suite, parse_suite_text
+from kvalign.files import read_text
 
 MAX_NAME = 100  # letters of a cell's name: it is a file's
 
@@ -40,11 +41,8 @@ def read_suite(name: str) -> str:
     if name in shipped:
         return shipped[name]
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    if path.suffix in (".yaml", ".yml") and path.exists():
+        return read_text(path)
     raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
 
 
