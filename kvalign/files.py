@@ -22,7 +22,7 @@ LOCK = ".lock"
 
 # Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 M = TypeVar("M", bound=BaseModel)
 
