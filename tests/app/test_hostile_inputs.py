@@ -8,7 +8,7 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.refusals import refused, refuses
+from helpers.refusals import in_time, refused, refuses
 from helpers.smaller import INSIDE
 
 import kvalign
@@ -33,6 +33,7 @@ CASES = [
     (["generate", *PROMPT, "--method", ""], "--method is empty"),
     (["generate", *PROMPT, "--device", ""], "--device is empty"),
     (["generate", *PROMPT, "--num-evicted", ""], "--num-evicted is empty"),
+    (["generate", "--prompt", "The island " * 400, "--method", "dense"], "dense has room for 512"),
     (["generate", "--prompt-file", ""], "--prompt-file is empty"),
     (["generate", "--prompt-file", "pipe"], "nothing comes from it within"),
     (["generate", "--prompt-file", "."], ". is no file, but a folder"),
@@ -118,6 +119,27 @@ def test_a_pipe_that_is_written_to_is_read(place, capfd):
         assert main(argv) == 0
         written.result()
     assert capfd.readouterr().out.startswith("The island was")
+
+
+def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
+    """Between two segments of it."""
+    from kvalign.methods.base import Cached
+
+    parts, take = [], Cached._take
+
+    def taken(self, ids):
+        parts.append(ids.shape[1])
+        if len(parts) > 1:
+            raise KeyboardInterrupt
+        return take(self, ids)
+
+    monkeypatch.setattr(Cached, "_take", taken)
+    argv = ["generate", "--prompt", "The island was " * 2000, "--max-new-tokens", "3"]
+    with in_time():
+        assert main(argv) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "\n" and "0 tokens by kvalign" in captured.err
+    assert len(parts) == 2 and parts[0] == 512
 
 
 DEVICES = (
