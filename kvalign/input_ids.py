@@ -26,7 +26,7 @@ def encoded(
     if isinstance(text, str):
         ids = ids_of(text, tokenizer, special)
     elif isinstance(text, Sequence) and all(type(token) is int for token in text):
-        ids = list(text)
+        ids = [token for token in text if isinstance(token, int)]
     else:
         raise UserError(
             f"the input must be text or a list of token ids, got {type(text).__name__} (messages: "

@@ -145,12 +145,12 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
 
 def _size(config: PretrainedConfig, name: str, default: int | None = None) -> int:
     """A size in a config; UserError unless it is a whole number above 0."""
-    value = getattr(config, name, None)
+    value: Any = getattr(config, name, None)
     if value is None and default is not None:
         return default
     if typed(f"{name} of a model's config", value, int) < 1:
         raise UserError(f"{name} of a model's config must be at least 1, got {value}")
-    return value
+    return int(value)
 
 
 CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {

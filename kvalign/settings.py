@@ -165,7 +165,7 @@ def _is_finite(x: numbers.Real) -> bool:
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
-    int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(x) < 2**63),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(int(x)) < 2**63),
     float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
 }
 
