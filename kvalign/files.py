@@ -102,6 +102,7 @@ def checked(model: type[M], values: Any, where: object) -> M:
         faults = []
         for fault in error.errors(include_url=False, include_context=False)[:3]:
             field = ".".join(map(str, fault["loc"]))
+            field = f"{field if field.isprintable() else repr(field):.80}"
             value = "" if fault["type"] == "missing" else f", got {_SHORT.repr(fault['input']):.80}"
             faults.append(f"{field or 'it'}: {fault['msg']}{value}")
         raise UserError(f"{where}: {'; '.join(faults)}") from None

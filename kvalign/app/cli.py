@@ -22,6 +22,7 @@ from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.app.next_steps import say_stopped
 from kvalign.errors import RunError, UserError
+from kvalign.escape import escape_controls
 from kvalign.settings import check_outputs
 
 _HELP = ("-h", "--help")
@@ -111,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         code, message = explain(error)
         message = _in_flags(message, flags_of)
-        print(f"kvalign {name}".strip() + f": error: {' '.join(message.split())}", file=sys.stderr)
+        print(
+            f"kvalign {name}".strip() + f": error: {escape_controls(' '.join(message.split()))}",
+            file=sys.stderr,
+        )
         return code
     return 0
 

@@ -231,6 +231,7 @@ def recording(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "message"), EARLY, ids=[words[:50] for words, _ in EARLY])
 def test_what_is_refused_leaves_nothing(words, message, place, recording, capfd):
     (place / "data").symlink_to(recording)

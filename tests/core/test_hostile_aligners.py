@@ -95,6 +95,7 @@ CONFIGS = {
     "fingerprint inf": ({"probe": [float("inf")] * 16}, "probe"),
     "fingerprint texts": ({"probe": ["x"] * 16}, "probe"),
     "more fields": ({"extra": 1}, "extra"),
+    "more fields in several lines": ({"a\nb": 1}, r"'a\nb': Extra"),
     "training a list": ({"training": [1]}, "training"),
     "sizes a list": ({"sizes": [1]}, "sizes"),
     "sizes of a table": ({"sizes": {"key_hidden1": 4}}, "sizes"),
