@@ -14,9 +14,11 @@ class Marked:
     about = "any other in WikiText's tokenised form (`it 's a two @-@ part word`)"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The text of the corpus `rest`, marked a piece at a time."""
+        """The text of the corpus `rest`, marked a piece at a time; UserError for a marked one."""
         from kvalign.data_gen.corpora import texts  # which imports this module
 
+        if rest.startswith("marked:"):
+            raise UserError("marked: takes another corpus, got marked: again")
         return map(_mark, texts(rest, split))
 
 

@@ -89,7 +89,11 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"{needed_len} are needed for a chunk of --chunk-len {settings.chunk_len} in both "
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
-    with locked(settings.folder), keeping(lambda: _kept(settings.folder)):
+
+    def kept() -> str:
+        return _kept(settings.folder)
+
+    with locked(settings.folder, kept), keeping(kept):
         if run.state() == "new":
             run.begin()
         shards = _record_shards(settings, config, loaded, chain(first_chunks, chunks))

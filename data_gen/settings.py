@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvalign.errors import UserError
 from kvalign.folders import RECORDING, folder_of
-from kvalign.settings import DEFAULT_MODEL, Settings, option
+from kvalign.settings import DEFAULT_MODEL, MOST_PROCESSES, MOST_ROWS, MOST_SEED, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,10 @@ class RecordSettings(Settings):
     )
     num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
     chunk_len: int = option(
-        256, help="tokens encoded together; caches up to this less one can be aligned", at_least=2
+        256,
+        help="tokens encoded together; caches up to this less one can be aligned",
+        at_least=2,
+        at_most=MOST_ROWS,
     )
     num_sinks: int = option(4, help="first entries that are never evicted", at_least=0)
     num_evicted: tuple[int, ...] = option(
@@ -48,15 +51,20 @@ class RecordSettings(Settings):
     shard_mb: float = option(
         64.0, help="size of a file in megabytes, reached in whole chunks", above=0, at_most=1e6
     )
-    batch_size: int = option(8, help="chunks encoded at once", at_least=1)
+    batch_size: int = option(8, help="chunks encoded at once", at_least=1, at_most=MOST_ROWS)
     device: str = option("cpu", help="cpu or cuda; with several workers a GPU each")
     workers: int = option(
-        1, help="processes that record, on Ray if several; each uses one thread", at_least=1
+        1,
+        help="processes that record, on Ray if several; each uses one thread",
+        at_least=1,
+        at_most=MOST_PROCESSES,
     )
     ray_address: str | None = option(
         None, help="Ray cluster for the workers; it shares --out (default: start one here)"
     )
-    seed: int = option(0, help="seed of the split into train and validation")
+    seed: int = option(
+        0, help="seed of the split into train and validation", at_least=0, at_most=MOST_SEED
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -171,6 +171,8 @@ class Evaluation:
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
         row_fields, document_fields: what else is read of a row and of a document, and its type.
+        row_options: what a row may have besides.
+        above_0: names of the figures that are divided by, or stand on an axis without a zero.
         settings_read: names of the settings that are read of a document, beside `model`.
     """
 
@@ -182,6 +184,8 @@ class Evaluation:
     about: ClassVar[str]
     in_summary: ClassVar[tuple[str, ...]] = ()
     row_fields: ClassVar[Fields] = ()
+    row_options: ClassVar[Fields] = ()
+    above_0: ClassVar[tuple[str, ...]] = ()
     document_fields: ClassVar[Fields] = ()
     settings_read: ClassVar[tuple[str, ...]] = ()
 

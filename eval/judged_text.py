@@ -13,7 +13,7 @@ from kvalign.eval.evaluation import Column, Document, Documents, Evaluation, Row
 from kvalign.eval.rules import RULES
 from kvalign.eval.settings import ComparisonSettings
 from kvalign.eval.verdicts import share_interval
-from kvalign.settings import flag, option
+from kvalign.settings import MOST_SEED, flag, option
 
 if TYPE_CHECKING:
     from kvalign.sampling import Sampling
@@ -37,7 +37,9 @@ class WritingSettings(ComparisonSettings):
         "chunk of fewer than 10 tokens does not)",
         choices=tuple(RULES),
     )
-    seed: int = option(0, help="seed of the draws, the same for each method")
+    seed: int = option(
+        0, help="seed of the draws, the same for each method", at_least=0, at_most=MOST_SEED
+    )
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
         """The first of the prompts or turns, as many as the setting of that name says; a warning

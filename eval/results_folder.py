@@ -4,7 +4,7 @@ import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model, model_validator
 
@@ -13,7 +13,7 @@ from kvalign.eval.evaluation import Document, Evaluation
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.suite_file import Step, Suite, filled_in, parse_suite_text
 from kvalign.eval.sweeps import Sweep
-from kvalign.files import checked, read_checked, read_json
+from kvalign.files import checked, read_checked, read_json, read_text
 
 SUITE_FILE = "suite.yaml"
 PREPARED = "prepared"  # folder of what the suite's preparations printed
@@ -68,18 +68,25 @@ def _sweep(path: Path) -> Sweep:
 
 
 def _suite(path: Path) -> Suite:
-    if not path.is_file():
-        return NO_SUITE
-    try:
-        return parse_suite_text(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"suite {path} is not text: {error}") from None
+    return parse_suite_text(read_text(path), str(path)) if path.exists() else NO_SUITE
 
 
 class _Prepared(BaseModel):
     """The document of a sweep, a preparation."""
 
     result: Sweep
+
+
+_MOST = 1e15
+_Figure = (
+    Annotated[int, Field(strict=True, ge=-_MOST, le=_MOST)]
+    | Annotated[float, Field(strict=True, ge=-_MOST, le=_MOST, allow_inf_nan=False)]
+)
+_Positive = (
+    Annotated[int, Field(strict=True, ge=1, le=_MOST)]
+    | Annotated[float, Field(strict=True, ge=1 / _MOST, le=_MOST, allow_inf_nan=False)]
+)
+_Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 
 
 class _Row(BaseModel, extra="allow"):
@@ -92,15 +99,15 @@ class _Row(BaseModel, extra="allow"):
 
     method: str
     aligner: str | None
-    cache_size: int = Field(ge=1)
-    num_sinks: int
-    num_evicted: int
+    cache_size: Annotated[_Count, Field(ge=1)]
+    num_sinks: _Count
+    num_evicted: _Count
     aligner_label: str | None = None
     aligner_path: str | None = None
     aligner_revision: str | None = None
-    realign_every: int | None = None
+    realign_every: _Count | None = None
     policy: str | None = None
-    num_recent: int | None = None
+    num_recent: _Count | None = None
     positions: str | None = None
 
 
@@ -122,20 +129,31 @@ def read_document(path: Path) -> Document:
         values = read_json(path)
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
         document = checked(_model_of(evaluation), values, "it").model_dump(exclude_unset=True)
+        _check_columns(evaluation, document["rows"])
         evaluation.check(document)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return document
 
 
+def _check_columns(evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:
+    """Raise UserError for a figure that some rows have and others lack; intervals may be open."""
+    ends = {end for column in evaluation.all_columns.values() for end in column.ends or ()}
+    for name, column in evaluation.all_columns.items():
+        has = {row.get(name) is not None for row in rows}
+        if column.is_optional and name not in ends and len(has) > 1:
+            raise UserError(f"rows.{name}: some rows have it and others lack it")
+
+
 def _model_of(evaluation: Evaluation) -> type[BaseModel]:
     """What a document of an evaluation must be."""
-    number = int | float
-    columns: dict[str, Any] = {
-        name: (number | None, None) if column.is_optional else (number, ...)
-        for name, column in evaluation.all_columns.items()
-    }
-    row = create_model("Row", __base__=_Row, **columns, **_required(*evaluation.row_fields))
+    columns: dict[str, Any] = {}
+    for name, column in evaluation.all_columns.items():
+        figure = _Positive if name in evaluation.above_0 else _Figure
+        columns[name] = (figure | None, None) if column.is_optional else (figure, ...)
+    columns |= _required(*evaluation.row_fields)
+    columns |= {name: (hint | None, None) for name, hint in evaluation.row_options}
+    row = create_model("Row", __base__=_Row, **columns)
     hints = typing.get_type_hints(evaluation.settings)
     settings = [(name, hints[name]) for name in evaluation.settings_read]
     return create_model(

@@ -14,14 +14,14 @@ from kvalign.files import checked
 OUT = "{out}"  # in a command: the folder of the results, which may be moved
 
 
-class Step(BaseModel):
+class Step(BaseModel, extra="forbid"):
     """One command of a suite; what it prints is kept under its name."""
 
     name: str
     command: str
 
 
-class PaperTable(BaseModel):
+class PaperTable(BaseModel, extra="forbid"):
     """Figures of the paper, by method and cache size; the suite's `cell` measures the same, as the
     column `metric` of its rows.
     """
@@ -32,7 +32,7 @@ class PaperTable(BaseModel):
     rows: dict[str, dict[int, float]]
 
 
-class PaperSweep(BaseModel):
+class PaperSweep(BaseModel, extra="forbid"):
     """The best trial of a sweep of the paper; the suite's preparation `cell` (a `kvalign tune`)
     makes the same sweep. `best` has figures by the names of `kvalign.eval.sweeps.FIGURES`.
     """
@@ -41,7 +41,7 @@ class PaperSweep(BaseModel):
     best: dict[str, float]
 
 
-class Paper(BaseModel):
+class Paper(BaseModel, extra="forbid"):
     """What the paper says of what a suite measures."""
 
     source: str = ""
@@ -50,7 +50,7 @@ class Paper(BaseModel):
     tables: list[PaperTable] = []
 
 
-class Suite(BaseModel, frozen=True):
+class Suite(BaseModel, frozen=True, extra="forbid"):
     """A suite: `cells` are its evaluations, `prepare` what they need, in order.
 
     `{name}` in a command stands for one of `variables`, `{out}` for the folder of the results.

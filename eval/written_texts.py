@@ -11,6 +11,7 @@ from kvalign.eval.document import document
 from kvalign.eval.evaluation import SIZES, Document
 from kvalign.eval.rules import RULES
 from kvalign.eval.words import load_words
+from kvalign.files import read_text
 from kvalign.settings import Settings, option
 
 
@@ -43,10 +44,7 @@ def of_texts(settings: TextSettings) -> Document:
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    text = read_text(path)
     if not text.strip():
         raise UserError(f"{path} has no text to judge")
     return text

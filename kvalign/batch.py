@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
 from kvalign.generation import History, end_ids
+from kvalign.health import check_scores
 from kvalign.input_ids import check_fast, encoded
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
@@ -133,6 +134,7 @@ def stream_rows(
 
     Raises:
         UserError: an empty prompt, or a method whose rows cannot be put together.
+        RunError: logits that are no numbers; the message says where they come from.
     """
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
@@ -149,7 +151,7 @@ def stream_rows(
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
             row = _Row(number, prompt, sampling, eos_token_ids, stopped, alone.tokens_left)
-            yield number, row.choose(alone.feed(prompt))
+            yield number, row.choose(alone.feed(prompt), method)
             if not row.has_ended:
                 begun.append((row, alone))
         if begun:
@@ -160,7 +162,7 @@ def stream_rows(
         tokens = torch.tensor([[row.token] for row in rows], device=method.model.device)
         logits = batch.feed(tokens)
         for i, row in enumerate(rows):
-            yield row.number, row.choose(logits[i : i + 1])
+            yield row.number, row.choose(logits[i : i + 1], method)
         going = [i for i, row in enumerate(rows) if not row.has_ended]
         if len(going) < len(rows):
             rows = [rows[i] for i in going]
@@ -188,9 +190,10 @@ class _Row:
         self.processors = sampling.processors()
         self.generator = sampling.generator(prompt.device, number)
 
-    def choose(self, logits: Tensor) -> int:
-        """The next token, of logits [1, V]."""
+    def choose(self, logits: Tensor, method: Method) -> int:
+        """The next token, of logits [1, V] that a method gave."""
         scores = self.processors(self.history.ids, logits) if self.processors else logits
+        check_scores(scores, logits, method)
         if self.sampling.is_greedy:
             token = scores.argmax(-1)
         else:

@@ -2,11 +2,14 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvalign.errors import UserError
+
+ANSWER_S = 5.0
 
 # Read by Ray when it is imported: what it would send home, and a coming change it would warn of.
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -21,6 +24,8 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
         os.environ.setdefault(name, value)
     import ray
 
+    if address is not None:
+        _check_answers(address)
     try:
         ray.init(
             address=address,
@@ -36,3 +41,16 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise UserError if nothing answers where a cluster should be; Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return  # `auto`, or a name that Ray knows
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise UserError(f"no Ray cluster at {address!r}: it takes HOST:PORT, or auto")
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"no Ray cluster at {address!r}: {error}") from error

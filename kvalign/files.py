@@ -5,8 +5,10 @@ renamed. JSON that is checked as it is read. Folders that one run writes at a ti
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import reprlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +16,13 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from kvalign.errors import UserError
+from kvalign.errors import NotFoundError, UserError
 
 LOCK = ".lock"
+
+# Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -49,10 +55,32 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file.
+
+    Raises:
+        NotFoundError: there is none.
+        UserError: it is a folder, a pipe or a device, which may have no end, or no UTF-8.
+    """
+    if not path.exists():
+        raise NotFoundError(f"there is no file {path}")
+    if not path.is_file():
+        raise UserError(f"{path} is no file, but {'a folder' if path.is_dir() else 'a pipe'}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError, naming the file, if it holds none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
+        values = json.loads(text)
+        if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
+            json.dumps(values, ensure_ascii=False).encode()
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -74,7 +102,8 @@ def checked(model: type[M], values: Any, where: object) -> M:
         faults = []
         for fault in error.errors(include_url=False, include_context=False)[:3]:
             field = ".".join(map(str, fault["loc"]))
-            value = "" if fault["type"] == "missing" else f", got {fault['input']!r:.80}"
+            field = f"{field if field.isprintable() else repr(field):.80}"
+            value = "" if fault["type"] == "missing" else f", got {_SHORT.repr(fault['input']):.80}"
             faults.append(f"{field or 'it'}: {fault['msg']}{value}")
         raise UserError(f"{where}: {'; '.join(faults)}") from None
 
@@ -91,13 +120,19 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A folder, made if need be, that no other run writes to; the lock of a killed run is free.
+def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
+    """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
+    what it was writing when it was killed is removed.
+
+    A run that is refused within (UserError, a package that is not here) leaves nothing of its own,
+    not even the folder, unless `kept` says what of it is of use.
 
     Raises:
         UserError: another run writes to it.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
@@ -105,6 +140,24 @@ def locked(folder: Path) -> Iterator[None]:
         remedy = "wait for it, or name another --out"
         raise UserError(f"another run is writing to {folder}: {remedy}") from None
     try:
+        for partial in folder.rglob(".*.partial*"):
+            partial.unlink(missing_ok=True)
         yield
+    except (UserError, ModuleNotFoundError):
+        if not kept():
+            _remove(set(folder.iterdir()) - before, made)
+        raise
     finally:
         lock.release()
+
+
+def _remove(paths: Iterable[Path], folders: Iterable[Path]) -> None:
+    """What a run has made: files and folders, then the folders above that are empty."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
+from kvalign.health import check_scores
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.names import check_keywords, nearest
@@ -63,6 +64,7 @@ def stream_tokens(
 
     Raises:
         UserError: an empty prompt, or one that is padded elsewhere than on the left.
+        RunError: logits that are no numbers; the message says where they come from.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
@@ -75,6 +77,7 @@ def stream_tokens(
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
     while True:
         scores = processors(history.ids, logits) if processors else logits
+        check_scores(scores, logits, method)
         if do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
         else:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.errors import UserError
+from kvalign.escape import check_text
 
 
 def encoded(
@@ -23,9 +24,9 @@ def encoded(
         UserError: it is neither, or has ids that the model does not know.
     """
     if isinstance(text, str):
-        ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids = ids_of(text, tokenizer, special)
     elif isinstance(text, Sequence) and all(type(token) is int for token in text):
-        ids = list(text)
+        ids = [token for token in text if isinstance(token, int)]
     else:
         raise UserError(
             f"the input must be text or a list of token ids, got {type(text).__name__} (messages: "
@@ -39,6 +40,12 @@ def encoded(
             "tokenizer its own?"
         )
     return ids
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase, special: bool) -> list[int]:
+    """The token ids of a text; UserError as of `check_text`."""
+    check_text(text)
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:

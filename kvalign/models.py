@@ -9,21 +9,20 @@ A family says what moving a cached entry means:
   move.
 """
 
-import difflib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from kvalign import checkpoints, fetched, gguf_file, hub, progress
+from kvalign import checkpoints, fetched, gguf_file, model_folder, progress
 from kvalign.errors import UserError
 from kvalign.rope import Rotation
+from kvalign.settings import typed
+from kvalign.weights import check_finite
 
 Family = Literal["learned", "rotary", "alibi"]
 
@@ -89,14 +88,19 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     file = gguf_file.find(source)
     with without_bars():
         if file is None:
-            model, tokenizer = _read(name, source, dtype)
+            config = model_folder.config_of(name, source)
+            spec_of(config, name)  # refuse before the weights are read
+            model, tokenizer = model_folder.read(name, source, config, dtype)
         else:
             config = gguf_file.config_of(file)
-            spec_of(config, name)  # refuse before the weights are read
+            spec_of(config, name)
             model, tokenizer = gguf_file.read(file, config, dtype)
     model.config.name_or_path = name
+    spec = spec_of(model.config, name)
+    if rotation := rotation_of(model):
+        check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
     model.to(device).eval()
-    return LoadedModel(model, tokenizer, spec_of(model.config, name))
+    return LoadedModel(model, tokenizer, spec)
 
 
 @contextmanager
@@ -111,23 +115,6 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(name: str, source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    local = {"local_files_only": os.path.isdir(source) or not hub.is_reachable()}
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, **local)
-    except (OSError, ValueError) as error:
-        raise UserError(_not_found(name, source, error)) from error
-    spec_of(config, name)  # refuse before the weights are read
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=getattr(torch, dtype), use_safetensors=True, **local
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **local)
-    except OSError as error:
-        raise UserError(_not_found(name, source, error)) from error
-    return model, tokenizer
-
-
 def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     """Describe a model from its config alone; UserError as of `load_model`."""
     kind = config.model_type
@@ -136,16 +123,34 @@ def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
             f"{name or 'this model'} is a {kind!r} model, whose positions KV-Align does not know "
             f"(known: {', '.join(FAMILIES)}; to add one, see CONTRIBUTING.md)"
         )
-    num_heads = config.num_attention_heads
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    head_dim = _size(config, "head_dim", _size(config, "hidden_size") // num_heads)
+    context_len = _context_len(config)
+    if not head_dim or num_heads % num_kv_heads or (head_dim % 2 and FAMILIES[kind] == "rotary"):
+        of = f"{num_heads} heads of size {head_dim}, {num_kv_heads} for keys and values"
+        raise UserError(f"{name or 'this model'} cannot have {of}")
+    if context_len is not None and not typed("context length", context_len, int) >= 2:
+        raise UserError(f"the context length of {name or 'a model'} must be at least 2")
     return ModelSpec(
         name=name or checkpoints.shipped_name(config.name_or_path),
         model_type=kind,
         family=FAMILIES[kind],
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        context_len=_context_len(config),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_len=context_len,
     )
+
+
+def _size(config: PretrainedConfig, name: str, default: int | None = None) -> int:
+    """A size in a config; UserError unless it is a whole number above 0."""
+    value: Any = getattr(config, name, None)
+    if value is None and default is not None:
+        return default
+    if typed(f"{name} of a model's config", value, int) < 1:
+        raise UserError(f"{name} of a model's config must be at least 1, got {value}")
+    return int(value)
 
 
 CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {
@@ -163,13 +168,22 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     return make(model) if make else None
 
 
+# In torch's reasons that say nothing to a user, or name all that it was ever built for.
+_NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module named")
+
+
 def check_device(device: str) -> None:
-    """Raise UserError for a device that this machine does not have."""
+    """Raise UserError for a device that this machine does not have, or on which nothing is kept."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        if "Expected one of" in reason:  # torch names all that it was ever built for
+        wanted = torch.device(device)
+        if wanted.type == "cpu" and wanted.index:
+            raise UserError(f"device {device!r} is not available here: there is one cpu")
+        torch.zeros(1, device=wanted).item()
+    except UserError:
+        raise
+    except Exception as error:  # each backend that is not there has a way of its own to say so
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if device == "meta" or any(words in reason for words in _NO_WORDS):
             reason = (
                 "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
             )
@@ -196,17 +210,3 @@ def _context_len(config: PretrainedConfig) -> int | None:
 def _rope_kind(config: PretrainedConfig) -> str:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type", "default")
-
-
-def _not_found(name: str, source: str, error: Exception) -> str:
-    if os.path.isdir(source):
-        return f"cannot load a model from folder {source!r}: {str(error).splitlines()[0]}"
-    if name in fetched.MODELS:
-        return f"{name} is not here: {fetched.how_to_fetch(name)}"
-    near = difflib.get_close_matches(name, [*checkpoints.MODELS, *fetched.MODELS], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    unasked = "" if hub.is_reachable() else ", which does not answer"
-    return (
-        f"no model {name!r} here or on the hub{unasked}{hint} (works offline: "
-        f"{', '.join(checkpoints.MODELS)}, or the path of a folder or a GGUF file)"
-    )

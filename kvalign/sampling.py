@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
+# Beyond these logits overflow.
+COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
-    "temperature": ("at least 0", lambda x: x >= 0),
+    "temperature": (
+        f"0, or at least {COLDEST:g} and at most {HOTTEST:g}",
+        lambda x: x == 0 or COLDEST <= x <= HOTTEST,
+    ),
     "top_k": ("at least 0 (0 draws from all)", lambda x: x >= 0),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
-    "repetition_penalty": ("above 0", lambda x: x > 0),
+    "repetition_penalty": (
+        f"at least {1 / MOST_PENALTY:g} and at most {MOST_PENALTY:g}",
+        lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
+    ),
     "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
     "stop_strings": (
         "texts that are not empty",
@@ -74,6 +82,8 @@ class Sampling:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
         strings = self.stop_strings or ()
+        if not isinstance(strings, str | Sequence):
+            raise UserError(f"stop_strings must be a text or several, got {strings!r:.80}")
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         object.__setattr__(self, "stop_strings", strings)
         for name, hint in typing.get_type_hints(Sampling).items():

@@ -20,9 +20,21 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvalign.errors import KeywordError, UserError
+from kvalign.escape import check_text
 from kvalign.names import check_keywords, nearest
 
 DEFAULT_MODEL = "gpt2-mini"
+
+# What a number may be at most: far above any that is meant, far below what breaks a machine. What
+# then does not fit into memory is said where it is allocated.
+MOST = 10**12  # tokens, steps, entries: what may take long
+MOST_ROWS = 2**20  # of a batch, of a vocabulary
+MOST_HELD = 10**7  # lines, questions: what is made before there is work
+MOST_SIZE = 2**16  # of a layer, of a chunk
+MOST_PROCESSES = 1024
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
+MOST_SEED = 2**63 - 1
+MOST_RATE = 1e3  # of learning, of decay
 
 Output = Literal["file", "folder"]
 
@@ -42,8 +54,9 @@ def option(
 ) -> Any:
     """A dataclass field that the command line offers as `--name`.
 
-    A field without a default must be given, a positional one without a flag. A tuple is given
-    comma-separated or by repeating the flag. A path that is written says what it will be.
+    Whole numbers are at most `MOST` where nothing else is said. A field without a default must be
+    given, a positional one without a flag. A tuple is given comma-separated or by repeating the
+    flag. A path that is written says what it will be.
     """
     limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
     more = dict(positional=positional, writes=writes)
@@ -75,13 +88,18 @@ class Settings:
             kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
             items = tuple(typed(name, item, kind) for item in items)
             for item in items:
+                if isinstance(item, str):
+                    if item == "" and field.default != "":
+                        raise UserError(f"{name} is empty: give a value, or leave it out")
+                    if hint is not Path:  # which may be of any bytes
+                        check_text(item, name)
                 _check_range(name, item, field.metadata)
             object.__setattr__(self, field.name, items if is_tuple else items[0])
 
     def _convert(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
             value, hint = getattr(self, name), without_none(hint)
-            if hint is Path and isinstance(value, str):
+            if hint is Path and isinstance(value, str) and value:
                 object.__setattr__(self, name, Path(value))
             elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
                 several = isinstance(value, list | set | range)
@@ -138,10 +156,17 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+def _is_finite(x: numbers.Real) -> bool:
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # a whole number that is no float
+        return False
+
+
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
-    int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
-    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(int(x)) < 2**63),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
 }
 
 
@@ -172,6 +197,8 @@ def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     for limit, holds in _COMPARISONS.items():
         bound = limits[limit]
+        if bound is None and limit == "at_most" and isinstance(value, int):
+            bound = MOST
         if bound is not None and not holds(value, bound):
             raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
 

@@ -78,6 +78,8 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
     """
     wrong = f"{path} is not a stream that kvalign saved"
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(wrong)
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") == _BEFORE:

@@ -9,10 +9,11 @@ A model with a chat template gets its own; any other the plain form of Streaming
 
 from itertools import takewhile
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.errors import UserError
+from kvalign.escape import check_text
+from kvalign.input_ids import ids_of
 
 
 def turn_ids(
@@ -21,7 +22,9 @@ def turn_ids(
     """The tokens of `turn_text`. A template writes the beginning of a text itself."""
     text = turn_text(tokenizer, turn, is_first, system)
     special = is_first and not tokenizer.chat_template
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    if not text.strip():
+        raise UserError("the chat template of this model leaves out what is said")
+    return ids_of(text, tokenizer, special)
 
 
 def opening_len(tokenizer: PreTrainedTokenizerBase, system: str | None) -> int:
@@ -43,7 +46,7 @@ def turn_text(
         system: what the model is told before the first turn.
 
     Raises:
-        UserError: a template that takes no such conversation.
+        UserError: a template that fails, or takes no such conversation.
     """
     told = [] if system is None or not is_first else [{"role": "system", "content": system}]
     user = {"role": "user", "content": turn}
@@ -70,8 +73,8 @@ def messages_text(
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     whole = _render(tokenizer, [*before, *messages], to_answer=True)
     known = _render(tokenizer, before, to_answer=False)
-    known = known[: known.rindex("!") + 1]
-    if not whole.startswith(known):
+    known = known[: known.rfind("!") + 1]
+    if not known or not whole.startswith(known):
         what = "the chat template of this model changes earlier turns"
         raise UserError(f"{what}: they cannot be streamed")
     return whole.removeprefix(known)
@@ -91,7 +94,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=to_answer
         )
-    except TemplateError as error:
-        raise UserError(f"the chat template of this model refuses: {error}") from None
-    assert isinstance(text, str)
+        assert isinstance(text, str)
+        check_text(text)
+    except Exception as error:  # a program from outside raises anything
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template of this model fails: {said:.300}") from None
     return text

@@ -5,16 +5,30 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from kvalign.aligners import Aligner
+from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG, WEIGHTS
 from kvalign.errors import ExistsError
+from kvalign.memory import check_room
 from kvalign.settings import Settings, check_output
 
 OVERWRITE = "give --overwrite or another --out"
+
+
+BYTES_A_WEIGHT = 16  # in training: itself, its gradient and two moments, in float32
+
+A = TypeVar("A", bound=Aligner)
+
+
+def new_aligner(kind: type[A], config: AlignerConfig) -> A:
+    """An untrained aligner; UserError if there is no memory to train one of these sizes."""
+    with torch.device("meta"):
+        num_weights = sum(x.numel() for x in kind(config).state_dict().values())
+    check_room(BYTES_A_WEIGHT * num_weights, f"the weights of a {config.kind} of these sizes")
+    return kind(config)
 
 
 def check_free(out: Path, overwrite: bool) -> None:

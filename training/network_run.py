@@ -31,7 +31,7 @@ from kvalign.errors import ExistsError, UserError
 from kvalign.files import locked, read_checked, sha256
 from kvalign.runs import ResumableRun, keeping
 from kvalign.settings import DEFAULT_MODEL
-from kvalign.training.aligner_folder import OVERWRITE, record_of, save
+from kvalign.training.aligner_folder import OVERWRITE, new_aligner, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows
 from kvalign.training.network_rows import InOrder, RecordedRows
@@ -70,11 +70,13 @@ def _train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         print(f"{out} holds this already, finished: nothing to do", file=sys.stderr)
         return done
     torch.manual_seed(settings.seed)
-    aligner = _beside_trained(NetworkAligner(config_for(store, settings)), settings, [*runs], out)
+    aligner = _beside_trained(
+        new_aligner(NetworkAligner, config_for(store, settings)), settings, [*runs], out
+    )
     trained = aligner.config.training
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     # The processes of other devices are started by the one that holds the lock.
-    lock = nullcontext() if "LOCAL_RANK" in os.environ else locked(out)
+    lock = nullcontext() if "LOCAL_RANK" in os.environ else locked(out, lambda: _kept(runs))
     with lock, keeping(lambda: _kept(runs) if settings.resume else ""):
         # All before the first fit: it starts the other devices' processes, which must find them so.
         results = {kv: _begin(run, settings, trained.get(kv)) for kv, run in runs.items()}

@@ -27,17 +27,18 @@ from kvalign import progress
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
+from kvalign.memory import check_room
 from kvalign.models import check_device
 from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
+from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
-from kvalign.training.settings import PretrainSettings
+from kvalign.training.settings import HEAD_DIM, PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM = 64
 WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
@@ -65,6 +66,9 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
     """
     parse_mix(settings.corpus)
     check_device(settings.device)
+    hidden, num_rows = settings.hidden_size, settings.vocab_size + settings.context_len
+    num_weights = hidden * (12 * hidden * settings.num_layers + num_rows)  # in round numbers
+    check_room(BYTES_A_WEIGHT * num_weights, "the weights of a model of these sizes")
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     torch.manual_seed(settings.seed)
@@ -117,8 +121,6 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
 def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A random model of the asked shape; heads of 64 dimensions, Llama with half as many for KV."""
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
-    if hidden % HEAD_DIM:
-        raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, got {hidden}")
     common = dict(
         vocab_size=len(tokenizer),
         max_position_embeddings=settings.context_len,

@@ -7,7 +7,19 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
 from kvalign.errors import UserError
 from kvalign.folders import folder_of
-from kvalign.settings import DEFAULT_MODEL, Settings, option
+from kvalign.settings import (
+    DEFAULT_MODEL,
+    MOST_PROCESSES,
+    MOST_RATE,
+    MOST_ROWS,
+    MOST_SEED,
+    MOST_SIZE,
+    MOST_THREADS,
+    Settings,
+    option,
+)
+
+HEAD_DIM = 64  # of a reference language model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +33,8 @@ class TrainSettings(Settings):
     )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
     accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
-    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
-    seed: int = option(0, help="random seed", at_least=0)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
+    seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
     overwrite: bool = option(False, help="replace what is in --out")
 
     @property
@@ -46,7 +58,9 @@ class TextSettings(TrainSettings):
         help="tokens of text; the progress bar counts one each time that it is computed",
         at_least=1,
     )
-    chunk_len: int = option(256, help="positions; aligns caches up to this less one", at_least=8)
+    chunk_len: int = option(
+        256, help="positions; aligns caches up to this less one", at_least=8, at_most=MOST_ROWS
+    )
     judge: bool = option(
         True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
     )
@@ -59,13 +73,27 @@ class TextSettings(TrainSettings):
 class NetworkSizes(Settings):
     """The sizes of realignment networks, by the names that an aligner's config gives them."""
 
-    key_hidden1: int = option(S["key_hidden1"], help="keys: first hidden size", at_least=1)
-    key_hidden2: int = option(S["key_hidden2"], help="keys: second hidden size", at_least=1)
-    value_hidden1: int = option(S["value_hidden1"], help="values: first hidden size", at_least=1)
-    value_hidden2: int = option(S["value_hidden2"], help="values: second hidden size", at_least=1)
-    position_dim: int = option(S["position_dim"], help="size of the position embedding", at_least=1)
-    layer_dim: int = option(S["layer_dim"], help="size of the layer embedding", at_least=1)
-    head_embed_dim: int = option(S["head_embed_dim"], help="size of the head embedding", at_least=1)
+    key_hidden1: int = option(
+        S["key_hidden1"], help="keys: first hidden size", at_least=1, at_most=MOST_SIZE
+    )
+    key_hidden2: int = option(
+        S["key_hidden2"], help="keys: second hidden size", at_least=1, at_most=MOST_SIZE
+    )
+    value_hidden1: int = option(
+        S["value_hidden1"], help="values: first hidden size", at_least=1, at_most=MOST_SIZE
+    )
+    value_hidden2: int = option(
+        S["value_hidden2"], help="values: second hidden size", at_least=1, at_most=MOST_SIZE
+    )
+    position_dim: int = option(
+        S["position_dim"], help="size of the position embedding", at_least=1, at_most=MOST_SIZE
+    )
+    layer_dim: int = option(
+        S["layer_dim"], help="size of the layer embedding", at_least=1, at_most=MOST_SIZE
+    )
+    head_embed_dim: int = option(
+        S["head_embed_dim"], help="size of the head embedding", at_least=1, at_most=MOST_SIZE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +114,19 @@ class TuneSettings(Settings):
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
     max_steps: int | None = option(None, help="steps of a trial (default: no limit)", at_least=1)
     hidden_sizes: tuple[int, ...] = option(
-        (32, 64, 128, 256), help="sizes of either hidden layer, comma-separated", at_least=1
+        (32, 64, 128, 256),
+        help="sizes of either hidden layer, comma-separated",
+        at_least=1,
+        at_most=MOST_SIZE,
     )
-    min_batch_size: int = option(32, help="rows a step at least; a power of two", at_least=1)
-    max_batch_size: int = option(16384, help="rows a step at most", at_least=1)
-    min_lr: float = option(1e-4, help="learning rate at least; drawn log-uniform", above=0)
-    max_lr: float = option(1e-1, help="learning rate at most", above=0)
+    min_batch_size: int = option(
+        32, help="rows a step at least; a power of two", at_least=1, at_most=MOST_ROWS
+    )
+    max_batch_size: int = option(16384, help="rows a step at most", at_least=1, at_most=MOST_ROWS)
+    min_lr: float = option(
+        1e-4, help="learning rate at least; drawn log-uniform", above=0, at_most=MOST_RATE
+    )
+    max_lr: float = option(1e-1, help="learning rate at most", above=0, at_most=MOST_RATE)
     search: str = option(
         "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
     )
@@ -99,14 +134,21 @@ class TuneSettings(Settings):
         "asha", help="asha: stop trials that are behind; none: stop none", choices=("asha", "none")
     )
     grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
-    reduction_factor: float = option(2, help="asha: one trial in so many goes on", above=1)
-    num_concurrent: int | None = option(
-        None, help="trials at once; asha never stops the first (default: by CPUs)", at_least=1
+    reduction_factor: float = option(
+        2, help="asha: one trial in so many goes on", above=1, at_most=MOST_RATE
     )
-    cpus_per_trial: int = option(1, help="CPUs of a trial", at_least=1)
-    gpus_per_trial: float = option(0, help="GPUs of a trial", at_least=0)
+    num_concurrent: int | None = option(
+        None,
+        help="trials at once; asha never stops the first (default: by CPUs)",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+    )
+    cpus_per_trial: int = option(1, help="CPUs of a trial", at_least=1, at_most=MOST_PROCESSES)
+    gpus_per_trial: float = option(0, help="GPUs of a trial", at_least=0, at_most=MOST_PROCESSES)
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
-    seed: int = option(0, help="random seed, of the draws and of each trial", at_least=0)
+    seed: int = option(
+        0, help="random seed, of the draws and of each trial", at_least=0, at_most=2**32 - 1
+    )
     resume: bool = option(True, help="resume an unfinished sweep of the same settings")
     overwrite: bool = option(False, help="replace another sweep in --out")
 
@@ -150,29 +192,48 @@ class PretrainSettings(Settings):
         None,
         help="folder or shipped name of a model to share the tokenizer of (default: a new one)",
     )
-    vocab_size: int = option(8192, help="tokens of a new tokenizer", at_least=257)
+    vocab_size: int = option(
+        8192, help="tokens of a new tokenizer", at_least=257, at_most=MOST_ROWS
+    )
     sink_token: bool = option(
         False, help="a token more, learned, before every row: an attention sink to keep"
     )
-    context_len: int = option(512, help="context length in tokens", at_least=16)
-    num_layers: int = option(6, help="transformer layers", at_least=1)
-    hidden_size: int = option(256, help="hidden size; heads have 64 dimensions", at_least=64)
+    context_len: int = option(512, help="context length in tokens", at_least=16, at_most=MOST_ROWS)
+    num_layers: int = option(6, help="transformer layers", at_least=1, at_most=MOST_SIZE)
+    hidden_size: int = option(
+        256, help="hidden size; heads have 64 dimensions", at_least=HEAD_DIM, at_most=MOST_SIZE
+    )
     num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
-    batch_size: int = option(4, help="sequences of the full context length a step", at_least=1)
-    lr: float = option(2e-3, help="peak learning rate of AdamW (all other weights)", above=0)
-    matrix_lr: float = option(4e-3, help="peak learning rate of Muon (weight matrices)", above=0)
+    batch_size: int = option(
+        4, help="sequences of the full context length a step", at_least=1, at_most=MOST_ROWS
+    )
+    lr: float = option(
+        2e-3, help="peak learning rate of AdamW (all other weights)", above=0, at_most=MOST_RATE
+    )
+    matrix_lr: float = option(
+        4e-3, help="peak learning rate of Muon (weight matrices)", above=0, at_most=MOST_RATE
+    )
     decay_share: float = option(
         0.5, help="last share of the steps, with the rate falling to 0", above=0, at_most=1
     )
     short_share: float = option(
         0.4, help="first share of the steps, at half the context length", at_least=0, at_most=1
     )
-    save_minutes: float = option(4.0, help="minutes between checkpoints", above=0)
+    save_minutes: float = option(
+        4.0, help="minutes between checkpoints", above=0, at_most=MOST_RATE
+    )
     eval_corpus: str | None = option(None, help="corpus that bits per byte are reported on")
-    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")
-    seed: int = option(0, help="random seed")
+    seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % HEAD_DIM:
+            raise UserError(
+                f"--hidden-size must be a multiple of {HEAD_DIM}, got {self.hidden_size}"
+            )
 
     @property
     def is_recall(self) -> bool:
@@ -196,7 +257,10 @@ class ImportPublishedSettings(Settings):
     out: Path = option(help="folder of the aligner", writes="folder")
     num_sinks: int = option(4, help="first entries that stay (the authors': 4)", at_least=0)
     chunk_len: int = option(
-        256, help="aligns caches up to this less one (the authors': 256)", at_least=2
+        256,
+        help="aligns caches up to this less one (the authors': 256)",
+        at_least=2,
+        at_most=MOST_ROWS,
     )
     overwrite: bool = option(False, help="replace the aligner in --out")
 

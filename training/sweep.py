@@ -62,7 +62,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         print(f"{out} already holds this sweep, finished: nothing to do", file=sys.stderr)
         return run.result()
     base = base_settings(settings)
-    with locked(out), keeping(lambda: _kept(out) if settings.resume else ""):
+    with locked(out, lambda: _kept(out)), keeping(lambda: _kept(out) if settings.resume else ""):
         if state == "new":
             for name in (TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)

@@ -21,7 +21,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.errors import UserError
 from kvalign.files import read_checked
 from kvalign.models import LoadedModel, load_model
-from kvalign.training.aligner_folder import check_free, record_of, save
+from kvalign.training.aligner_folder import check_free, new_aligner, record_of, save
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text, read
@@ -100,7 +100,7 @@ def train_on_text(
         shifts=(1,),  # takes any, and any sinks: each position is known, and moves go from birth
         sizes={name: getattr(settings, name) for name in kind.default_sizes},
     )
-    aligner = kind(config).to(model.device).requires_grad_(False)
+    aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)
     weights = deepcopy(aligner.state_dict())
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
     data |= {"text_sha256": text_sha256(corpora)}

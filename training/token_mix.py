@@ -95,7 +95,7 @@ def open_mix(
         if not path.exists():
             progress.phase(f"reading {spec}")
             pieces = [np.array(piece, dtype) for piece in token_pieces(spec, tokenizer, "train")]
-            write_whole(path, partial(np.save, arr=np.concatenate(pieces)))
+            write_whole(path, partial(np.save, arr=np.concatenate([np.array([], dtype), *pieces])))
         ids.append(np.load(path, mmap_mode="r"))
         if len(ids[-1]) <= settings.context_len:
             raise UserError(

@@ -12,6 +12,7 @@ weights over texts, by layer, head and place.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Section
 from kvalign.eval.settings import ComparisonSettings, check_plot
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -44,7 +45,9 @@ class AttentionSettings(ComparisonSettings):
     corpus: str = option(
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
-    num_texts: int = option(16, help="pieces of the text that are read side by side", at_least=2)
+    num_texts: int = option(
+        16, help="pieces of the text that are read side by side", at_least=2, at_most=MOST_HELD
+    )
     num_steps: int = option(8, help="steps watched of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
 
@@ -127,6 +130,9 @@ ENDS = {
 }
 
 
+WHEN = ("before", "after")
+
+
 class Attention(Evaluation):
     settings = AttentionSettings
     run = staticmethod(attention)
@@ -140,6 +146,15 @@ class Attention(Evaluation):
     more_columns = ENDS
     row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
     settings_read = ("corpus", "num_texts", "num_steps")
+
+    def check(self, document: Document) -> None:
+        for part in ("by_entry", "by_head"):
+            maps = [row[when].get(part, []) for row in document["rows"] for when in WHEN]
+            shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
+            if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
+                raise UserError(f"rows: {part} must be maps of the same shape before and after")
+            if not all(math.isfinite(x) for one in maps for shares in one for x in shares):
+                raise UserError(f"rows: {part} must hold finite numbers")
 
     @property
     def summary_columns(self) -> Mapping[str, Column]:

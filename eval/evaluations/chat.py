@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvalign import progress
+from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Drawing
 from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
 from kvalign.settings import keywords_of, option
@@ -90,6 +91,13 @@ class Chat(JudgedText):
     columns = MEAN_COLUMNS
     row_fields = (("answer", int), ("text", str), ("num_readable", int), ("num_chunks", int))
     document_fields = JUDGED_BY
+
+    def check(self, document: Document) -> None:
+        from kvalign.eval.tables import grouped, label_of
+
+        for rows in grouped(document["rows"], "cache_size").values():
+            if len({len(answers) for answers in grouped(rows, label_of).values()}) > 1:
+                raise UserError("rows.answer: each method needs the same answers")
 
     @property
     def summary_columns(self) -> dict[str, Column]:

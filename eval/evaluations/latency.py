@@ -26,7 +26,7 @@ from kvalign.eval.evaluation import (
     Section,
 )
 from kvalign.eval.settings import ComparisonSettings, check_plot
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_ROWS, MOST_SEED, MOST_THREADS, keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,14 +55,19 @@ class LatencySettings(ComparisonSettings):
         help="method to give each row's ratio to; where the default is not among --methods, their "
         "first",
     )
-    batch_sizes: tuple[int, ...] = option((1,), help="streams at once, comma-separated", at_least=1)
+    batch_sizes: tuple[int, ...] = option(
+        (1,), help="streams at once, comma-separated", at_least=1, at_most=MOST_ROWS
+    )
     prompts: str = option(
         "own",
         help="what the first token follows: own, mt-bench, or a .jsonl file of turns; a shape: "
         "model, which has no tokenizer, ignores it",
     )
     prompt_len: int = option(
-        64, help="random tokens that the first token of a shape: model follows", at_least=1
+        64,
+        help="random tokens that the first token of a shape: model follows",
+        at_least=1,
+        at_most=MOST_ROWS,
     )
     generate: int = option(
         0,
@@ -78,11 +83,11 @@ class LatencySettings(ComparisonSettings):
         "the next, and from one copy of a buffer to the next",
         at_least=1,
     )
-    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0)
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(
         False, help="compile every method's step (torch.compile); the bare step stays as it is"
     )
-    seed: int = option(0, help="seed of weights, tokens and draws")
+    seed: int = option(0, help="seed of weights, tokens and draws", at_least=0, at_most=MOST_SEED)
     plot: Path | None = option(
         None,
         help="also draw tokens/s over batch sizes, of one batch size the time per token over "
@@ -181,6 +186,7 @@ BATCHES = (
 
 class Latency(Evaluation):
     settings = LatencySettings
+    above_0 = ("batch_size", "mean_ms", "median_ms", "p99_ms", "ratio", "tokens_per_s")
     run = staticmethod(latency)
     heading = "Time per token"
     about = (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvalign import progress
 from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Section
+from kvalign.eval.evaluation import Column, Document, Documents, Drawing, Evaluation, Row, Section
 from kvalign.eval.settings import ComparisonSettings, check_plot
 from kvalign.settings import keywords_of, option
 
@@ -175,13 +175,34 @@ class Perplexity(Evaluation):
     columns = COLUMNS
     more_columns = MORE_COLUMNS
     row_fields = (("segments", list[dict[str, float]]),)
+    row_options = (("bigrams", list[dict[str, float | None]]),)
+    above_0 = ("num_labels", "perplexity", "ratio", "seconds")
     settings_read = ("corpus", "reference", "stepwise")
 
     def check(self, document: Document) -> None:
-        needed = {"end", _judged(document)}
+        judged, reference = _judged(document), document["settings"]["reference"]
+        of_ratio = {"ratio", "ratio_low", "ratio_high"}
+        of_row = {"high"} | (of_ratio if reference else set())
+        of_slice = {"from", "to", "num_labels", "perplexity", "low", "high", *of_row}
         for row in document["rows"]:
-            if not row["segments"] or any(needed - segment.keys() for segment in row["segments"]):
-                raise UserError(f"rows.segments: each needs {' and '.join(sorted(needed))}")
+            has_ratio, slices = of_ratio & row.keys(), row.get("bigrams") or []
+            _check_names("rows", [row], of_row | (of_ratio if has_ratio else set()))
+            _check_names("rows.segments", row["segments"] or [{}], {"end", judged})
+            _check_names("rows.bigrams", slices, of_slice)
+            filled = [one for one in slices if one[judged] is not None]
+            figures = [row["ratio"]] if has_ratio else []
+            figures += [one[name] for one in row["segments"] for name in ("end", judged)]
+            figures += [one[judged] for one in filled] + [one["num_labels"] for one in filled]
+            if not all(figure is not None and 1e-15 < figure < 1e15 for figure in figures):
+                raise UserError("rows: ratios, segments and bigrams need figures above 0")
+            for one, by in [(x, end) for x in (row, *filled) for end in ("", "ratio_")]:
+                ends = [one.get(f"{by}low"), one.get(f"{by}high")]
+                is_whole = all(end is not None and abs(end) < 1e15 for end in ends)
+                if not (is_whole or ends[1] is None):
+                    raise UserError("rows: an interval needs two finite ends, or none above")
+        all_slices = [row["bigrams"] for row in document["rows"] if row.get("bigrams")]
+        if len({tuple((x["from"], x["to"]) for x in slices) for slices in all_slices}) > 1:
+            raise UserError("rows.bigrams: each row needs the same slices")
 
     def chosen(self, documents: Documents) -> Documents:
         """Less those that stepped through a text for their times alone, while another scored more
@@ -257,6 +278,11 @@ class Perplexity(Evaluation):
 
         reference = document["settings"]["reference"]
         return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS, reference)
+
+
+def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
+    if any(needed - one.keys() for one in found):
+        raise UserError(f"{where}: each needs {' and '.join(sorted(needed))}")
 
 
 def _bars(document: Document) -> str:

@@ -170,6 +170,7 @@ class Readability(JudgedText):
         ("chunks", list[CHUNK]),
         *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
     )
+    row_options = (("num_chunks", int), ("no_repeat_ngram_size", int))
     document_fields = (("prompts", list[str]), *JUDGED_BY)
 
     def check(self, document: Document) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from kvalign import progress
 from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation
 from kvalign.eval.settings import ComparisonSettings, check_plot
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_HELD, MOST_ROWS, MOST_SEED, keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +42,19 @@ class RecallSettings(ComparisonSettings):
         "recall-gpt2", help="recall-gpt2, recall-llama, or the folder of a model trained likewise"
     )
     num_questions: int = option(
-        2000, help="questions for each quarter of the cache, and beyond it", at_least=1
+        2000,
+        help="questions for each quarter of the cache, and beyond it",
+        at_least=1,
+        at_most=MOST_HELD,
     )
-    seed: int = option(1, help="seed of the stream, the same for each method", at_least=0)
+    seed: int = option(
+        1, help="seed of the stream, the same for each method", at_least=0, at_most=MOST_SEED
+    )
     num_streams: int = option(
         1,
         help="streams side by side, each with its part of the questions: faster for what steps",
         at_least=1,
+        at_most=MOST_ROWS,
     )
     relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
     plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")

@@ -24,7 +24,7 @@ from kvalign import progress
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation, Row
 from kvalign.eval.settings import ComparisonSettings
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_HELD, MOST_SEED, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -44,9 +44,16 @@ class StreamEvalSettings(ComparisonSettings):
         help="lines back to ask for, a row each, comma-separated; 0: the latest line",
         at_least=0,
     )
-    num_lines: int = option(200, help="lines of the stream, a value each", at_least=1)
+    num_lines: int = option(
+        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_HELD
+    )
     query_every: int = option(10, help="lines from one query to the next", at_least=1)
-    seed: int = option(0, help="seed of the values, the same for each method and distance")
+    seed: int = option(
+        0,
+        help="seed of the values, the same for each method and distance",
+        at_least=0,
+        at_most=MOST_SEED,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

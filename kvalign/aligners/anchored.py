@@ -24,6 +24,9 @@ class AnchoredAligner(Aligner):
         self.table = TableAligner(config)
         self.key, self.value = (new_net(config, kv, config.chunk_len) for kv in KV)
 
+    def check_weights(self, where: str) -> None:
+        self.table.check_weights(where)
+
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         return self.table.anchor(layer, keys, values, birth)
 

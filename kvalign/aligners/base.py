@@ -14,9 +14,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,8 +24,9 @@ from kvalign.aligners.card import card_text
 from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import read_checked, sha256, write_json, write_whole
-from kvalign.models import ModelSpec, spec_of
+from kvalign.models import Family, ModelSpec, spec_of
 from kvalign.sizes import CacheSizes
+from kvalign.weights import read_weights
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -35,6 +35,7 @@ REVISION_LEN = 12
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Size = Annotated[Count, Field(ge=1)]
 Text = Annotated[str, Field(strict=True)]
 Birth = Tensor | slice
 """Positions at which entries were computed: [S] int64, or a slice of length S."""
@@ -61,20 +62,26 @@ class AlignerConfig(BaseModel):
 
     kind: Text
     base_model: Text
-    family: Text
-    num_layers: Count
-    num_kv_heads: Count
-    head_dim: Count
+    family: Family
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
     embedding_fingerprint: Annotated[
-        tuple[float, ...],
+        tuple[FiniteFloat, ...],
         Field(min_length=FINGERPRINT_LEN, max_length=FINGERPRINT_LEN),
         Field(validation_alias=AliasChoices("embedding_fingerprint", "probe")),
     ]
-    chunk_len: Count
+    chunk_len: Annotated[Size, Field(ge=2)]
     num_sinks: Count
-    shifts: Annotated[tuple[Annotated[Count, Field(ge=1)], ...], Field(min_length=1)]
-    sizes: dict[str, Count] = {}
+    shifts: Annotated[tuple[Size, ...], Field(min_length=1)]
+    sizes: dict[str, Size] = {}
     training: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _leaves_a_place(self) -> "AlignerConfig":
+        if self.num_positions < 1:
+            raise ValueError("num_sinks leaves no place of chunk_len to align")
+        return self
 
     @property
     def num_positions(self) -> int:
@@ -157,6 +164,9 @@ class Aligner(
             keys and values of the same shape.
         """
 
+    def check_weights(self, where: str) -> None:
+        """Raise UserError, which begins with `where`, for finite weights that it cannot take."""
+
     def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
         """Raise UserError, naming the field, if it was not made for such a model or cache."""
         spec = spec_of(model.config)
@@ -210,21 +220,19 @@ class Aligner(
             raise NotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}")
         config = read_checked(AlignerConfig, folder / CONFIG)
         kind = KINDS.find(config.kind)
-        try:
-            stored = load_file(folder / WEIGHTS)
-        except (FileNotFoundError, SafetensorError) as error:
-            raise UserError(f"cannot read the weights of {where}: {error}") from None
-        weights = {name: tensor.float() for name, tensor in stored.items()}
+        if unknown := sorted(config.sizes.keys() - kind.default_sizes.keys()):
+            known = ", ".join(kind.default_sizes) or "none"
+            named = f"sizes do not make a {config.kind}"
+            raise UserError(f"{where}: {named}, which has {known}: got {unknown[0]!r:.80}")
         try:
             with torch.device("meta"):  # no memory is taken before the shapes are compared
                 aligner = kind(config)
         except (KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{where}: sizes do not make a {config.kind}: {error}") from None
-        for name, expected in aligner.state_dict().items():
-            shape = tuple(weights[name].shape) if name in weights else "nothing"
-            if shape != tuple(expected.shape):
-                raise UserError(f"{where}: {name} must be {tuple(expected.shape)}, found {shape}")
+        shapes = {name: tuple(x.shape) for name, x in aligner.state_dict().items()}
+        weights = read_weights(folder / WEIGHTS, shapes, where)
         aligner.load_state_dict(weights, strict=True, assign=True)
+        aligner.check_weights(where)
         aligner.source, aligner.revision = str(model_id), _revision(folder)
         return aligner.requires_grad_(False).eval()
 

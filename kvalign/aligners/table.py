@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
+from kvalign.errors import UserError
 
 
 class TableAligner(Aligner):
@@ -39,6 +40,11 @@ class TableAligner(Aligner):
         for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
             nn.init.zeros_(means)
             nn.init.ones_(scales)
+
+    def check_weights(self, where: str) -> None:
+        for name in ("key_scale", "value_scale"):
+            if not getattr(self, name).reciprocal().isfinite().all():
+                raise UserError(f"{where}: {name} must not be 0: entries are divided by it")
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         assert not isinstance(birth, slice) or birth.stop <= self.config.chunk_len

@@ -6,6 +6,7 @@ import inspect
 import re
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kvalign.names import nearest
@@ -101,15 +102,16 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     if hint is bool:
         return {"action": "store_const", "const": True, "help": help_text}
+    kind = str if hint is Path else hint  # Path("") would be this folder
     if field.metadata["positional"]:
-        return {"type": hint, "help": help_text, "metavar": field.name.upper()}
+        return {"type": kind, "help": help_text, "metavar": field.name.upper()}
     words: dict[str, Any] = {"help": help_text, "required": required}
     if field.metadata["choices"]:
         words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return {"action": "append", "type": _comma_separated(item), **words}
-    return {"type": hint, **words}
+    return {"type": kind, **words}
 
 
 def _comma_separated(item: type) -> Any:

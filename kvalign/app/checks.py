@@ -13,7 +13,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from kvalign import checkpoints, fetched, hub
+from kvalign import checkpoints, fetched, hub, memory
 from kvalign.app import listing
 from kvalign.app.requirements import how_to_install, installed, requirements
 from kvalign.errors import UserError
@@ -68,7 +68,7 @@ def devices() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            about = f"{device.name}, {_size(device.total_memory)}"
+            about = f"{device.name}, {memory.size(device.total_memory)}"
             yield Check("devices", f"cuda:{index}", "ok", about)
     elif torch.version.cuda:
         todo = "see whether nvidia-smi lists one; cpu works without"
@@ -85,12 +85,10 @@ def devices() -> Iterator[Check]:
 
 def machine() -> Iterator[Check]:
     disk = shutil.disk_usage(Path.cwd())
-    yield Check("machine", "disk", "ok", f"{_size(disk.free)} free here of {_size(disk.total)}")
-    meminfo = Path("/proc/meminfo")  # Linux; no other system tells without a package
-    if meminfo.exists():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free, total = (1024 * int(lines[k].split()[0]) for k in ("MemAvailable", "MemTotal"))
-        yield Check("machine", "memory", "ok", f"{_size(free)} free of {_size(total)}")
+    free, total = map(memory.size, (disk.free, disk.total))
+    yield Check("machine", "disk", "ok", f"{free} free here of {total}")
+    if (num_bytes := memory.free_bytes()) is not None:
+        yield Check("machine", "memory", "ok", f"{memory.size(num_bytes)} free here")
 
 
 def hub_and_cache() -> Iterator[Check]:
@@ -104,7 +102,7 @@ def hub_and_cache() -> Iterator[Check]:
         todo = "connect, or use folders and what is ok below"
         yield Check("hub", "hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
-        size = _size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
+        size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
     except CacheNotFound:
         size = "empty"
     yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
@@ -185,11 +183,3 @@ def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Ite
     for name in sorted(set(names) - {row["name"] for row in rows}):
         todo = "reinstall kvalign"
         yield Check(group, name, "wrong", "shipped, and its files cannot be read", todo, True)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"

@@ -22,6 +22,7 @@ from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.app.next_steps import say_stopped
 from kvalign.errors import RunError, UserError
+from kvalign.escape import escape_controls
 from kvalign.settings import check_outputs
 
 _HELP = ("-h", "--help")
@@ -33,6 +34,8 @@ _OF_PATHS = (
     NotADirectoryError,
     PermissionError,
 )
+# What torch says on a CPU, in place of MemoryError.
+_ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
@@ -109,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         code, message = explain(error)
         message = _in_flags(message, flags_of)
-        print(f"kvalign {name}".strip() + f": error: {' '.join(message.split())}", file=sys.stderr)
+        print(
+            f"kvalign {name}".strip() + f": error: {escape_controls(' '.join(message.split()))}",
+            file=sys.stderr,
+        )
         return code
     return 0
 
@@ -127,6 +133,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return (2, str(error)) if is_read_only else (1, f"{error}; what was finished is kept")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
+    if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
+        return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.requirements import how_to_install

@@ -78,9 +78,13 @@ class Conversation:
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
+        from kvalign.turns import turn_text
+
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
         is_resumed = settings.state is not None and settings.state.exists()
         self.stream = (_resume if is_resumed else _begin)(settings, loaded)
+        # A chat template that fails is known before anything is said.
+        turn_text(loaded.tokenizer, "?", not self.stream.ids, self.stream.notes.get(SYSTEM))
 
     def answer(self, turn: str) -> Iterator[str]:
         """The pieces of the answer to a turn; Ctrl-C ends it. Then the file is written."""

@@ -4,9 +4,11 @@ import os
 import select
 import stat
 import sys
+from pathlib import Path
 
 from kvalign.errors import UserError
 
+PIPE_S = 5.0
 QUIET_S, WAIT_S = 1.0, 10.0  # the first part of the wait is not spoken of
 
 
@@ -35,6 +37,21 @@ def whole_text() -> str:
         return sys.stdin.buffer.read().decode("utf-8") if sys.stdin else ""
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: {error}") from None
+
+
+def text_of_pipe(path: Path) -> str:
+    """A named pipe, as a shell's <(...) is, to its end; UserError if nothing comes, or no text."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not select.select([file], [], [], PIPE_S)[0]:
+            raise UserError(f"{path} is a pipe, and nothing comes from it within {PIPE_S:g} s")
+        os.set_blocking(file, True)
+        with open(file, "rb", closefd=False) as pipe:
+            return pipe.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    finally:
+        os.close(file)
 
 
 def _has_come(file: int) -> bool:

@@ -11,7 +11,16 @@ from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.sampling import DRAWS, Sampling
-from kvalign.settings import NUM_EVICTED, NUM_RECENT, POLICY, POSITIONS, ModelSettings, option
+from kvalign.settings import (
+    MOST_SEED,
+    NUM_EVICTED,
+    NUM_RECENT,
+    POLICY,
+    POSITIONS,
+    ModelSettings,
+    flag,
+    option,
+)
 from kvalign.sizes import Positions, num_evicted_of
 
 if TYPE_CHECKING:
@@ -92,7 +101,10 @@ class StreamSettings(ModelSettings):
     stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
     stop_strings: str | None = option(None, help="stop where this text has been generated")
     seed: int | None = option(
-        None, help="seed of the draws (default: a random one, which is printed)", at_least=0
+        None,
+        help="seed of the draws (default: a random one, which is printed)",
+        at_least=0,
+        at_most=MOST_SEED,
     )
 
     def __post_init__(self) -> None:
@@ -100,6 +112,11 @@ class StreamSettings(ModelSettings):
             raise UserError("--top-k must be at least 0, got -1: 0 draws from all")
         super().__post_init__()
         num_evicted_of(self.num_evicted or 1, 2)
+        try:
+            Sampling(**self.sampling())
+        except UserError as error:  # which has Python's names
+            name, _, rest = str(error).partition(" ")
+            raise UserError(f"{flag(name)} {rest}") from None
 
     def load(self) -> LoadedModel:
         """The model and its tokenizer.

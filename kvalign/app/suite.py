@@ -40,9 +40,18 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
     path = settings.out / SUITE_FILE
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
-    with locked(settings.out), keeping(lambda: _kept(cells, settings.out)):
+
+    def kept() -> str:
+        return _kept(cells, settings.out)
+
+    with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
-        _run(missing, settings)
+        try:
+            _run(missing, settings)
+        except UserError as error:
+            if kept():
+                raise RunError(str(error)) from error
+            raise
     return {cell.name: "run" if cell in missing else "kept" for cell in cells}
 
 
@@ -66,7 +75,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
 def _kept(cells: list[Cell], out: Path) -> str:
     """What an interrupted run has."""
     num_kept = sum(is_finished(cell, out) for cell in cells)
-    return f"{num_kept} of {len(cells)} cells are kept in {out}"
+    return f"{num_kept} of {len(cells)} cells are kept in {out}" if num_kept else ""
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
@@ -87,14 +96,16 @@ def run_cell(command: str, out: Path) -> str:
     """Run a cell's command in a process of its own and return what it prints, a JSON document.
 
     Raises:
-        RunError: it failed; its own message is on stderr.
+        UserError: it was refused; its own message is on stderr.
+        RunError: it failed, as said there.
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
     done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
     if done.returncode:
         command = shlex.join(words[2:])
-        raise RunError(f"exit code {done.returncode} of {command}; finished cells are kept")
+        error = UserError if done.returncode == 2 else RunError
+        raise error(f"exit code {done.returncode} of {command}; finished cells are kept")
     return done.stdout
 
 

@@ -8,7 +8,11 @@ from kvalign.app import catalogue
 from kvalign.app.arguments import parse
 from kvalign.app.listing import suites
 from kvalign.errors import UserError
+from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.suite_file import Suite, parse_suite_text
+from kvalign.files import read_text
+
+MAX_NAME = 100  # letters of a cell's name: it is a file's
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,8 @@ def read_suite(name: str) -> str:
     if name in shipped:
         return shipped[name]
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    if path.suffix in (".yaml", ".yml") and path.exists():
+        return read_text(path)
     raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
 
 
@@ -62,18 +63,23 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)
     steps = [*suite.prepare, *suite.cells]
-    if len({step.name for step in steps}) < len(steps):
+    if not suite.cells:
+        raise UserError(f"suite {name} has no cells: nothing would be run")
+    if len({step.name.casefold() for step in steps}) < len(steps):  # files, on any system
         raise UserError(f"suite {name} has two cells of one name")
     new = _flags(_split("--override", override))
     cells, known = [], set[str]()
     for number, step in enumerate(steps):
-        if not step.name.replace("-", "").isalnum():
+        if not step.name.replace("-", "").isalnum() or len(step.name) > MAX_NAME:
             raise UserError(
-                f"suite {name}: a cell's name has letters, digits and -, got {step.name!r}"
+                f"suite {name}: a cell's name has at most {MAX_NAME} letters, digits and -, got "
+                f"{step.name!r:.80}"
             )
         where = f"suite {name}, cell {step.name}"
         try:
-            command, known_flags = _overridden(suite.words(step, changed), new, where)
+            words = suite.words(step, changed)
+            _check_kind(words, number < len(suite.prepare))
+            command, known_flags = _overridden(words, new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
         cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
@@ -81,6 +87,20 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     if useless := set(new) - known:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
     return cells
+
+
+def _check_kind(words: list[str], is_preparation: bool) -> None:
+    """Raise UserError for a command whose document is no use to a suite."""
+    if not words:
+        raise UserError("its command is empty")
+    command = catalogue.find(words)[0]
+    if is_preparation and not command.has_json:
+        raise UserError(f"{command.name} prints no document, so it prepares nothing")
+    evaluations = {f"{catalogue.FAMILY} {name}" for name in EVALUATIONS}
+    if not is_preparation and command.name not in evaluations:
+        raise UserError(f"{command.name} is no evaluation: put what others need under prepare")
+    if own := {"-h", "--help", "--json", "--debug"} & set(words):
+        raise UserError(f"leave out {', '.join(sorted(own))}: a suite sees to that")
 
 
 def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suite import run_cell
 from kvalign.app.suite_cells import Cell
 from kvalign.cluster import ray_session
-from kvalign.errors import RunError
+from kvalign.errors import RunError, UserError
 
 
 def run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
@@ -42,5 +42,5 @@ def _run(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, s
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
         return run_cell(command, out), ""
-    except RunError as error:
+    except (RunError, UserError) as error:
         return "", str(error)

@@ -197,6 +197,8 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
         return aligner
     if not isinstance(aligner, str | Path | None):
         raise UserError(f"aligner must be an Aligner, its folder or its name, got {aligner!r:.80}")
+    if aligner == "":
+        raise UserError("aligner is empty: name one, or leave it out")
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(

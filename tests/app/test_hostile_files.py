@@ -9,6 +9,7 @@ import tracemalloc
 
 import pytest
 import torch
+from helpers.almost_right import JSON, changed
 from helpers.results_example import documents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,44 +29,6 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-NAMES = st.sampled_from(["../../etc/passwd", "/etc/passwd", "a\x00b", "train-k1-00000.safetensors"])
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=True)
-    | st.text(max_size=20)
-    | NAMES,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@st.composite
-def changed(draw, values):
-    """A document with one of its values, at any depth, replaced, removed or added to."""
-    values = json.loads(json.dumps(values))
-    place = values
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        key = draw(st.sampled_from(keys))
-        inner = place[key]
-        if isinstance(inner, dict | list) and inner and draw(st.booleans()):
-            place = inner
-            continue
-        break
-    action = draw(st.sampled_from(["replace", "remove", "add"]))
-    if action == "replace":
-        place[key] = draw(JSON)
-    elif action == "remove":
-        del place[key]
-    elif isinstance(place, dict):
-        place[draw(st.text(max_size=8))] = draw(JSON)
-    else:
-        place.append(draw(JSON))
-    return values
 
 
 def survives(read_file):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from kvalign.errors import UserError
-from kvalign.files import checked, locked, read_json, write_json, write_whole
+from kvalign.files import checked, locked, read_json, read_text, write_json, write_whole
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -41,3 +41,51 @@ def test_json_is_read_as_it_was_written_and_checked_by_field(tmp_path):
     write_json(path, [])
     with pytest.raises(UserError, match=r"point\.json must hold a JSON object, found list"):
         read_json(path)
+
+
+def fail(folder, error, made, kept=str):
+    """A run that writes a file and then fails."""
+    with locked(folder, kept):
+        (folder / made).parent.mkdir(exist_ok=True)
+        (folder / made).write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [UserError("no"), ModuleNotFoundError("no", name="ray")])
+def test_a_run_that_is_refused_leaves_nothing(error, tmp_path):
+    with pytest.raises(type(error)):
+        fail(tmp_path / "a" / "b" / "out", error, "training/x")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept").write_text("mine")
+    with pytest.raises(type(error)):
+        fail(tmp_path / "mine", error, "config.json")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "kept"]
+
+
+@pytest.mark.parametrize(("error", "kept"), [(UserError("no"), "2 shards"), (OSError("full"), "")])
+def test_what_is_of_use_stays_and_so_does_what_failed(error, kept, tmp_path):
+    with pytest.raises(type(error)):
+        fail(tmp_path / "out", error, "shard", lambda: kept)
+    assert (tmp_path / "out" / "shard").exists()
+
+
+def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
+    (tmp_path / "training").mkdir()
+    stale = [tmp_path / ".x.partial.json", tmp_path / "training" / ".best.partial.ckpt"]
+    for path in stale:
+        path.write_text("half")
+    with locked(tmp_path):
+        assert not any(path.exists() for path in stale)
+    assert (tmp_path / "training").exists()
+
+
+def test_a_text_is_of_a_file_and_whole_characters(tmp_path):
+    (tmp_path / "half.json").write_text('{"a": "\\ud800"}')
+    for read, path, message in (
+        (read_text, tmp_path, "is no file, but a folder"),
+        (read_text, tmp_path / "none", "there is no file"),
+        (read_json, tmp_path / "half.json", "is not JSON"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(path)

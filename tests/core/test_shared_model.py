@@ -4,12 +4,14 @@ while they run.
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
 
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make, step, tables
 from helpers.tiny_models import KINDS, tiny_model
 
+import kvalign
 from kvalign.attention import REGISTERED
 from kvalign.methods import make_method
 from kvalign.scoring import score
@@ -118,3 +120,54 @@ def test_a_model_without_our_name_is_left_alone(models, ids):
         model = tiny_model("gpt2")
         make_method(name, model, cache_size=20).feed(ids[:, :30])
         assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recall-gpt2", "recall-llama"])
+def test_eight_threads(name, tmp_path):
+    """Plain calls, streams of text, batches, scoring, saving and going on, all on one model."""
+    loaded = kvalign.load_model(name)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    ids = torch.randint(5, model.config.vocab_size, (1, 300), generator=torch.manual_seed(3))
+
+    def new(method="kvalign", cache_size=32):
+        return make_method(method, model, cache_size=cache_size)
+
+    def begun(method="kvalign", seed=7):
+        settings = dict(method=method, cache_size=24, seed=seed, max_new_tokens=90)
+        return kvalign.stream(model, tokenizer, ids[0, :40].tolist(), **settings)
+
+    def tokens(stream):
+        list(stream)
+        return torch.tensor(stream.token_ids)
+
+    def saved(seed):
+        path, stream = tmp_path / f"{current_thread().ident}-{seed}.safetensors", begun(seed=seed)
+        pieces = iter(stream)
+        for _ in range(20):
+            next(pieces)
+        stream.save(path)
+        return tokens(kvalign.load_stream(path, model, tokenizer))
+
+    def batch():
+        prompts = [ids[0, :n].tolist() for n in (3, 50, 20)]
+        rows = kvalign.stream_batch(
+            model, tokenizer, prompts, cache_size=24, method="kvalign", seed=1, max_new_tokens=60
+        )
+        return torch.tensor([hash(row) for row in rows])
+
+    work = [
+        lambda: torch.cat([score(new(), ids) for _ in range(4)]),
+        lambda: torch.cat([score(new("recompute", 16), ids[:, :120]) for _ in range(2)]),
+        lambda: tokens(begun()),
+        lambda: tokens(begun("streaming-llm", seed=8)),
+        lambda: saved(9),
+        lambda: saved(10),
+        batch,
+        lambda: torch.cat([model(input_ids=ids[:, :60]).logits[0] for _ in range(40)]),
+    ]
+    alone = [one() for one in work]
+    with ThreadPoolExecutor(len(work)) as pool:
+        together = [done.result() for done in [pool.submit(one) for one in work]]
+    for one, expected in zip(together, alone, strict=True):
+        assert one.shape == expected.shape and torch.allclose(one, expected, atol=1e-4)

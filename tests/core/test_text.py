@@ -329,10 +329,10 @@ def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
 def test_wrong_settings_are_refused(gpt2):
     for wrong, message in (
         (dict(top_k=-1), "top_k must be at least 0"),
-        (dict(temperature=-1.0), "temperature must be at least 0"),
+        (dict(temperature=-1.0), "temperature must be 0, or at least"),
         (dict(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
         (dict(min_p=2.0), "min_p must be at least 0 and at most 1"),
-        (dict(repetition_penalty=0.0), "repetition_penalty must be above 0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be at least 0.001"),
         (dict(seed=-1), "seed must be at least 0 and below 2\\^63, got -1"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
     ):

@@ -6,7 +6,9 @@ Each command first runs undisturbed. Then it is killed, with all its processes, 
 and started again until it has been killed its share of times and ends by itself. After every kill
 each file that counts as finished must be whole (corrupt) and still be what it was before (lost);
 at the end the result must be the undisturbed one: the same bytes of recorded data, the same loss
-of a trained network to 1e-6, the same rows of a suite but for times, as many finished trials.
+of a trained network to 1e-6, the same rows of a suite but for times, as many finished trials, the
+same weights of a language model, the same first answer of a conversation. Then nothing may be left
+over: no temporary file of a run that was killed.
 """
 
 import argparse
@@ -52,12 +54,14 @@ class Command:
         words: after `kvalign`; it writes to `out`.
         finished: patterns of the files that are finished once they are there, by what reads them.
         result: what must be the same in the end.
+        say: what is typed.
     """
 
     name: str
     words: str
     finished: tuple[str, ...]
     result: Callable[[Path], Any]
+    say: str = ""
 
 
 def _recorded(out: Path) -> dict[str, bytes]:
@@ -82,6 +86,24 @@ def _evaluated(out: Path) -> dict[str, list[dict[str, Any]]]:
 def _swept(out: Path) -> int:
     with (out / "trials.csv").open() as file:
         return len(list(csv.DictReader(file)))
+
+
+def _tables(out: Path) -> dict[str, float]:
+    config = json.loads((out / "config.json").read_text())
+    return {kv: round(part["val_loss"], 6) for kv, part in config["training"].items()}
+
+
+def _language_model(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def _conversation(out: Path) -> list[int]:
+    with safe_open(out / "talk.safetensors", "pt") as file:
+        return file.get_tensor("ids").tolist()[:60]
+
+
+def _kept_losses(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("*.parquet"))
 
 
 COMMANDS = (
@@ -109,6 +131,34 @@ COMMANDS = (
         ("*.json", "losses/*.parquet", "suite.yaml"),
         _evaluated,
     ),
+    Command(
+        "train table",
+        "train --aligner-kind table --num-tokens 20000 --chunk-len 64 --num-threads 1 --out out",
+        ("config.json", "*.safetensors"),
+        _tables,
+    ),
+    Command(
+        "pretrain",
+        "pretrain --out out --num-tokens 40000 --context-len 64 --num-layers 1 --hidden-size 64 "
+        "--vocab-size 300 --save-minutes 0.02 --num-threads 1",
+        ("config.json", "model.safetensors", "training/*.json"),
+        _language_model,
+    ),
+    Command(
+        "chat",
+        "chat --state out/talk.safetensors --method streaming-llm --cache-size 32 --no-do-sample "
+        "--max-new-tokens 60",
+        ("*.safetensors",),
+        _conversation,
+        "Who lived here?\nWhy?\nAnd then?\n",
+    ),
+    Command(
+        "eval perplexity",
+        "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 900 "
+        "--keep out",
+        ("*.parquet",),
+        _kept_losses,
+    ),
 )
 
 
@@ -128,10 +178,19 @@ def check(path: Path) -> str:
     return ""
 
 
+def is_left_over(path: Path) -> bool:
+    """Whether it is a temporary file: ours, of safetensors, of Ray or of Tune."""
+    return any(word in path.name for word in (".partial", ".tmp", "tmp_", ".lock_"))
+
+
 def start(command: Command, folder: Path) -> subprocess.Popen:
     words = [sys.executable, "-m", "kvalign", *command.words.split()]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    return subprocess.Popen(words, cwd=folder, start_new_session=True, text=True, **quiet)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
+    run = subprocess.Popen(words, cwd=folder, start_new_session=True, text=True, **quiet)
+    run.stdin.write(command.say)
+    run.stdin.close()
+    run.stdin = None
+    return run
 
 
 def end(run: subprocess.Popen) -> None:
@@ -178,6 +237,7 @@ def attack(command: Command, num_kills: int, work: Path, rng: random.Random) -> 
         found["lost"] += [str(path) for path in kept if path not in there]
         kept = there
     finish(command, fire)
+    found["left_over"] = [str(p) for p in fire.rglob("*") if is_left_over(p)]
     found["same_result"] = command.result(fire / "out") == command.result(calm / "out")
     return found
 
@@ -208,9 +268,10 @@ def main() -> int:
             print(json.dumps(results[-1]), flush=True)
     num_kills = sum(found["kills"] for found in results)
     num_corrupt = sum(len(found["corrupt"]) for found in results)
+    num_left = sum(len(found["left_over"]) for found in results)
     num_lost = sum(len(found["lost"]) + (not found["same_result"]) for found in results)
-    print(f"{num_kills} kills, {num_corrupt} corrupt, {num_lost} lost")
-    return int(num_corrupt + num_lost > 0)
+    print(f"{num_kills} kills, {num_corrupt} corrupt, {num_lost} lost, {num_left} left over")
+    return int(num_corrupt + num_lost + num_left > 0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.settings import keywords_of, option
+from kvalign.settings import MOST_RATE, keywords_of, option
 from kvalign.training.settings import TextSettings
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class TableSettings(TextSettings):
         help="start from means and scales over the text, from none, or from the table in an "
         "aligner's folder, shipped name or hub id",
     )
-    lr: float = option(2e-3, help="learning rate; mse and projected take no steps", above=0)
+    lr: float = option(
+        2e-3, help="learning rate; mse and projected take no steps", above=0, at_most=MOST_RATE
+    )
     max_steps: int = option(300, help="steps; mse and projected take none", at_least=1)
 
 

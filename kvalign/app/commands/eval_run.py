@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.settings import Settings, option
+from kvalign.settings import MOST_PROCESSES, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class RunSettings(Settings):
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
-    cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1)
-    gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0)
+    cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1, at_most=MOST_PROCESSES)
+    gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0, at_most=MOST_PROCESSES)
 
 
 SETTINGS = RunSettings

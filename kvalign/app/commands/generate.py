@@ -107,12 +107,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
         prompt = whole_text()
     elif prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{prompt_file} is not UTF-8 text: {error}") from None
+        from kvalign.app.standard_input import text_of_pipe
+        from kvalign.files import read_text
+
+        if not prompt_file.exists():
+            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names")
+        prompt = (text_of_pipe if prompt_file.is_fifo() else read_text)(prompt_file)
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     return prompt

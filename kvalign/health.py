@@ -1,0 +1,41 @@
+"""Logits that are no numbers: where they come from, in one line."""
+
+import torch
+from torch import Tensor, nn
+
+from kvalign.errors import RunError, UserError
+from kvalign.methods.base import Method
+from kvalign.weights import check_finite
+
+
+def check_scores(scores: Tensor, logits: Tensor, method: Method) -> None:
+    """Raise RunError unless there is a token to choose in each row of scores [B, V], made of
+    logits [B, V].
+    """
+    if scores.amax(-1).isfinite().all():
+        return
+    if logits.isfinite().all():
+        raise RunError(
+            "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
+        )
+    raise RunError(f"this stream has ended: {reason(method)}")
+
+
+def reason(method: Method) -> str:
+    """Why the logits of a method are not finite: weights of the model, of the aligner, or else the
+    precision.
+    """
+    aligner = getattr(method, "aligner", None)
+    parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}
+    if isinstance(aligner, nn.Module):
+        parts[f"the aligner {getattr(aligner, 'source', None) or ''}".rstrip()] = aligner
+    for name, part in parts.items():
+        try:
+            check_finite(part.state_dict().items(), f"the weights of {name}")
+        except UserError as error:
+            return str(error)
+    dtype = str(method.model.dtype).removeprefix("torch.")
+    which = " and ".join(parts)
+    if method.model.dtype == torch.float32:
+        return f"the logits are not finite, though the weights of {which} are: they overflow"
+    return f"the logits are not finite in {dtype}: take another precision, as float32 (--dtype)"

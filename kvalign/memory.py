@@ -1,0 +1,35 @@
+"""How much memory is free, and whether what is about to be allocated can fit at all."""
+
+import os
+from pathlib import Path
+
+from kvalign.errors import UserError
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def free_bytes() -> int | None:
+    """Bytes of memory that are free; None where the system does not tell."""
+    try:
+        if _MEMINFO.exists():
+            lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+            return 1024 * int(lines["MemAvailable"].split()[0])
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, KeyError, OSError, ValueError):
+        return None
+
+
+def check_room(num_bytes: int, what: str) -> None:
+    """Raise UserError unless so many bytes are free here; the message begins with `what`."""
+    free = free_bytes()
+    if free is not None and num_bytes > free:
+        raise UserError(f"{what} take {size(num_bytes)} of memory, and {size(free)} are free here")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in words: `1.5 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} EB"

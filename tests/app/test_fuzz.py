@@ -1,0 +1,323 @@
+"""Ten thousand almost right inputs, over every boundary: each is taken, or refused in one line and
+in seconds, and leaves nothing. A case that is found becomes a row of a table of the hostile tests.
+
+KVALIGN_FUZZ_SEED repeats a run; it is printed with what was found.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections import Counter
+
+import pytest
+from helpers.almost_right import JSON, changed
+from helpers.hostile_weights import header
+from helpers.refusals import SECONDS, altered_aligner, altered_model, files_in
+from helpers.results_example import documents
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import kvalign
+from kvalign import load_model
+from kvalign.aligners import Aligner
+from kvalign.app.arguments import parse
+from kvalign.app.catalogue import COMMANDS, Command
+from kvalign.app.suite_cells import parse_suite
+from kvalign.data_gen.prompts import conversations
+from kvalign.errors import RunError, UserError
+from kvalign.eval.results_folder import read
+from kvalign.methods import make_method
+from kvalign.sampling import Sampling
+from kvalign.settings import fields_of, flag
+from kvalign.sizes import CacheSizes
+from kvalign.turns import turn_ids
+
+pytestmark = pytest.mark.slow
+
+SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
+CASES = {
+    "flags": 4600,
+    "sampling": 1500,
+    "suites": 1000,
+    "results": 600,
+    "aligners": 600,
+    "templates": 700,
+    "prompts": 400,
+    "streams": 300,
+    "models": 300,
+}
+found: Counter = Counter()
+
+
+def few(name):
+    """Hypothesis' settings for a boundary: so many cases, none kept from run to run."""
+    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(
+        max_examples=CASES[name],
+        deadline=None,
+        database=None,
+        suppress_health_check=[*quiet, HealthCheck.filter_too_much],
+        phases=[Phase.generate, Phase.shrink],
+    )
+
+
+def survives(call, folder=None):
+    """Takes it, or refuses it in one line."""
+    before, began = folder and files_in(folder), time.perf_counter()
+    found["cases"] += 1
+    try:
+        call()
+    except (UserError, RunError, FileNotFoundError) as error:
+        if "\n" in str(error):
+            found["of several lines"] += 1
+            raise AssertionError(f"several lines: {error}") from error
+    except SystemExit as end:
+        found[f"exit code {end.code}"] += end.code not in (0, 2)
+    except MemoryError:
+        found["not enough memory"] += 1
+    except BaseException:
+        found["tracebacks"] += 1
+        raise
+    seconds = time.perf_counter() - began
+    found["seconds"] += seconds
+    if seconds > SECONDS:
+        found["slow"] += 1
+    assert seconds < SECONDS
+    if folder is not None and files_in(folder) != before:
+        found["left-overs"] += 1
+        raise AssertionError("it left something behind")
+
+
+NUMBERS = """
+0 -0 1 -1 2 7 64 1e3 1e-40 1e400 inf -inf nan 0x10 1_000 1.5 1,2 ,1 1, 2**3 - + . e
+32767 65536 2147483648 -2147483649 4294967296 9223372036854775807 9223372036854775808
+-9223372036854775809 18446744073709551616 1267650600228229401496703205376
+"""
+WORDS = """
+auto half window kvalign,window none None True false cpu meta cuda:0 / . .. ~ - -- text: hub:
+marked: marked:marked:x gpt2-mini python-docs x.png a.jsonl {out} $HOME *
+"""
+SOME = st.sampled_from([*NUMBERS.split(), *WORDS.split()])
+VALUES = SOME | st.text(max_size=6) | st.integers().map(str) | st.floats().map(str)
+KINDS = [(c, k, cls) for c in COMMANDS for k, cls in Command(c).all_settings().items()]
+
+
+@seed(SEED)
+@few("flags")
+@given(data=st.data())
+def test_flags(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command, _, cls = data.draw(st.sampled_from(KINDS))
+    names = [f.name for f in fields_of(cls)]
+    words = []
+    for name in data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []:
+        words.append(f"{flag(name)}={data.draw(VALUES)}")
+    for f in fields_of(cls):
+        if "MISSING" in repr(f.default) and data.draw(st.integers(0, 9)):
+            value = data.draw(VALUES)
+            words += [value] if f.metadata["positional"] else [f"{flag(f.name)}={value}"]
+    survives(lambda: parse(cls, words, command), tmp_path)
+
+
+@seed(SEED)
+@few("sampling")
+@given(data=st.data())
+def test_sampling_and_sizes(data):
+    value = JSON | st.integers(-3, 70) | st.floats()
+    if data.draw(st.booleans()):
+        fields = st.sampled_from([*Sampling.__dataclass_fields__])
+        asked = data.draw(st.dictionaries(fields, value, max_size=3))
+        survives(lambda: Sampling(**asked).processors())
+    else:
+        fields = st.sampled_from([*CacheSizes.__dataclass_fields__])
+        asked = {"cache_size": 16} | data.draw(st.dictionaries(fields, value, max_size=3))
+        survives(lambda: CacheSizes(**asked))
+        name = data.draw(st.sampled_from(["window", "streaming-llm", "discard-half", "dense"]))
+        survives(lambda: make_method(name, LOADED.model, warn=False, **asked))
+
+
+SUITE = {
+    "title": "x",
+    "variables": {"corpus": "python-docs"},
+    "prepare": [{"name": "p", "command": "train --aligner-kind table --out {out}/a"}],
+    "cells": [
+        {"name": "a", "command": "eval perplexity --corpus {corpus} --cache-sizes 16,32"},
+        {"name": "b", "command": "eval latency --methods window --num-trials 2"},
+    ],
+    "paper": {"tables": [{"title": "t", "cell": "a", "metric": "ratio", "rows": {"w": {"16": 2}}}]},
+}
+
+
+@seed(SEED)
+@few("suites")
+@given(data=st.data())
+def test_suites(data, capsys):
+    suite = data.draw(changed(SUITE))
+    if isinstance(suite.get("cells"), list) and data.draw(st.booleans()):
+        words = " ".join(data.draw(st.lists(VALUES | st.sampled_from(["eval", "chat", "--seed"]))))
+        suite["cells"].append({"name": "c", "command": words})
+    text = json.dumps(suite)
+    cut, more = (
+        data.draw(st.integers(0, len(text))),
+        data.draw(st.sampled_from(["", "&a ", "*a", "? "])),
+    )
+    if data.draw(st.booleans()):
+        text = text[:cut] + more + text[cut + data.draw(st.integers(0, 2)) :]
+    survives(lambda: parse_suite(text, "s.yaml"))
+
+
+@seed(SEED)
+@few("results")
+@given(data=st.data(), name=st.sampled_from(sorted(documents())))
+def test_results(data, name, tmp_path):
+    document = data.draw(changed(documents()[name]))
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    survives(lambda: read(tmp_path), tmp_path)
+
+
+@seed(SEED)
+@few("aligners")
+@given(data=st.data(), name=st.sampled_from(["recall-llama-table", "gpt2-mini-network"]))
+def test_aligners(data, name, aligners):
+    folder = aligners / name
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    kept = config.read_text(), weights.read_bytes()
+    try:
+        if data.draw(st.booleans()):
+            config.write_text(json.dumps(data.draw(changed(json.loads(kept[0])))))
+        else:
+            weights.write_bytes(almost(kept[1], data.draw))
+        survives(lambda: Aligner.from_pretrained(folder), aligners)
+    finally:
+        config.write_text(kept[0])
+        weights.write_bytes(kept[1])
+
+
+def almost(whole, draw):
+    """Bytes of a safetensors file with its header changed, its end lost, or some bytes others."""
+    length = int.from_bytes(whole[:8], "little")
+    values, rest = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    how = draw(st.sampled_from(["header", "cut", "bytes", "length"]))
+    if how == "header":
+        return header(draw(changed(values)), rest)(None)
+    if how == "cut":
+        return whole[: draw(st.integers(0, len(whole)))]
+    if how == "length":
+        return draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little") + whole[8:]
+    changed_bytes = bytearray(whole)
+    for place in draw(st.lists(st.integers(0, len(whole) - 1), max_size=4)):
+        changed_bytes[place] = draw(st.integers(0, 255))
+    return bytes(changed_bytes)
+
+
+@seed(SEED)
+@few("models")
+@given(data=st.data(), name=st.sampled_from(["recall-gpt2", "recall-llama"]))
+def test_models(data, name, models_folder):
+    folder = models_folder / name
+    files = ["config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"]
+    path = folder / data.draw(st.sampled_from(files))
+    kept = path.read_bytes()
+    try:
+        if path.suffix == ".json":
+            path.write_text(json.dumps(data.draw(changed(json.loads(kept)))))
+        else:
+            path.write_bytes(almost(kept, data.draw))
+        survives(lambda: load_model(str(folder)), models_folder)
+    finally:
+        path.write_bytes(kept)
+
+
+PARTS = """
+{{ {% }} %} messages [0] [-1] . content role | length upper tojson for m in messages endfor if endif
+set x = 1 / 0 + 'a' ( ) range(9) loop.index raise_exception('no') macro endmacro !
+"""
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+
+
+@seed(SEED)
+@few("templates")
+@given(
+    parts=st.lists(st.sampled_from(PARTS.split()), max_size=7),
+    cut=st.integers(0, len(TEMPLATE)),
+    first=st.booleans(),
+)
+def test_templates(parts, cut, first):
+    LOADED.tokenizer.chat_template = TEMPLATE[:cut] + " ".join(parts) + TEMPLATE[cut:]
+    survives(lambda: turn_ids(LOADED.tokenizer, "Hi", first, "Be brief."))
+
+
+@seed(SEED)
+@few("prompts")
+@given(rows=st.lists(JSON | changed({"turns": ["a", "b"]}), max_size=3), more=st.binary(max_size=4))
+def test_prompts(rows, more, tmp_path):
+    lines = [json.dumps(row).encode() for row in rows]
+    (tmp_path / "p.jsonl").write_bytes(b"\n".join([*lines, more]))
+    survives(lambda: conversations(str(tmp_path / "p.jsonl")), tmp_path)
+
+
+@seed(SEED)
+@few("streams")
+@given(data=st.data())
+def test_streams(data, talk):
+    kept = talk.read_bytes()
+    try:
+        length = int.from_bytes(kept[:8], "little")
+        values = json.loads(kept[8 : 8 + length])
+        if data.draw(st.booleans()):
+            about = json.loads(values["__metadata__"]["stream"])
+            values["__metadata__"]["stream"] = json.dumps(data.draw(changed(about)))
+            talk.write_bytes(header(values, kept[8 + length :])(None))
+        else:
+            talk.write_bytes(almost(kept, data.draw))
+        survives(lambda: kvalign.load_stream(talk, LOADED.model, LOADED.tokenizer), talk.parent)
+    finally:
+        talk.write_bytes(kept)
+
+
+LOADED = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reported():
+    """The model that cases share; in the end, what was found."""
+    global LOADED
+    LOADED = load_model("recall-gpt2")
+    yield
+    print(
+        f"\nfuzz, seed {SEED}: {found['cases']} cases, {found['seconds']:.0f} s, "
+        f"{found['tracebacks']} tracebacks, {found['left-overs']} left-overs, "
+        f"{found['slow']} over {SECONDS:g} s"
+    )
+    assert not any(found[name] for name in found if name.startswith("exit code"))
+
+
+@pytest.fixture(scope="module")
+def aligners(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aligners")
+    for name in ("recall-llama-table", "gpt2-mini-network"):
+        altered_aligner(folder / name, f"kvalign-{name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("recall-gpt2", "recall-llama"):
+        altered_model(folder / name, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory):
+    path = tmp_path_factory.mktemp("talk") / "talk.safetensors"
+    loaded = load_model("recall-gpt2")
+    stream = kvalign.stream(
+        loaded.model, loaded.tokenizer, [5, 6, 7], cache_size=8, method="kvalign"
+    )
+    pieces = iter(stream)
+    for _ in range(20):
+        next(pieces)
+    stream.save(path)
+    return path

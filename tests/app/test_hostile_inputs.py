@@ -1,0 +1,245 @@
+"""Texts, paths and devices that are none, and runs that could be refused before their first write:
+one line, and nothing left.
+"""
+
+import json
+import os
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.refusals import in_time, refused, refuses
+from helpers.smaller import INSIDE
+
+import kvalign
+from kvalign import load_model
+from kvalign.app.cli import main
+from kvalign.data_gen.corpora import texts
+from kvalign.models import check_device
+
+HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
+MARKED = "marked:" * 2000 + "python-docs"
+SMALL = "--num-tokens 2560 --chunk-len 64"
+PROMPT = ["--prompt", "The"]
+CASES = [
+    (["generate", "--prompt", HALF], "--prompt is not UTF-8: character 11 is U+DCFF"),
+    (["generate", "--prompt", ""], "--prompt is empty"),
+    (["generate", *PROMPT, "--stop-strings", HALF], "--stop-strings is not UTF-8"),
+    (["generate", *PROMPT, "--stop-strings", ""], "--stop-strings is empty"),
+    (["generate", *PROMPT, "--aligner", ""], "--aligner is empty"),
+    (["generate", *PROMPT, "--aligner", HALF], "--aligner is not UTF-8"),
+    (["generate", *PROMPT, "--model", ""], "--model is empty"),
+    (["generate", *PROMPT, "--model", HALF], "--model is not UTF-8"),
+    (["generate", *PROMPT, "--method", ""], "--method is empty"),
+    (["generate", *PROMPT, "--device", ""], "--device is empty"),
+    (["generate", *PROMPT, "--num-evicted", ""], "--num-evicted is empty"),
+    (["generate", "--prompt", "The island " * 400, "--method", "dense"], "dense has room for 512"),
+    (["generate", "--prompt-file", ""], "--prompt-file is empty"),
+    (["generate", "--prompt-file", "pipe"], "nothing comes from it within"),
+    (["generate", "--prompt-file", "."], ". is no file, but a folder"),
+    (["generate", "--prompt-file", "/dev/null"], "/dev/null is no file"),
+    (["generate", "--prompt-file", "halves.txt"], "halves.txt is not UTF-8"),
+    (["generate", "--prompt-file", "empty.txt"], "the prompt is empty"),
+    (["chat", "--say", HALF], "--say is not UTF-8"),
+    (["chat", "--say", ""], "--say is empty"),
+    (["chat", "--system", HALF, "--say", "Hi"], "--system is not UTF-8"),
+    (["chat", "--system", "", "--say", "Hi"], "--system is empty"),
+    (["chat", "--state", "", "--say", "Hi"], "--state is empty"),
+    (["chat", "--state", "pipe", "--say", "Hi"], "pipe is not a stream that kvalign saved"),
+    (["gen-data", "--out", ""], "--out is empty"),
+    (["gen-data", "--corpus", "", "--out", "o"], "--corpus needs at least one value"),
+    (["gen-data", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
+    (["gen-data", "--corpus", "marked:", "--out", "o"], "unknown corpus 'marked:'"),
+    (["gen-data", "--corpus", "text:empty.txt", "--out", "o"], "is too short"),
+    (["gen-data", "--corpus", "text:pipe", "--out", "o"], "no text at 'pipe'"),
+    (["gen-data", "--corpus", "text:halves.txt", "--out", "o"], "halves.txt is not UTF-8"),
+    (["gen-data", "--corpus", "hub:", "--out", "o"], "unknown corpus"),
+    (["train", "--out", ""], "--out is empty"),
+    (["train", "--data", "", "--out", "o"], "--data is empty"),
+    (["train", "--data", "pipe", "--out", "o"], "pipe"),
+    (["train", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
+    (["pretrain", "--out", ""], "--out is empty"),
+    (["pretrain", "--tokenizer", "", "--out", "o"], "--tokenizer is empty"),
+    (["pretrain", "--eval-corpus", "", "--out", "o"], "--eval-corpus is empty"),
+    (["pretrain", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
+    (["pretrain", "--corpus", "text:empty.txt", "--out", "o"], "empty.txt"),
+    (["report", ""], "FOLDER is empty"),
+    (["report", "pipe"], "no folder 'pipe'"),
+    (["eval", "run", "", "--out", "o"], "SUITE is empty"),
+    (["eval", "run", "s.yaml", "--out", ""], "--out is empty"),
+    (["eval", "run", "pipe.yaml", "--out", "o"], "pipe.yaml is no file, but a pipe"),
+    (["eval", "readability", "--prompts", "halves.jsonl"], "halves.jsonl:1"),
+    (["eval", "readability", "--prompts", "bytes.jsonl"], "bytes.jsonl:1 must be JSON"),
+    (["eval", "readability", "--prompts", "numbers.jsonl"], "numbers.jsonl:1"),
+    (["eval", "readability", "--prompts", "blank.jsonl"], "no prompt in blank.jsonl"),
+    (["eval", "readability", "--prompts", "pipe.jsonl"], "no prompts at 'pipe.jsonl'"),
+    (["eval", "readability", "--prompts", ""], "--prompts is empty"),
+    (["eval", "readability", "--text", "pipe"], "pipe is no file, but a pipe"),
+    (["eval", "readability", "--text", "empty.txt"], "empty.txt has no text"),
+    (["eval", "chat", "--prompts", "halves.jsonl"], "halves.jsonl:1"),
+    (["eval", "perplexity", "--corpus", HALF], "--corpus is not UTF-8"),
+    (["eval", "perplexity", "--keep", ""], "--keep is empty"),
+    (["eval", "perplexity", "--plot", ""], "--plot is empty"),
+    (["eval", "perplexity", "--plot", "x.pdf"], ".png or .svg"),
+    (["lanes", "--out", ""], "--out is empty"),
+    (["lanes", "--out", "l.html", "--method", HALF], "--method is not UTF-8"),
+    (["import-published", "--keys", "", "--values", "v", "--model", "m", "--out", "o"], "--keys"),
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with files that are no text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    for name, value in INSIDE.items():
+        monkeypatch.setattr(name, value)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "halves.txt").write_bytes(b"an island \xff\xfe")
+    (tmp_path / "halves.jsonl").write_text(json.dumps({"prompt": "\ud800"}) + "\n")
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": 3}\n')
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
+        os.mkfifo(tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("argv", "message"), CASES, ids=[" ".join(a)[:50] for a, _ in CASES])
+def test_texts_and_paths(argv, message, place, capfd, monkeypatch):
+    monkeypatch.setattr("kvalign.app.standard_input.PIPE_S", 0.1)
+    refused(argv, message, capfd)
+
+
+def test_a_pipe_that_is_written_to_is_read(place, capfd):
+    """As bash's <(...)."""
+    argv = ["generate", "--prompt-file", "pipe", "--max-new-tokens", "2"]
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit((place / "pipe").write_text, "The island was")
+        assert main(argv) == 0
+        written.result()
+    assert capfd.readouterr().out.startswith("The island was")
+
+
+def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
+    """Between two segments of it."""
+    from kvalign.methods.base import Cached
+
+    parts, take = [], Cached._take
+
+    def taken(self, ids):
+        parts.append(ids.shape[1])
+        if len(parts) > 1:
+            raise KeyboardInterrupt
+        return take(self, ids)
+
+    monkeypatch.setattr(Cached, "_take", taken)
+    argv = ["generate", "--prompt", "The island was " * 2000, "--max-new-tokens", "3"]
+    with in_time():
+        assert main(argv) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "\n" and "0 tokens by kvalign" in captured.err
+    assert len(parts) == 2 and parts[0] == 512
+
+
+DEVICES = (
+    "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu privateuseone CPU cuda:10^9 tpu"
+)
+
+
+@pytest.mark.parametrize("device", [*DEVICES.split(), " ", "cuda:99999999999", "meta:0"])
+def test_devices(device, place, capfd):
+    refuses(lambda: check_device(device), f"device {device!r} is not available here")
+    if device in ("meta", "cpu:99", "mkldnn"):
+        for argv in (
+            ["generate", *PROMPT],
+            ["gen-data", "--out", "o"],
+            ["pretrain", "--out", "o"],
+            ["eval", "latency"],
+            ["chat", "--say", "Hi"],
+        ):
+            refused([*argv, "--device", device], f"device {device!r} is not available", capfd)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("recall-gpt2")
+
+
+CALLS = [
+    (lambda m: kvalign.stream(m.model, m.tokenizer, HALF), "the text is not UTF-8"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", aligner=""), "aligner is empty"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", temperature=1e-40), "temperature must"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", temperature=10**400), "temperature must"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", top_k=10**30), "top_k must be"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", seed=2**63), "seed must be"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", cache_size=10**30), "cache_size must be"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "a", repetition_penalty=1e-40), "repetition"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer).feed(HALF), "the text is not UTF-8"),
+    (lambda m: list(texts(MARKED)), "marked: takes another corpus"),
+    (lambda m: load_model("recall-gpt2", device="meta"), "device 'meta'"),
+    (lambda m: load_model(""), "model"),
+    (lambda m: kvalign.eval.perplexity(model=""), "--model is empty"),
+    (lambda m: kvalign.eval.perplexity(cache_sizes=[10**30]), "--cache-sizes must be"),
+    (lambda m: kvalign.training.train_table(out=""), "--out is empty"),
+    (lambda m: kvalign.training.train_table(seed=2**64), "--seed must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_calls(call, message, loaded, place):
+    refuses(lambda: call(loaded), message)
+
+
+EARLY = [
+    ("gen-data --out o/p --ray-address 127.0.0.1:1 --workers 2", "no Ray cluster"),
+    ("gen-data --out o/p --device cuda", "device 'cuda' is not available"),
+    ("gen-data --out o/p --model nowhere", "no model 'nowhere'"),
+    ("gen-data --out o/p --num-tokens 10", "--num-tokens must be at least"),
+    ("train --data data --out o/p --accelerator gpu --target key", "--accelerator gpu"),
+    ("train --data data --out o/p --devices 100 --accelerator gpu", "each of 100 devices"),
+    ("train --data data --out o/p --key-hidden1 65536 --key-hidden2 65536", "of memory"),
+    ("train --data data --out o/p --model llama-mini", "--model is llama-mini"),
+    ("train --aligner-kind table --out o/p --accelerator gpu", "device 'cuda' is not available"),
+    ("train --aligner-kind table --out o/p --model nowhere", "no model 'nowhere'"),
+    (f"train --aligner-kind table --out o/p --init nowhere {SMALL}", "no aligner 'nowhere'"),
+    ("train --aligner-kind table --out o/p --corpus text:empty.txt", "too short"),
+    ("tune --target key --data data --out o/p --ray-address 127.0.0.1:1", "no Ray cluster"),
+    ("pretrain --out o/p --tokenizer nowhere", "nowhere"),
+    ("pretrain --out o/p --tokenizer halves.txt", "halves.txt"),
+    ("pretrain --out o/p --hidden-size 65536 --num-layers 1000", "of memory, and"),
+    ("pretrain --out o/p --corpus python-docs@0", "weights must be above 0"),
+    ("pretrain --out o/p --corpus wikitext", "wikitext"),
+    ("pretrain --out o/p --corpus text:short.txt --vocab-size 300", "--context-len"),
+    ("eval run s.yaml --out o/p", "unknown method 'sink'"),
+    ("eval run quick --out o/p --override '--num-turns 0'", "cell chat: --num-turns"),
+    ("eval run quick --out o/p --variables x=3", "--variables takes NAME=VALUE"),
+    ("eval run quick --out o/p --ray --ray-address 127.0.0.1:1", "no Ray cluster"),
+    ("lanes --out o/p/l.html --cache-size 25", "at most 24 for this page"),
+    ("eval perplexity --keep o/p --model nowhere", "no model 'nowhere'"),
+    ("eval perplexity --plot o/p/x.svg --corpus text:empty.txt", "too short"),
+    ("import-published --keys empty.txt --values empty.txt --model m --out o/p", "empty.txt"),
+    ("chat --state o/p/t.safetensors --say Hi --model nowhere", "no model 'nowhere'"),
+]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recording") / "data"
+    argv = ["gen-data", "--num-tokens", "600", "--chunk-len", "64", "--out", str(folder)]
+    assert main(argv) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "message"), EARLY, ids=[words[:50] for words, _ in EARLY])
+def test_what_is_refused_leaves_nothing(words, message, place, recording, capfd):
+    (place / "data").symlink_to(recording)
+    (place / "short.txt").write_text("a few words only\n")
+    cell = "{name: a, command: eval perplexity --methods sink}"
+    (place / "s.yaml").write_text(f"cells:\n- {cell}\n")
+    capfd.readouterr()
+    refused(shlex.split(words), message, capfd)
+    if not words.startswith("chat"):
+        (place / "o" / "p").mkdir(parents=True)  # an empty folder of the user's stays, and empty
+        refused(shlex.split(words), message, capfd)
