@@ -51,7 +51,7 @@ class ComparisonSettings(ModelSettings):
     policy: tuple[str, ...] = option(
         (OLDEST,),
         help=f"{POLICY}; several, comma-separated",
-        choices=tuple(POLICIES),
+        choices=POLICIES,
     )
     num_recent: tuple[int, ...] | None = option(
         None, help=f"{NUM_RECENT}; several, comma-separated", at_least=0

@@ -7,6 +7,7 @@ from .cache import StreamingCache as StreamingCache
 from .errors import UserError as UserError
 from .generation import stream_generate as stream_generate
 from .generation import stream_tokens as stream_tokens
+from .invariants import verify as verify
 from .methods import METHODS as METHODS
 from .methods import make_cache as make_cache
 from .methods import make_method as make_method

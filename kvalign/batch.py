@@ -50,8 +50,9 @@ def stream_batch(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
-        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
-            aligner, compile: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
         max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
             None: all.
         sampling: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
@@ -147,7 +148,7 @@ def stream_rows(
                 raise UserError(f"prompt {number} is empty: give at least one token")
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
-            row = _Row(number, prompt, sampling, eos_token_ids, stopped)
+            row = _Row(number, prompt, sampling, eos_token_ids, stopped, alone.tokens_left)
             yield number, row.choose(alone.feed(prompt))
             if not row.has_ended:
                 begun.append((row, alone))
@@ -179,9 +180,10 @@ class _Row:
         sampling: Sampling,
         eos_token_ids: Collection[int],
         stopped: Collection[int],
+        room: int | None,
     ):
         self.number, self.sampling, self.ends = number, sampling, eos_token_ids
-        self.stopped = stopped
+        self.stopped, self.room = stopped, room
         self.history, self.num_new, self.token = History(prompt), 0, -1
         self.processors = sampling.processors()
         self.generator = sampling.generator(prompt.device, number)
@@ -200,4 +202,5 @@ class _Row:
     @property
     def has_ended(self) -> bool:
         is_long = self.num_new == self.sampling.max_new_tokens
+        is_long |= self.room is not None and self.history.ids.shape[1] > self.room
         return is_long or self.token in self.ends or self.number in self.stopped

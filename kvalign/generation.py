@@ -117,8 +117,9 @@ def stream_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
-            aligner, compile: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
         stream_to: a transformers streamer; `streamer=` of `generate` does the same.
         stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
 

@@ -125,7 +125,8 @@ class PolicyLayer(StreamingLayer):
         seen = torch.tensor(step.seen, device=self.device)[:, None, None]
         assert sizes.num_recent is not None
         stays = (self.index < sizes.num_sinks) | (self.index >= seen - sizes.num_recent)
-        scores = self.scores.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
+        worth = self.cache.policy.worth(self.scores)
+        scores = worth.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
         if step.is_even and num == step.num_before + 1:
             # The usual step, in one comparison; of equal scores argmin takes the first.
             slots = torch.arange(num - 1, device=self.device)
@@ -281,13 +282,22 @@ class PolicyCache(StreamingCache):
         count = self.sizes.num_dropped
         return any(count(n + step.num_new) > count(n) for n in step.seen)
 
-    def _settle(self, step: Step) -> None:
-        last = self.last_token
-        if last is not None and max(step.seen) + step.num_new > last:
+    def check_room(self, num_new: int) -> None:
+        """Raise UserError unless there are positions for so many tokens more."""
+        last, seen = self.last_token, max(self.seen, default=0)
+        if last is not None and seen + num_new > last:
             raise UserError(
-                f"the stream has reached position {last}, the last of this model: positions=keep "
-                "ends there, compact does not"
+                f"positions=keep ends with the {last} positions of this model, got {num_new} more "
+                f"tokens after {seen}: compact does not end"
             )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.step is None:
+            self.check_room(1)  # before a model looks up a position that it does not have
+        return super().get_seq_length(layer_idx)
+
+    def _settle(self, step: Step) -> None:
+        self.check_room(step.num_new)
         if self.layers[0].is_filled:
             for layer in self.layers:
                 layer.evict(step)

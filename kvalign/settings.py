@@ -14,7 +14,7 @@ import os
 import shlex
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,7 +36,7 @@ def option(
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: Collection[str] | None = None,
     positional: bool = False,
     writes: Output | None = None,
 ) -> Any:

@@ -27,7 +27,7 @@ from kvalign.sampling import Sampling
 from kvalign.sizes import CacheSizes
 from kvalign.stream_file import SavedStream
 
-_STATE = "method."  # what a tensor of the method's own state is called by in a file
+STATE = "method."  # what a tensor of the method's own state is called by in a file
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
@@ -157,7 +157,7 @@ class TextStream:
             tokenizer=stream_file.tokenizer_digest(self.tokenizer),
             notes=self.notes,
         )
-        tensors = {_STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
+        tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
         tensors["generator"] = self.generator.get_state()
         stream_file.write(Path(path), saved, tensors)
@@ -233,8 +233,9 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, realign_every, policy, num_recent, positions,
-            aligner, compile: as in `kvalign.make_method`.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
         sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
             no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
             max_new_tokens the stream has no end, without a seed it draws one:
@@ -309,8 +310,8 @@ def load_stream(
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
-        state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(_STATE)}
-        method.restore({name.removeprefix(_STATE): x for name, x in state.items()})
+        state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(STATE)}
+        method.restore({name.removeprefix(STATE): x for name, x in state.items()})
         same_seed = loaded.sampling.seed == saved.sampling.get("seed")
         if saved.device == model.device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])

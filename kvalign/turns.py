@@ -45,21 +45,45 @@ def turn_text(
     Raises:
         UserError: a template that takes no such conversation.
     """
-    if not tokenizer.chat_template:
-        opening = "" if is_first and system is None else f"{system if is_first else ''}\n\n"
-        return f"{opening}USER: {turn}\n\nASSISTANT:"
+    told = [] if system is None or not is_first else [{"role": "system", "content": system}]
     user = {"role": "user", "content": turn}
-    if is_first:
-        told = [] if system is None else [{"role": "system", "content": system}]
-        return _render(tokenizer, [*told, user], to_answer=True)
+    return messages_text(tokenizer, [*told, user], goes_on=not is_first)
+
+
+def messages_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, goes_on: bool
+) -> str:
+    """What is fed of several messages, the last of which is a user's, before it is answered.
+
+    Args:
+        tokenizer: of the model, with its chat template if it has one.
+        messages: of `role` (system: the first alone; user, assistant) and `content`.
+        goes_on: an answer has been fed before them.
+
+    Raises:
+        UserError: a template that takes no such conversation.
+    """
+    if not tokenizer.chat_template:
+        return "\n\n" * goes_on + "".join(map(_plain, messages))
+    if not goes_on:
+        return _render(tokenizer, messages, to_answer=True)
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    whole = _render(tokenizer, [*before, user], to_answer=True)
+    whole = _render(tokenizer, [*before, *messages], to_answer=True)
     known = _render(tokenizer, before, to_answer=False)
     known = known[: known.rindex("!") + 1]
     if not whole.startswith(known):
         what = "the chat template of this model changes earlier turns"
         raise UserError(f"{what}: they cannot be streamed")
     return whole.removeprefix(known)
+
+
+def _plain(message: dict[str, str]) -> str:
+    """A message in the plain form: an answer stands behind the word that asks for it."""
+    role, content = message["role"], message["content"]
+    if role == "user":
+        return f"USER: {content}\n\nASSISTANT:"
+    space = " " if role == "assistant" and not content[:1].isspace() else ""
+    return f"{space}{content}\n\n"
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:

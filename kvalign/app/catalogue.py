@@ -24,6 +24,7 @@ GROUPS = {
     "stream": {
         "generate": "stream text past the context length with any method",
         "chat": "hold one endless conversation in the terminal",
+        "serve": "many endless streams behind the interface of OpenAI's API",
         "demo-ui": "watch methods write side by side, on a page served here",
         "lanes": "a page that shows the cache step by step, for any method",
     },
@@ -36,6 +37,7 @@ GROUPS = {
     },
     "evaluate": {
         **{f"eval {name}": about for name, about in ABOUT.items()},
+        "verify": "put a cache and a model to what every streaming cache must keep to",
         "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
         "report": "a page, plots and tables of the results in a folder",
     },

@@ -33,7 +33,7 @@ class StreamSettings(ModelSettings):
         help="evicted entries after which kvalign moves those that stay (default: 1)",
         at_least=1,
     )
-    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=tuple(POLICIES))
+    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
     num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
     positions: str | None = option(
         None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)

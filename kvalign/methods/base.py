@@ -262,6 +262,8 @@ class Cached(Method):
         segments; else the first cache_size + 1 tokens go in at once, more of them by half the
         window, all of which see what those before them saw.
         """
+        if isinstance(self.cache, PolicyCache):
+            self.cache.check_room(ids.shape[1])
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
             for i in range(ids.shape[1]):
                 logits = self.feed(ids[:, i : i + 1])

@@ -20,6 +20,7 @@ POLICIES: Registry[type[Policy]] = Registry(
         "keydiff": "kvalign.policies.keydiff:KeyDiff",
         "tova": "kvalign.policies.tova:Tova",
         "h2o": "kvalign.policies.h2o:H2O",
+        "second-chance": "kvalign.policies.second_chance:SecondChance",
     },
 )
 """Policy classes by the name that the command line knows them by."""

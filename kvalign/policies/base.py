@@ -52,3 +52,9 @@ class Policy(ABC):
         goes. Sinks and the newest entries stay whatever they score. What a row lacks on the left
         may score anything.
         """
+
+    def worth(self, scores: Tensor) -> Tensor:
+        """By what entries are compared when one must go, of the scores [B, H, S] that were given
+        last, in the order of time: the same.
+        """
+        return scores

@@ -15,7 +15,7 @@ from kvalign.app.catalogue import COMMANDS
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
-SERVED = ["demo-ui"]  # it runs until Ctrl-C: test_demo_ui.py serves its example
+SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py serve theirs
 SLOW = pytest.mark.slow
 MARKS = {"tune": [SLOW, pytest.mark.ray], "eval run": SLOW, "report": SLOW}
 EXAMPLES = [

@@ -98,7 +98,7 @@ def choose(page, methods=("streaming-llm", "kvalign"), prompt="The island of the
 
 
 def pick(page, label, choice):
-    """One of the dropdowns of the accordion `Model`."""
+    """One of the dropdowns, some of which are in the accordion `Model`."""
     box = page.get_by_label(label, exact=True)
     if not box.is_visible():
         page.locator(".label-wrap", has_text="Model").click()
@@ -320,6 +320,26 @@ def test_lane_follows_the_settings(page):
     page.locator("#cache_size input[type=range]").fill("64")
     page.locator("#lane").get_by_text("8 entries here, in place of 64").wait_for()
     page.get_by_role("tab", name="Side by side").click()
+
+
+def test_policies_and_positions(page):
+    """They are taken by methods that have them; a card says which, or why not; so does the lane."""
+    pick(page, "Policy", "key-norm")
+    run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
+    assert page.locator(".note").all_inner_texts()[0].endswith("go stale; policy key-norm")
+    assert "policy" not in page.locator(".note").all_inner_texts()[1]
+    assert counts(page) == [10, 10]
+    pick(page, "Positions", "keep")
+    run(page, ["window", "kvalign"], **{"New tokens": 10})
+    assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
+    line = page.locator(".card [role=alert]").inner_text()
+    assert line.startswith("positions=keep leaves entries where they were computed")
+    assert counts(page) == [10]
+    page.get_by_role("tab", name="The cache").click()
+    page.get_by_text("It shows policy oldest with compact positions.").wait_for()
+    page.get_by_role("tab", name="Side by side").click()
+    pick(page, "Policy", "oldest")
+    pick(page, "Positions", "compact")
 
 
 def test_another_model_brings_its_aligners(page):

@@ -7,6 +7,7 @@ import torch
 
 import kvalign
 from kvalign.app.pages import render
+from kvalign.app.pages import side_by_side as side_by_side_module
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side, verdict
 from kvalign.eval.chunks import Chunk, chunks
@@ -18,6 +19,7 @@ from kvalign.scoring import score
 
 PROMPT = "The history of the island"
 NAMES = ["window", "streaming-llm", "kvalign", "discard-half", "recompute"]
+NETWORK = "kvalign-gpt2-mini-network"
 SETTINGS = dict(cache_size=24, num_evicted=3, max_new_tokens=50, top_k=20)
 
 
@@ -82,7 +84,8 @@ def test_finished_chunks_are_judged(run, words):
     assert view.readable == sum(readable) / len(readable)
 
 
-def test_closing_ends_the_work(gpt2, words):
+def test_closing_ends_the_work(gpt2, words, monkeypatch):
+    monkeypatch.setattr(side_by_side_module, "WORK_PER_SHOWING", 0)  # a view after each turn
     streams = begin(gpt2, PROMPT, ["window", "recompute"], **SETTINGS)
     shown = side_by_side(streams, words, shown_every_s=0)
     for _ in range(5):
@@ -116,6 +119,9 @@ def test_what_is_wrong_for_all_is_one_line(gpt2, changes, expected):
         (dict(cache_size=300), ["kvalign"], "cache_size must be at most 255"),
         (dict(num_evicted=22), ["streaming-llm"], "num_evicted must be between 1 and the window"),
         (dict(aligner="nowhere"), ["kvalign"], "no aligner 'nowhere'"),
+        (dict(policy="tova", aligner=NETWORK), ["kvalign"], "an aligner of kind network moves"),
+        (dict(positions="keep"), ["kvalign"], "positions=keep leaves entries where they were"),
+        (dict(policy="newest"), ["kvalign", "window"], "unknown policy 'newest'"),
     ],
 )
 def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refusing, expected):
@@ -126,6 +132,32 @@ def test_one_that_refuses_does_not_hold_up_the_others(gpt2, words, changes, refu
     assert {one.title for one in refusals} == set(refusing)
     assert all(one.line.startswith(expected) and "\n" not in one.line for one in refusals)
     assert all(one.num_tokens == 3 for one in last if isinstance(one, View))
+
+
+def test_policies_are_those_of_methods_that_take_them(gpt2, words):
+    streams = begin(gpt2, PROMPT, NAMES, policy="key-norm", seed=3, **SETTINGS)
+    *_, last = side_by_side(streams, words)
+    for name, stream, view in zip(NAMES, streams, last, strict=True):
+        takes = METHODS[name].takes_policy
+        assert view.policy == ("policy key-norm" if takes else "")
+        assert (view.fill, stream.method.sizes.policy == "key-norm") == (stream.method.fill, takes)
+    assert {name for name in NAMES if METHODS[name].takes_policy} == {*NAMES[:3]}
+
+
+def test_kept_positions_end_with_the_context(gpt2, words):
+    """A stream ends there, and says so; a prompt that goes beyond becomes a refusal."""
+    settings = SETTINGS | dict(policy="key-norm", positions="keep", max_new_tokens=600)
+    num_tokens = len(gpt2.tokenizer(PROMPT).input_ids)
+    prompts = (PROMPT * (500 // num_tokens), PROMPT * (530 // num_tokens + 1))
+    lasts = []
+    for prompt in prompts:
+        *_, last = side_by_side(begin(gpt2, prompt, ["window"], **settings), words)
+        lasts += last
+    ended, refusal = lasts
+    assert ended.policy == "policy key-norm, positions kept; the last one is reached"
+    assert ended.is_done and 0 < ended.num_tokens < 600
+    assert refusal.title == "window"
+    assert refusal.line.startswith("positions=keep ends with the 512 positions of this model")
 
 
 def test_no_seed_is_one_random_seed_for_all(gpt2):
@@ -180,7 +212,7 @@ ESCAPED += "\u241b[1m [U+202E]left"
 def test_text_is_escaped_and_coloured():
     text = f"good {HOSTILE} bad rest"
     found = [Chunk(0, 4, 10, 5), Chunk(len(text) - 8, len(text) - 5, 10, 4)]
-    view = View("a <b>", "c <i>", text, found, 9, 41.6, 31.42, 12, 48, 2, 30, False)
+    view = View("a <b>", "c <i>", "e <b>", text, found, 9, 41.6, 31.42, 12, 48, 2, 30, False)
     refusal = Refusal("d <b>", "e <i>", "must be <u>")
     html = render(
         "cards.html",

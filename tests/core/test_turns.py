@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.turns import turn_text
+from kvalign.turns import messages_text, turn_text
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
@@ -33,6 +33,18 @@ def test_turns_joined_are_the_whole_template(tokenizer):
         assert stream == whole
         messages.append({"role": "assistant", "content": f"answer {number}!"})
         stream += f"answer {number}!"
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_several_messages_are_their_turns_joined(template, tokenizer):
+    tokenizer.chat_template = template
+    said = [("system", "Know."), ("user", "Hi!"), ("assistant", " Oh."), ("user", "Why?")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    whole = messages_text(tokenizer, messages, goes_on=False)
+    first = turn_text(tokenizer, "Hi!", True, "Know.")
+    assert whole == first + " Oh." + turn_text(tokenizer, "Why?", False)
+    rest = messages_text(tokenizer, messages[1:], goes_on=True)
+    assert rest == turn_text(tokenizer, "Hi!", False) + " Oh." + turn_text(tokenizer, "Why?", False)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):

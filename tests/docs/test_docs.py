@@ -39,6 +39,7 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.app.cli import COMMANDS
 from kvalign.methods import METHODS
+from kvalign.policies import POLICIES
 
 # What is made smaller in Python, as `SMALLER` does in commands.
 SMALLER_PYTHON = {
@@ -120,10 +121,11 @@ def enter(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("kvalign.app.suite.run_cell", run_cell)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
-    known = dict(METHODS)
+    known = [(registry, dict(registry)) for registry in (METHODS, POLICIES)]
     yield begin
-    METHODS.clear()
-    METHODS.update(known)
+    for registry, entries in known:
+        registry.clear()
+        registry.update(entries)
 
 
 def run_shell(words):
@@ -182,7 +184,8 @@ def test_nothing_that_looks_like_a_command_is_left_out():
 
 
 def test_tables_hold_nothing_that_is_not_needed(monkeypatch):
-    monkeypatch.setitem(METHODS, "unmoved", METHODS["window"])  # a tutorial adds it
+    monkeypatch.setitem(METHODS, "unmoved", METHODS["window"])  # tutorials add them
+    monkeypatch.setitem(POLICIES, "value-norm", POLICIES["key-norm"])
     used, lines, texts = set(), [], []
     for command in COMMANDS:
         for words in examples(command):

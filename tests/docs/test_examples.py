@@ -17,6 +17,7 @@ SMALLER = {
     "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
     "num_tokens=100_000": "num_tokens=6_000",
+    "num_steps=1000": "num_steps=20",
 }
 
 
@@ -26,12 +27,15 @@ def smaller(code):
     return code
 
 
-SLOW = ("train_an_aligner",)
+MARKS = {
+    **dict.fromkeys(("train_an_aligner", "sink_cache", "sliding_window"), pytest.mark.slow),
+    "serve_sessions": pytest.mark.slow,
+    "serve_on_ray": pytest.mark.ray,
+}
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(x, marks=pytest.mark.slow if x.stem in SLOW else (), id=x.stem) for x in SCRIPTS],
+    "path", [pytest.param(x, marks=MARKS.get(x.stem, ()), id=x.stem) for x in SCRIPTS]
 )
 def test_script_runs(path, tmp_path, monkeypatch, capsys):
     for name, value in INSIDE.items():

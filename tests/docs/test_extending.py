@@ -1,5 +1,5 @@
-"""What CONTRIBUTING counts: a method, a kind of aligner, an evaluation and a corpus are a file and
-a line each, a family of positions a module and lines of one other file.
+"""What CONTRIBUTING counts: a method, a policy, a kind of aligner, an evaluation and a corpus are a
+file and a line each, a family of positions a module and lines of one other file.
 
 Each of `extensions/` is added to a copy of the package and used there through the command line.
 """
@@ -71,6 +71,19 @@ def test_a_method_is_a_file_and_a_line(copy):
     rows = json.loads(copy.run("eval", "perplexity", *flags, "--json"))["rows"]
     assert rows[0]["method"] == "unmoved"
     assert rows[0]["nll_nats"] == pytest.approx(rows[1]["nll_nats"])  # learned positions
+
+
+def test_a_policy_is_a_file_and_a_line(copy):
+    copy.add("value_norm.py", "policies/value_norm.py")
+    line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
+    copy.insert("policies/__init__.py", '"kvalign.policies.h2o:H2O",\n', line)
+    assert "the entry whose value has the smallest norm goes" in copy.run("methods")
+    flags = ["--methods", "kvalign", "--policy", "oldest,value-norm", "--cache-sizes", "32"]
+    rows = json.loads(copy.run("eval", "perplexity", *flags, "--num-tokens", "20", "--json"))[
+        "rows"
+    ]
+    assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
+    assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
 
 
 def test_an_aligner_kind_is_a_file_and_a_line(copy):

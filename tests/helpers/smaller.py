@@ -27,6 +27,8 @@ SMALLER = {
     ("gen-data", "num_tokens"): 2560,
     ("train", "num_tokens"): 2600,
     ("train", "max_steps"): 2,
+    ("verify", "cache_size"): 16,
+    ("verify", "num_steps"): 20,
     ("eval perplexity", "num_tokens"): 12,
     ("eval perplexity", "cache_sizes"): (32, 64),
     ("eval latency", "cache_sizes"): (32,),

@@ -29,6 +29,8 @@ EXTRA_OF = {
     "kvalign.app.suite_cells": "eval",
     "kvalign.app.suite_on_ray": "eval",
     "kvalign.app.pages": "ui",
+    "kvalign.app.serve": "serve",
+    "kvalign.app.serve.settings": "",
 }
 
 IMPORT_ALL = """

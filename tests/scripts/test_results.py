@@ -33,9 +33,6 @@ TO_MAKE = {
     "llama-mini/python-docs",
     "scripts/long-prompts",
     "scripts/throughput",
-    "smollm2/wikitext-kl",
-    "smollm2/wikitext-means-1025",
-    "smollm2/wikitext-recompute-1024",
 }
 # Documents of version 0.1 whose tables others are to make anew: they go with those.
 TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}

@@ -70,6 +70,8 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         for piece in chain([first], pieces):
             if not as_json:
                 print(piece, end="", flush=True)
+    if text_stream.method.tokens_left == 0:
+        print("the stream ends here: the model has no position left", file=sys.stderr)
     timing = text_stream.timing()
     if as_json:
         document = {

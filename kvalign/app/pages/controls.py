@@ -4,7 +4,7 @@ they go.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 
@@ -15,8 +15,10 @@ from kvalign.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.choice import trained_here
 from kvalign.models import LoadedModel
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.sampling import Sampling
 from kvalign.settings import fields_of
+from kvalign.sizes import Positions
 
 LABELS = {
     "cache_size": "Cache size",
@@ -34,6 +36,7 @@ _WORDS = {
     "num_sinks": "sinks",
     "chunk_len": "chunks of",
     "realign_every": "evictions before a move",
+    "num_recent": "newest entries that stay",
 }
 """What errors name that the page does not set."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -60,6 +63,22 @@ def sampling_sliders() -> list[gr.Slider]:
             info=_HELP[name],
         )
         for name in SAMPLING
+    ]
+
+
+def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
+    """Which entries go, and where the others count as lying."""
+    without = ", ".join(name for name in methods if not METHODS[name].takes_policy)
+    return [
+        gr.Dropdown(
+            list(POLICIES), value=OLDEST, label="Policy", info=f"{without}: none", min_width=80
+        ),
+        gr.Dropdown(
+            list(get_args(Positions)),
+            label="Positions",
+            info="of the entries that stay",
+            min_width=80,
+        ),
     ]
 
 

@@ -104,4 +104,5 @@ def frame(method: Method) -> str:
         page=page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family),
         cache_size=method.sizes.cache_size,
         max_cache_size=FRAME_CACHE_SIZE,
+        is_oldest=method.sizes.is_oldest,
     )

@@ -39,10 +39,10 @@ element.addEventListener('load', ({ target: frame }) => {
 """
 # What is typed is put into range when the box is left; the lane follows earlier.
 IN_RANGE = """
-(methods, model, aligner, ...sizes) => [methods, model, aligner,
+(...settings) => [...settings.slice(0, -2),
   ...['#cache_size', '#num_evicted'].map((name, i) => {
     const { min, max } = document.querySelector(`${name} input[type=range]`);
-    return Math.min(Math.max(sizes[i], min), max);
+    return Math.min(Math.max(settings.at(i - 2), min), max);
   })]
 """
 # On a phone it is below the settings.
@@ -119,13 +119,10 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     def forget(request: gr.Request) -> None:
         newest.pop(request.session_hash, None)
 
-    def lane(
-        methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
-    ) -> str:
+    def lane(*values: Any) -> str:
         """The cache of the first method that can be shown."""
-        sizes = dict(aligner=aligner, cache_size=cache_size, num_evicted=num_evicted)
         try:
-            streams = settle(PROMPT, methods, model, **sizes)
+            streams = settle(PROMPT, **dict(zip(names_of_sizes, values, strict=True)))
         except UserError as error:
             return render("message.html", line=controls.labelled(str(error)))
         shown = [one for one in streams if not isinstance(one, Refusal)]
@@ -188,6 +185,8 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     info="entries; discard-half: half",
                     elem_id="num_evicted",
                 )
+                with gr.Row(elem_id="eviction"):
+                    policy, positions = controls.eviction(METHODS)
                 num_tokens = gr.Slider(
                     10,
                     2000,
@@ -227,8 +226,10 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     frame = gr.HTML(elem_id="lane", apply_default_css=False, js_on_load=FIT)
 
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
-        sizes = [methods, model, which, cache_size, num_evicted]
-        names_of_sizes = ("methods", "model", "aligner", "cache_size", "num_evicted")
+        limiting = [methods, model, which, cache_size, num_evicted]
+        sizes = [policy, positions, *limiting]
+        names_of_limiting = ("methods", "model", "aligner", "cache_size", "num_evicted")
+        names_of_sizes = ("policy", "positions", *names_of_limiting)
         asked = ("prompt", *names_of_sizes, "max_new_tokens", *controls.SAMPLING, "seed")
         running = start.click(
             run,
@@ -248,7 +249,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         limited = gr.on(
             changes,
             ends,
-            sizes,
+            limiting,
             [cache_size, num_evicted],
             js=IN_RANGE,
             trigger_mode="always_last",

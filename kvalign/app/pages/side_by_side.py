@@ -14,6 +14,7 @@ from kvalign.errors import UserError
 from kvalign.eval.chunks import Chunk, chunks
 from kvalign.eval.rules import RULES
 from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
 from kvalign.sampling import Sampling
 from kvalign.text_stream import TextStream
@@ -30,6 +31,7 @@ class View:
     Attributes:
         title: its method.
         about: what that does.
+        policy: which entries it evicts and what becomes of the others; empty: the oldest, compact.
         text: what it has written.
         chunks: those that are finished; while it writes, the last one of the text is not.
         num_tokens: tokens written.
@@ -45,6 +47,7 @@ class View:
 
     title: str
     about: str
+    policy: str
     text: str
     chunks: list[Chunk]
     num_tokens: int
@@ -86,6 +89,8 @@ def begin(
     cache_size: int,
     num_evicted: int,
     aligner: str | None = None,
+    policy: str | None = None,
+    positions: str | None = None,
     seed: int | None = None,
     **sampling: Any,
 ) -> list[TextStream | Refusal]:
@@ -95,8 +100,8 @@ def begin(
         loaded: model and tokenizer.
         prompt: what they continue.
         methods: keys of `METHODS`, which take their own default number of sinks.
-        cache_size, aligner: as in `kvalign.make_method`.
-        num_evicted: entries dropped at once, by methods that do not set it themselves.
+        cache_size: as in `kvalign.make_method`.
+        num_evicted, aligner, policy, positions: the same, of methods that take them.
         seed: of the draws of each; None: a random one, the same for all.
         sampling: fields of `Sampling`.
 
@@ -111,14 +116,16 @@ def begin(
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
+        asked: dict[str, Any] = dict(num_evicted=num_evicted, policy=policy, positions=positions)
+        taken = {size: value for size, value in asked.items() if size not in cls.not_taken()}
         try:
             method = make_method(
                 name,
                 loaded.model,
                 cache_size=cache_size,
-                num_evicted=None if "num_evicted" in cls.fixed else num_evicted,
                 aligner=aligner if cls.takes_aligner else None,
                 warn=False,
+                **taken,
             )
         except UserError as error:
             streams.append(Refusal(name, cls.about, str(error)))
@@ -138,11 +145,13 @@ def side_by_side(
     too. Closing the iterator ends the work.
 
     Args:
-        streams: fed with the prompt, not yet iterated; what refused stays as it is.
+        streams: fed with the prompt, not yet iterated; what refused stays as it is, and what
+            refuses the prompt becomes a refusal.
         words: what the rule of readability takes for a word.
         shown_every_s: seconds between two views of them, at least; more where showing takes long.
     """
     writing = {one: iter(one) for one in streams if isinstance(one, TextStream)}
+    refused: dict[TextStream, Refusal] = {}
     rereads = {
         one: Reread(one.method.model, one.method.sizes.cache_size, len(one.ids)) for one in writing
     }
@@ -151,7 +160,7 @@ def side_by_side(
         return [
             one
             if isinstance(one, Refusal)
-            else _view(one, words, rereads[one].perplexity, one not in writing)
+            else refused.get(one) or _view(one, words, rereads[one].perplexity, one not in writing)
             for one in streams
         ]
 
@@ -159,7 +168,12 @@ def side_by_side(
     shown_at, pause_s = time.perf_counter(), shown_every_s
     while writing:
         for one, text in list(writing.items()):
-            if next(text, None) is None:
+            try:
+                is_done = next(text, None) is None
+            except UserError as error:
+                refused[one] = Refusal(one.method.title, one.method.about, str(error))
+                is_done = True
+            if is_done:
                 del writing[one]
             rereads[one].read(one.ids, is_done=one not in writing)
         start = time.perf_counter()
@@ -193,6 +207,7 @@ def _view(
     return View(
         title=method.title,
         about=method.about,
+        policy=_policy(method),
         text=text,
         chunks=all_chunks if is_done else all_chunks[:-1],
         num_tokens=len(stream.token_ids),
@@ -204,3 +219,14 @@ def _view(
         num_evicted=method.sizes.num_evicted,
         is_done=is_done,
     )
+
+
+def _policy(method: Method) -> str:
+    """`policy key-norm`, `policy oldest, positions kept; the last one is reached`."""
+    sizes = method.sizes
+    if sizes.is_oldest:
+        return ""
+    if sizes.positions == "compact":
+        return f"policy {sizes.policy}"
+    end = "; the last one is reached" if method.tokens_left == 0 else ""
+    return f"policy {sizes.policy}, positions kept{end}"

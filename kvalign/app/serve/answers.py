@@ -1,0 +1,138 @@
+"""What a request waits for: events of its answers, and the session that is kept with one."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvalign.app.serve.errors import RequestError, failed
+from kvalign.app.serve.row import Row
+from kvalign.app.serve.sessions import Session, Sessions, digest
+from kvalign.app.serve.turn import State, Turn
+from kvalign.app.serve.wire import Message
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of an answer."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """An answer is whole, and kept if it is a session's.
+
+    Attributes:
+        finish: `stop` or `length`.
+    """
+
+    index: int
+    finish: str
+    num_tokens: int
+
+    @classmethod
+    def of(cls, row: Row) -> "End":
+        return cls(row.index, row.finish, len(row.token_ids))
+
+
+Event = Piece | End | RequestError
+Put = Callable[[Event], None]
+
+
+class Answers:
+    """What a request waits for.
+
+    Attributes:
+        num: answers, each of which ends by an `End`; a `RequestError` ends all.
+        num_prompt: tokens before the answers, those of the session included.
+        num_cached: those that were not fed anew.
+    """
+
+    def __init__(self, num: int):
+        self.turns: list[Turn] = []
+        self.num, self.num_prompt, self.num_cached = num, 0, 0
+        self.on_cancel: Callable[[], None] = lambda: None
+
+    def cancel(self) -> None:
+        """Nobody waits any more; what has ended stays."""
+        for turn in self.turns:
+            turn.is_cancelled = True
+        self.on_cancel()
+
+
+class Held:
+    """The session of a turn: kept when its answer is whole, else left as it was before; whichever
+    comes first.
+
+    Args:
+        sessions: which it was taken of.
+        before: as it was taken.
+        said: the messages of the turn.
+        writer: keeps sessions one after the other, beside the engine.
+        put: told of the end.
+
+    Attributes:
+        session, ids: as its answer begins, with all its tokens.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        before: Session,
+        said: Sequence[Message],
+        writer: Executor,
+        put: Put,
+    ):
+        self.sessions, self.before, self.said = sessions, before, said
+        self.writer, self.put = writer, put
+        self.session, self.ids = before, before.ids
+        self._lock, self._is_done = threading.Lock(), False
+
+    def begin(self, session: Session, ids: Tensor) -> None:
+        self.session, self.ids = session, ids
+
+    def ended(self, row: Row, state: State | None) -> None:
+        if self._is_first():
+            self.writer.submit(self._keep, row, state)
+
+    def failed(self, error: RequestError) -> None:
+        if self._is_first():
+            self.sessions.release(self.before)
+            self.put(error)
+
+    def cancelled(self) -> None:
+        if self._is_first():
+            self.sessions.release(self.before)
+
+    def _keep(self, row: Row, state: State | None) -> None:
+        answer = Message(role="assistant", content=row.text)
+        asked, said = digest(self.before.said, [*self.said, answer])[-2:]
+        ids = torch.cat([self.ids, torch.tensor(row.token_ids, dtype=torch.int64)])
+        grown = replace(
+            self.session,
+            said=said,
+            asked=asked,
+            answer=row.text,
+            finish=row.finish,
+            ids=ids,
+            num_fed=len(ids) - 1,
+            num_new=len(row.token_ids),
+            state=state,
+        )
+        try:
+            self.sessions.put(grown)
+        except Exception as error:
+            self.sessions.release(self.before)
+            self.put(failed(f"this answer is not kept: {error}", "not_kept"))
+        else:
+            self.put(End.of(row))
+
+    def _is_first(self) -> bool:
+        with self._lock:
+            is_first, self._is_done = not self._is_done, True
+            return is_first

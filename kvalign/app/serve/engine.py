@@ -1,0 +1,238 @@
+"""The one loop that steps a model: rows that come and go, on a thread of its own.
+
+Each round feeds parts of new prompts, of `PART` tokens at most, for about as long as a step takes,
+then steps every row by a token: new prompts do not keep the others waiting. A prompt is fed alone
+and then joins the rows of as many sinks.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvalign.app.serve.errors import RequestError, failed, too_busy
+from kvalign.app.serve.metrics import Metrics
+from kvalign.app.serve.row import Row
+from kvalign.app.serve.turn import Turn, free, states_of
+from kvalign.errors import UserError
+from kvalign.methods.base import Method
+
+log = logging.getLogger(__name__)
+PART = 512
+NOT_FINITE = failed("the model's figures for this text are no numbers", "not_finite")
+OUR_FAULT = failed("a fault of the server's ended this answer")
+
+
+class _Group:
+    """Rows that are stepped together: a batch of a method, and whose rows they are."""
+
+    def __init__(self, batch: Method):
+        self.batch = batch
+        self.rows: list[tuple[Turn, Row]] = []
+
+
+class Engine(threading.Thread):
+    """The thread that owns the model.
+
+    Args:
+        max_streams: rows, those whose prompts are being fed included.
+        max_queue: turns that wait for a place.
+
+    Attributes:
+        num_rows: places that are taken.
+    """
+
+    def __init__(self, max_streams: int, max_queue: int, metrics: Metrics):
+        super().__init__(name="kvalign-engine", daemon=True)
+        self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
+        self._waiting: deque[Turn] = deque()
+        self._feeding: deque[Turn] = deque()
+        self._groups: dict[int, _Group] = {}
+        self._wakes, self._is_stopping = threading.Condition(), False
+        self.num_rows, self._step_s = 0, 0.0
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Let turns wait for their places; RequestError (429) if too many do."""
+        with self._wakes:
+            if self._is_stopping or not self.is_alive():
+                raise failed("the server is shutting down", "shutting_down", 503)
+            num = len(self._waiting)
+            if num + len(turns) > self.max_queue + self.num_free:
+                raise too_busy(f"{num} requests are waiting, at most {self.max_queue} may")
+            self._waiting.extend(turns)
+            self._wakes.notify()
+
+    def stop(self) -> None:
+        """End all turns."""
+        with self._wakes:
+            self._is_stopping = True
+            self._wakes.notify()
+        self.join()
+
+    @property
+    def num_free(self) -> int:
+        """Places that are free."""
+        return self.max_streams - self.num_rows
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        while True:
+            with self._wakes:
+                while not (self._is_stopping or self._waiting or self._feeding or self._groups):
+                    self._wakes.wait()
+                if self._is_stopping:
+                    break
+                self._drop_cancelled()
+                self._admit()
+            self._feed()
+            begun_s = time.perf_counter()
+            for num_sinks, group in list(self._groups.items()):
+                try:
+                    if group.rows:
+                        self._step(group)
+                except Exception as error:
+                    self._fail([turn for turn, _ in group.rows], error)
+                    group.rows = []
+                self._drop_empty(num_sinks)
+            self._step_s = time.perf_counter() - begun_s
+            self._count()
+        turns = [*self._waiting, *self._feeding]
+        turns += [turn for group in self._groups.values() for turn, _ in group.rows]
+        for turn in dict.fromkeys(turns):
+            turn.failed(failed("the server is shutting down", "shutting_down", 503))
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._waiting[0].rows) <= self.num_free:
+            self._feeding.append(self._waiting.popleft())
+            self.num_rows += len(self._feeding[-1].rows)
+
+    def _drop_cancelled(self) -> None:
+        for turns in (self._waiting, self._feeding):
+            for turn in [turn for turn in turns if turn.is_cancelled]:
+                turns.remove(turn)
+                free(turn.method)
+        for num_sinks, group in list(self._groups.items()):
+            self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
+            self._drop_empty(num_sinks)
+        self._count()
+
+    def _drop_empty(self, num_sinks: int) -> None:
+        if not self._groups[num_sinks].rows:
+            free(self._groups.pop(num_sinks).batch)
+
+    def _count(self) -> None:
+        feeding = sum(len(turn.rows) for turn in self._feeding)
+        self.num_rows = feeding + sum(len(group.rows) for group in self._groups.values())
+
+    def _feed(self) -> None:
+        """Parts of prompts; those that are whole choose their first tokens and join."""
+        begun = dict[int, list[tuple[Turn, Method, list[Row]]]]()
+        end = time.perf_counter() + self._step_s
+        for number in itertools.count():
+            if not self._feeding or (number and time.perf_counter() > end):
+                break
+            turn = self._feeding.popleft()
+            part, turn.left = turn.left[:PART], turn.left[PART:]
+            try:
+                if turn.state is not None:
+                    turn.method.restore({name: x.clone() for name, x in turn.state.items()})
+                    turn.state = None
+                logits = turn.method.feed(part[None].to(turn.method.model.device))
+                self.metrics.fed.inc(len(part))
+                if len(turn.left):
+                    self._feeding.append(turn)
+                    continue
+                pairs = [(turn, row) for row in turn.rows]
+                self._choose(pairs, logits.expand(len(pairs), -1))
+                going = self._ended(pairs, turn.method)
+            except Exception as error:
+                self._fail([turn], error)
+                going = []
+            if not going:
+                free(turn.method)
+            else:
+                if len(turn.rows) > 1:
+                    turn.method.select([0] * len(going))
+                rows = [row for _, row in going]
+                begun.setdefault(turn.method.sizes.num_sinks, []).append((turn, turn.method, rows))
+        for num_sinks, news in begun.items():
+            group = self._groups.setdefault(num_sinks, _Group(news[0][1].new()))
+            try:
+                group.batch.join([method for _, method, _ in news])
+            except Exception as error:
+                self._fail([turn for turn, _ in group.rows] + [turn for turn, _, _ in news], error)
+                group.rows = []
+            else:
+                group.rows += [(turn, row) for turn, _, rows in news for row in rows]
+            for _, method, _ in news:
+                free(method)
+
+    def _step(self, group: _Group) -> None:
+        device = group.batch.model.device
+        tokens = torch.tensor([[row.token] for _, row in group.rows], device=device)
+        logits = group.batch.feed(tokens)
+        self._choose(group.rows, logits)
+        going = self._ended(group.rows, group.batch)
+        kept = set(map(id, (row for _, row in going)))
+        self._keep(group, [id(row) in kept for _, row in group.rows])
+
+    def _choose(self, pairs: list[tuple[Turn, Row]], logits: Tensor) -> None:
+        """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
+        best, greedy = (x.tolist() for x in logits.max(-1))  # NaN is the greatest
+        now = time.perf_counter()
+        for i, (_, row) in enumerate(pairs):
+            if not -torch.inf < best[i] < torch.inf:
+                row.finish = "sick"
+                continue
+            try:
+                row.take(greedy[i] if row.is_plain else row.choose(logits[i : i + 1]))
+            except Exception as error:
+                log.error("a token could not be taken", exc_info=error)
+                row.finish = "failed"
+                continue
+            self.metrics.generated.inc()
+            is_first = len(row.token_ids) == 1
+            (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
+            row.since_s = now
+
+    def _ended(self, pairs: list[tuple[Turn, Row]], batch: Method) -> list[tuple[Turn, Row]]:
+        """Tell the turns of rows that have ended; return the others."""
+        kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
+        states = dict(zip(kept, states_of(batch, kept), strict=True))
+        going = []
+        for i, (turn, row) in enumerate(pairs):
+            if not row.finish:
+                going.append((turn, row))
+            elif row.is_whole:
+                turn.ended(row, states.get(i))
+            else:
+                turn.is_cancelled = True  # its other rows have the same prompt
+                turn.failed(NOT_FINITE if row.finish == "sick" else OUR_FAULT)
+        return going
+
+    def _keep(self, group: _Group, goes_on: list[bool]) -> None:
+        if not all(goes_on):
+            rows = [i for i, goes in enumerate(goes_on) if goes]
+            if rows:
+                group.batch.select(rows)
+            group.rows = [group.rows[i] for i in rows]
+
+    def _fail(self, turns: list[Turn], error: Exception) -> None:
+        """End turns by an error of their step."""
+        if isinstance(error, UserError):
+            answer = RequestError(str(error))
+        else:
+            log.error("a step failed", exc_info=error)
+            answer = OUR_FAULT
+        for turn in dict.fromkeys(turns):
+            turn.is_cancelled = True
+            turn.failed(answer)

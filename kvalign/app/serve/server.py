@@ -1,0 +1,182 @@
+"""The routes, as an ASGI application, and the server that listens."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvalign.app.serve.answers import Event
+from kvalign.app.serve.errors import RequestError, failed
+from kvalign.app.serve.forms import ChatForm, TextForm
+from kvalign.app.serve.guard import Guard, body_of
+from kvalign.app.serve.replies import Events, EventStream, whole
+from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.wire import Chat, Completion, parsed
+from kvalign.errors import UserError
+from kvalign.models import LoadedModel
+
+SESSION_HEADER = "x-session-id"
+_LEFT = 499  # what nginx calls a client that has left; nobody reads it
+
+
+def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
+    """The application; its engine runs while it does."""
+    service, name = Service(settings, loaded), loaded.spec.name
+
+    @contextlib.asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await run_in_threadpool(service.stop)
+
+    app = FastAPI(
+        title="kvalign", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    app.state.service = service
+
+    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
+        body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
+        asked = await run_in_threadpool(parsed, kind, body, request.headers.get(SESSION_HEADER))
+        if asked.model != name:
+            raise RequestError(
+                f"the model {asked.model!r:.80} is not served here, {name} is",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        events, loop = Events(), asyncio.get_running_loop()
+
+        def put(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        form: TextForm
+        if isinstance(asked, Chat):
+            form = ChatForm(name)
+            answers = await run_in_threadpool(service.chat, asked, put)
+        else:
+            form = TextForm(name)
+            answers = await run_in_threadpool(service.completion, asked, put)
+        if not asked.stream:
+            return await whole(form, answers, events, request.receive)
+        has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        return EventStream(form, answers, events, has_usage=has_usage, timeout=settings.timeout)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answer(request, Chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, Completion)
+
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def one_model(model_id: str) -> Response:
+        if model_id != name:
+            raise RequestError(
+                f"the model {model_id!r:.80} is not served here, {name} is",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        return JSONResponse(model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = service.engine.is_alive()
+        return JSONResponse({"status": "ok" if is_well else "stopped"}, 200 if is_well else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    _add_errors(app)
+    app.add_middleware(
+        Guard,
+        api_key=settings.api_key,
+        allowed_hosts=[name.lower() for name in settings.allowed_hosts or ()],
+        paths=[getattr(route, "path", "") for route in app.routes],
+        metrics=service.metrics,
+    )
+    return app
+
+
+def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
+    """Serve until Ctrl-C."""
+    app = build(settings, loaded)
+    service: Service = app.state.service
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    kept = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
+    print(
+        f"{loaded.spec.name} by {service.method.in_words}{kept}: http://{host}:{port}/v1 "
+        "(Ctrl-C ends it)",
+        flush=True,
+    )
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=3,
+    )
+    try:
+        _Server(config, service).run()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+
+
+class _Server(uvicorn.Server):
+    """One that ends its answers before it waits for their connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await run_in_threadpool(self.service.stop)
+        await super().shutdown(sockets)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every error in the form of OpenAI's API."""
+
+    @app.exception_handler(RequestError)
+    async def of_request(request: Request, error: RequestError) -> Response:
+        return error.response()
+
+    @app.exception_handler(UserError)
+    async def of_user(request: Request, error: UserError) -> Response:
+        return RequestError(str(error)).response()
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        what = {404: "no such address", 405: "this address takes another method"}
+        message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"
+        response = RequestError(message, error.status_code).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def of_leaving(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=_LEFT)
+
+    @app.exception_handler(Exception)
+    async def of_ours(request: Request, error: Exception) -> Response:
+        return failed("a fault of the server's", "internal_error").response()

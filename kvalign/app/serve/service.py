@@ -1,0 +1,233 @@
+"""What a server does with a request: find its session, encode its prompt, put it to the engine."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvalign import stream_file
+from kvalign.app.serve.answers import Answers, End, Held, Piece, Put
+from kvalign.app.serve.engine import Engine
+from kvalign.app.serve.errors import RequestError
+from kvalign.app.serve.folder import InFolder
+from kvalign.app.serve.metrics import Metrics
+from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
+from kvalign.app.serve.row import Row
+from kvalign.app.serve.sessions import InMemory, Session, Sessions
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.app.serve.turn import Turn
+from kvalign.app.serve.wire import Chat, Completion, Message
+from kvalign.errors import UserError
+from kvalign.methods import make_method
+from kvalign.methods.base import Method
+from kvalign.models import LoadedModel
+from kvalign.sampling import Sampling
+
+MAX_NEW_TOKENS = 2048
+
+
+class Service:
+    """One model, its sessions and its engine; `start` it, `stop` it.
+
+    Raises:
+        UserError: settings that do not fit the model, sessions of another.
+    """
+
+    def __init__(self, settings: ServeSettings, loaded: LoadedModel):
+        self.settings, self.loaded, self.tokenizer = settings, loaded, loaded.tokenizer
+        num_sinks = None if settings.num_sinks == "auto" else int(settings.num_sinks)
+        says = Sampling.of_model(loaded.model.generation_config)
+        self.said = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
+        first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)
+        self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
+        if type(self.method).join is Method.join:
+            raise UserError(f"{self.method.name} cannot be served: its rows cannot be put together")
+        if (num := self.method.tokens_left) is not None:
+            raise UserError(
+                f"a server's streams have no end, with --positions keep they have {num} tokens"
+            )
+        self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
+        self.prompts = Prompts(
+            self.tokenizer,
+            self.method,
+            keeps_opening=num_sinks is None and "num_sinks" not in self.method.fixed,
+            keeps_turns=settings.evict == "turns",
+            most_tokens=settings.max_prompt_tokens,
+        )
+        self._methods = {self.method.sizes.num_sinks: self.method}
+        self.metrics = Metrics()
+        self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
+        self.sessions = Sessions(self._store(), settings.max_sessions)
+        self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        """End all turns; sessions are as they were after their last whole ones."""
+        self.engine.stop()
+        self._writer.shutdown()
+
+    def metrics_text(self) -> bytes:
+        self.metrics.streams.set(self.engine.num_rows)
+        self.metrics.waiting.set(self.engine.num_waiting)
+        self.metrics.sessions.set(len(self.sessions))
+        return self.metrics.text()
+
+    def chat(self, asked: Chat, put: Put) -> Answers:
+        """Answer messages; those that go on with a session are fed alone."""
+        sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
+        if asked.num_choices > 1:
+            _refuse(name)
+            session = prompts.begun(Session(""), asked.messages)
+            ids = prompts.of_messages(session, asked.messages)
+            return self._submit([(session, ids)], sampling, asked.num_choices, put)
+        with self._taken(name, asked.messages) as session:
+            if is_asked_again(session, asked.messages):
+                return self._again(session, put)
+            said = unheard(session, asked.messages)
+            begun = prompts.begun(session, said) if session.is_new else session
+            ids = prompts.of_messages(begun, said)
+            return self._submit([(begun, ids)], sampling, 1, put, keep=(session, said))
+
+    def completion(self, asked: Completion, put: Put) -> Answers:
+        """Continue texts; with a session, go on with its text."""
+        sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
+        num_sinks = self.method.sizes.num_sinks
+        if name is None or len(texts) * asked.num_choices > 1:
+            _refuse(name)
+            if len(texts) * asked.num_choices > (most := self.settings.max_streams):
+                raise RequestError(f"at most {most} answers can be asked at once", param="prompt")
+            new = Session("", num_sinks=num_sinks)
+            pairs = [(new, self.prompts.of(text, special=True)) for text in texts]
+            return self._submit(pairs, sampling, asked.num_choices, put)
+        with self._taken(name) as session:
+            begun = replace(session, num_sinks=num_sinks) if session.is_new else session
+            ids = self.prompts.of(texts[0], special=session.is_new)
+            said = [Message(role="user", content=str(texts[0]))]
+            return self._submit([(begun, ids)], sampling, 1, put, keep=(session, said))
+
+    @contextmanager
+    def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
+        """A session for a turn, released if that cannot begin."""
+        session = self.sessions.take(name, messages)
+        try:
+            yield session
+        except BaseException:
+            self.sessions.release(session)
+            raise
+
+    def _again(self, session: Session, put: Put) -> Answers:
+        """The last answer of a session once more."""
+        answers = Answers(1)
+        answers.num_prompt = answers.num_cached = len(session.ids) - session.num_new
+        self.sessions.release(session)
+        put(Piece(0, session.answer))
+        put(End(0, session.finish, session.num_new))
+        return answers
+
+    def _store(self) -> InMemory | InFolder:
+        if self.settings.sessions is None:
+            return InMemory()
+        digests = (
+            stream_file.tokenizer_digest(self.tokenizer),
+            stream_file.aligner_digest(self.method),
+        )
+        return InFolder(self.settings.sessions, self._method_for, *digests, self.sampling)
+
+    def _method_for(self, num_sinks: int) -> Method:
+        """One that has been fed nothing."""
+        if num_sinks not in self._methods:
+            own, settings = self.method, self.settings
+            sizes = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
+            asked = {name: getattr(settings, name) for name in sizes if name not in own.not_taken()}
+            self._methods[num_sinks] = make_method(
+                own.name,
+                own.model,
+                cache_size=settings.cache_size,
+                num_sinks=num_sinks,
+                aligner=getattr(own, "aligner", None),
+                warn=False,
+                **asked,
+            )
+        return self._methods[num_sinks].new()
+
+    def _sampling(self, asked: Chat | Completion) -> Sampling:
+        most = asked.most_tokens or self.most_tokens
+        if most > self.most_tokens:
+            raise RequestError(
+                f"max_tokens must be at most {self.most_tokens} here, got {most}",
+                param="max_tokens",
+            )
+        if asked.num_choices > self.settings.max_streams:
+            raise RequestError(f"n must be at most {self.settings.max_streams} here", param="n")
+        drawn = {"temperature": asked.temperature, "top_p": asked.top_p}
+        given: dict[str, Any] = {name: x for name, x in drawn.items() if x is not None}
+        if given:
+            given["do_sample"] = True
+        if asked.seed is not None:
+            given["seed"] = asked.seed % 2**62
+        if asked.stops:
+            given["stop_strings"] = asked.stops
+        return Sampling(**{**self.said, **given, "max_new_tokens": most})
+
+    def _submit(
+        self,
+        pairs: Sequence[tuple[Session, Tensor]],
+        sampling: Sampling,
+        num_choices: int,
+        put: Put,
+        keep: tuple[Session, Sequence[Message]] | None = None,
+    ) -> Answers:
+        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
+
+        Args:
+            keep: a session that is kept with its answer, as it was taken, and its new messages.
+        """
+        answers = Answers(len(pairs) * num_choices)
+        held = Held(self.sessions, *keep, self._writer, put) if keep else None
+        for number, (session, new) in enumerate(pairs):
+            before = session.ids
+            if len(before) and int(before[-1]) in self.ends:
+                before = before[:-1]  # it has not been fed, and the session goes on
+            assert sampling.max_new_tokens is not None
+            ids, num_cached = torch.cat([before, new]), session.num_fed
+            session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
+            if held:
+                held.begin(session, ids)
+            if anew is not None:
+                ids, num_cached = anew, 0
+            draws = range(num_choices)
+            rows = [self._row(number * num_choices + i, i, sampling, ids, put) for i in draws]
+            turn = Turn(
+                self._method_for(session.num_sinks),
+                self.sessions.store.state(session) if num_cached else None,
+                ids[num_cached:],
+                rows,
+                ended=held.ended if held else lambda row, _: put(End.of(row)),
+                failed=held.failed if held else put,
+                keeps=held is not None,
+            )
+            answers.turns.append(turn)
+            answers.num_prompt += len(ids)
+            answers.num_cached += num_cached
+        if held:
+            answers.on_cancel = held.cancelled
+        self.engine.submit(answers.turns)
+        return answers
+
+    def _row(self, index: int, draw: int, sampling: Sampling, ids: Tensor, put: Put) -> Row:
+        def show(index: int, text: str) -> None:
+            put(Piece(index, text))
+
+        device = self.loaded.model.device
+        return Row(sampling, index, ids, self.tokenizer, self.ends, device, show, draw)
+
+
+def _refuse(session: str | None) -> None:
+    if session is not None:
+        raise RequestError("a session has one prompt and one answer: n=1", param="session")

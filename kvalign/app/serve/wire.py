@@ -1,0 +1,174 @@
+"""Requests of OpenAI's API, checked field by field."""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvalign.app.serve.errors import RequestError
+
+Token = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Choices = Annotated[int, Field(ge=1, le=128)]
+# What other values than these would change of an answer is not served.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "prediction": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+# What changes no token of an answer.
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
+    *("prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity"),
+)
+
+M = TypeVar("M", bound="Asked")
+T = TypeVar("T")
+Several = Annotated[list[T], Field(min_length=1)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Asked(BaseModel):
+    """What both kinds of requests may say."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Choices | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_served(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in _NEUTRAL.items():
+            if values.get(name) is not None and values[name] not in neutral:
+                raise RequestError(
+                    f"{name} is not served here: leave it out", param=name, code="unsupported"
+                )
+        without = {*_NEUTRAL, *_IGNORED}
+        return {name: value for name, value in values.items() if name not in without}
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message; `content` is its text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("tool_calls") or values.get("function_call"):
+            raise RequestError("calls of tools are not served here", param="messages")
+        role = "system" if values.get("role") == "developer" else values.get("role")
+        content = values.get("content")
+        if isinstance(content, list):
+            content = "".join(TextPart.model_validate(part).text for part in content)
+        return {"role": role, "content": content}
+
+
+class Chat(Asked):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _in_order(cls, messages: list[Message]) -> list[Message]:
+        if any(message.role == "system" for message in messages[1:]):
+            raise ValueError("a system message comes first, and once")
+        if messages[-1].role != "user":
+            raise ValueError("the last message must be the user's")
+        return messages
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Completion(Asked):
+    """A request to /v1/completions."""
+
+    prompt: str | Several[str] | Several[Token] | Several[Several[Token]]
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each a text, or ids."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else list(prompt)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or 16  # as OpenAI's API has it
+
+
+def parsed(model: type[M], body: bytes, session: str | None) -> M:
+    """A request from its body, and the session that a header names; RequestError, in one line, if
+    it is none.
+    """
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if isinstance(values, dict) and values.get("session") is None and session is not None:
+        values["session"] = session
+    try:
+        return model.model_validate(values)
+    except RecursionError:
+        raise RequestError("the body is nested too deep") from None
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        param = str(fault["loc"][0]) if fault["loc"] else None
+        what = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            what = "no such parameter"
+        raise RequestError(f"{param or 'the body'}: {what}", param=param) from None

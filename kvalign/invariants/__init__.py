@@ -1,0 +1,114 @@
+"""What every streaming cache must keep to, measured: the same tokens, another way.
+
+    for outcome in kvalign.verify(model, lambda model: MyCache(...)):
+        print(outcome.name, outcome.state, outcome.figure)
+
+A cache is only asked what transformers asks of it, and looked at where it hands entries to
+attention. One that is a file of its own and a line here is found by the command, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvalign import progress
+from kvalign.registry import Registry
+from kvalign.settings import typed
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from kvalign.invariants.base import Invariant, Outcome
+    from kvalign.methods.base import Method
+
+    Make = Callable[[PreTrainedModel], Cache | Method]
+
+NUM_STEPS = 1000
+
+INVARIANTS: Registry[Invariant] = Registry(
+    "invariant",
+    {
+        "dense": "kvalign.invariants.feeding:DENSE",
+        "rows": "kvalign.invariants.feeding:ROWS",
+        "chunks": "kvalign.invariants.feeding:CHUNKS",
+        "evicting-chunks": "kvalign.invariants.feeding:EVICTING_CHUNKS",
+        "masks": "kvalign.invariants.books:MASKS",
+        "positions": "kvalign.invariants.books:POSITIONS",
+        "kept": "kvalign.invariants.entries:KEPT",
+        "moves": "kvalign.invariants.entries:MOVES",
+        "reorder": "kvalign.invariants.row_changes:REORDER",
+        "repeat": "kvalign.invariants.row_changes:REPEAT",
+        "save": "kvalign.invariants.row_changes:SAVE",
+        "half-entries": "kvalign.invariants.long_run:HALF_ENTRIES",
+        "half-logits": "kvalign.invariants.long_run:HALF_LOGITS",
+        "kl": "kvalign.invariants.long_run:KL",
+    },
+)
+"""Invariants by name, in the order in which they are tried."""
+
+
+@progress.shown_as("verify")
+def verify(
+    model: PreTrainedModel,
+    make: Make,
+    *,
+    num_steps: int = NUM_STEPS,
+    half: str = "bfloat16",
+    invariants: Sequence[str] | None = None,
+    seed: int = 0,
+) -> list[Outcome]:
+    """Put a cache and a model to the invariants.
+
+    Args:
+        model: a causal LM of transformers, in eval mode. It is left as it is; what compares
+            precisions works on copies.
+        make: given a model, an empty cache for it, or a method of `kvalign.make_method`; it is
+            called many times, once with the model in half precision.
+        num_steps: tokens of the long stream after the cache is full.
+        half: the precision that is held against float32: bfloat16 or float16.
+        invariants: names of `INVARIANTS`; None: all.
+        seed: of the tokens.
+
+    Returns:
+        an outcome for each invariant. What the cache raises is one, too.
+
+    Raises:
+        UserError: an unknown invariant, or `make` returns no cache.
+    """
+    import math
+
+    import torch
+
+    from kvalign.errors import UserError
+    from kvalign.invariants.base import NotApplicableError, Outcome
+    from kvalign.invariants.subject import Subject
+
+    names = list(INVARIANTS) if invariants is None else list(invariants)
+    chosen = {name: INVARIANTS.find(name) for name in names}
+    if half not in ("bfloat16", "float16"):
+        raise UserError(f"half must be bfloat16 or float16, got {half!r:.80}")
+    if typed("num_steps", num_steps, int) < 1:
+        raise UserError(f"num_steps must be at least 1, got {num_steps}")
+    subject = Subject(model, make, num_steps, getattr(torch, half), typed("seed", seed, int))
+    subject.stream()  # what is no cache is said before any work
+    outcomes = []
+    for name, invariant in chosen.items():
+        progress.phase(name)
+        about, look_at = invariant.about, invariant.look_at
+        try:
+            measured = invariant.measure(subject)
+        except NotApplicableError as reason:
+            outcomes.append(Outcome(name, about, "not applicable", note=str(reason)))
+        except Exception as error:  # whatever somebody's cache raises
+            note = f"it raised {type(error).__name__}: {error}"
+            outcomes.append(Outcome(name, about, "failed", note=note, look_at=look_at))
+        else:
+            is_number = math.isfinite(measured.figure)
+            note = measured.note if is_number else f"no number; {measured.note}".rstrip("; ")
+            figures = (measured.figure if is_number else None, measured.bound, invariant.unit, note)
+            if measured.holds:
+                outcomes.append(Outcome(name, about, "passed", *figures))
+            else:
+                outcomes.append(Outcome(name, about, "failed", *figures, look_at))
+    return outcomes

@@ -1,0 +1,121 @@
+"""A stream long past its first eviction, watched from its first token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.cache import StreamingCache
+from kvalign.invariants.base import NotApplicableError
+from kvalign.invariants.stream import Stream, Watched, matches
+from kvalign.invariants.subject import Subject, first_layer
+from kvalign.realign import LONG_RUN
+
+FIRST_INPUT = 5
+
+
+@dataclass
+class Aged:
+    """A stream that is long past its first eviction.
+
+    Attributes:
+        fault: entries by which what the cache told and what attention got were apart at most.
+        where: the token at which that was, from 0.
+        num_sinks: first tokens that were all there after the first eviction; None before it.
+        seen: now and then, the tokens [S] that one saw, itself the last; empty where there is no
+            telling, which `no_seen` explains.
+        hidden: of the same, [N] that the first layer gave.
+    """
+
+    stream: Stream
+    fault: int
+    where: int
+    num_sinks: int | None
+    seen: list[Tensor]
+    hidden: list[Tensor]
+    no_seen: str = ""
+
+    @property
+    def watched(self) -> Watched:
+        assert self.stream.watched is not None
+        return self.stream.watched
+
+
+def age(subject: Subject) -> Aged:
+    """Feed a stream until entries have been moved back at least once, and keep it."""
+    if "aged" not in vars(subject):
+        vars(subject)["aged"] = _age(subject)
+    return vars(subject)["aged"]
+
+
+def _age(subject: Subject) -> Aged:
+    stream = subject.stream(is_watched=True)
+    if stream.watched is None:
+        raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")
+    capacity = subject.capacity
+    num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
+    if isinstance(stream.cache, StreamingCache):
+        while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
+            num += 1
+    ids, done = subject.ids(1, num), 0
+    aged = Aged(stream, fault=0, where=0, num_sinks=None, seen=[], hidden=[])
+    with first_layer_outputs(subject.model) as outputs:
+        while done < num:
+            size = min(FIRST_INPUT, capacity) if done == 0 else 1
+            stream.feed(ids[:, done : done + size])
+            fault = _fault(stream.watched, done, size, done > capacity)
+            if fault > aged.fault:
+                aged.fault, aged.where = fault, done
+            done += size
+            if aged.num_sinks is None and stream.num_found < done - size:
+                aged.num_sinks = _num_sinks(stream.watched)
+            if done > capacity + 1 and done % max(1, capacity // 4) == 0 and not aged.no_seen:
+                try:
+                    aged.seen.append(stream.seen())
+                    aged.hidden.append(outputs[-1][0, -1])
+                except NotApplicableError as reason:
+                    aged.no_seen = str(reason)
+            outputs.clear()
+    return aged
+
+
+@contextmanager
+def first_layer_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that what the first layer gives [B, T, N] is added to."""
+    outputs: list[Tensor] = []
+    handle = first_layer(model).register_forward_hook(
+        lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+    )
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -> int:
+    """Entries by which what the cache told is off."""
+    position, faults = watched.positions[-num_new], []
+    for layer, (length, offset) in enumerate(watched.told):
+        faults.append(abs(length - watched.found[layer][0].shape[2]))
+        if not getattr(watched.cache.layers[layer], "is_compileable", False):
+            faults.append(abs(offset + length - position - num_new))  # the newest is the last
+    if not has_evicted:
+        faults.append(abs(position - num_before))
+    return max(faults)
+
+
+def tokens_held(watched: Watched) -> list[int | None]:
+    """Which token each entry is of that the last one of the first row found."""
+    values = watched.found[0][1][0, :, : watched.num_found]
+    return matches(values, watched.born()[1][0, :, :-1])
+
+
+def _num_sinks(watched: Watched) -> int:
+    """How many of the first tokens are all there; 0 where there is no telling."""
+    try:
+        held = set(tokens_held(watched))
+    except NotApplicableError:
+        return 0
+    return next(n for n in range(len(held) + 1) if n not in held)

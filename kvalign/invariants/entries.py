@@ -1,0 +1,122 @@
+"""The entries that a cache holds after many evictions: whose they are, and where."""
+
+import torch
+
+from kvalign.aligners import Move
+from kvalign.cache import StreamingCache
+from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
+from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
+from kvalign.invariants.stream import SAME
+from kvalign.invariants.subject import Subject
+from kvalign.realign import OnRead, Realigner
+
+
+def measure_kept(subject: Subject) -> Measured:
+    subject.needs_eviction()
+    aged = age(subject)
+    watched, cache = aged.watched, aged.stream.cache
+    values = watched.found[0][1][0, :, : watched.num_found]
+    born = watched.born()[1][0, :, :-1]
+    if isinstance(cache, StreamingCache):
+        places, which = aged.stream.places(), "entries, as index() names them"
+        if aligner_of(cache) is not None:
+            places, which = places[: cache.sizes.num_sinks], "sinks; of its other entries see moves"
+            if not places:
+                raise NotApplicableError(
+                    "its aligner changes values, and it has no sinks: see moves"
+                )
+        apart = (values[:, : len(places)] - born[:, places]).abs().amax((0, 2))
+        num_other = int((apart > SAME * born.abs().max()).sum())
+        return Measured(num_other, 0, f"{len(places)} {which}")
+    held, num_sinks = tokens_held(watched), aged.num_sinks or 0
+    known = [place for place in held if place is not None]
+    if not known:
+        raise NotApplicableError("values are changed")
+    num_wrong = len(held) - len(known) + len(set(range(num_sinks)) - set(known))
+    is_ordered = known == sorted(known)
+    if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
+        num_wrong += sum(place != at for place, at in zip(known, sorted(known), strict=True))
+    newest = range(born.shape[1] - len(held) + num_sinks, born.shape[1])
+    note = f"{len(held)} entries: {num_sinks} of the beginning, then "
+    note += "the newest" if {*range(num_sinks), *newest} == set(known) else "not all the newest"
+    return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
+
+
+def aligner_of(cache: StreamingCache) -> Realigner | None:
+    """What places a streaming cache's entries, if it is more than rotation."""
+    realigner = cache.realigner
+    if isinstance(realigner, OnRead):
+        return realigner.moving
+    return realigner if hasattr(realigner, "aligner") else None
+
+
+def measure_moves(subject: Subject) -> Measured:
+    subject.needs_eviction()
+    aged = age(subject)
+    cache = aged.stream.cache
+    if isinstance(cache, StreamingCache) and (placing := aligner_of(cache)) is not None:
+        aged.stream.places()  # which are the same in all layers and heads
+        if placing.recursive:
+            raise NotApplicableError(
+                "a network moves entries from its own last output: by design its moves do not add "
+                "up"
+            )
+        return _placed_once(aged, cache, placing)
+    if subject.family is None:
+        raise NotApplicableError("how this model encodes positions is not known")
+    if subject.family == "learned":
+        raise NotApplicableError("entries stay as they were written, stale on learned positions")
+    if aged.no_seen:
+        raise NotApplicableError(aged.no_seen)
+    worst = 0.0
+    with torch.no_grad(), first_layer_outputs(subject.model) as outputs:
+        for seen, hidden in zip(aged.seen, aged.hidden, strict=True):
+            subject.model.base_model(input_ids=seen[None], use_cache=False)
+            worst = max(worst, difference(hidden, outputs.pop()[0, -1]))
+    num = aged.stream.ids.shape[1]
+    return Measured(
+        worst, note=f"the first layer and re-encoded, {len(aged.seen)} times in {num} tokens"
+    )
+
+
+@torch.no_grad()
+def _placed_once(aged: Aged, cache: StreamingCache, placing: Realigner) -> Measured:
+    """Entries as attention sees them, and as one move from their birth makes them."""
+    sizes, num = cache.sizes, aged.stream.ids.shape[1]
+    behind, index = cache.frame.num_behind(num), cache.index()
+    rotation = cache.realigner.rotation if cache.realigner else None
+    sinks, window = index.split([sizes.num_sinks, len(index) - sizes.num_sinks])
+    at = torch.tensor(aged.watched.positions)
+    turns = rotation is not None and cache.realigner is not None and not cache.realigner.moves
+    births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if turns else at
+    first = sizes.num_sinks + (0 if turns else behind)
+    now = torch.arange(first, first + len(window))
+    worst = 0.0
+    for i, layer in enumerate(cache.layers):
+        keys, values = aged.watched.born(i)
+        born = keys[:, :, window], values[:, :, window]
+        held = placing.anchor(i, *born, births[window], at[window])
+        placed = placing.place(i, *held, Move(num, first, now))
+        in_front = keys[:, :, sinks], values[:, :, sinks]
+        expected = [torch.cat(x, 2) for x in zip(in_front, placed, strict=True)]
+        if turns:
+            assert rotation is not None
+            expected[0] = rotation.shift(expected[0], -behind)
+        for found, one in zip((layer.keys, layer.values), expected, strict=True):
+            assert found is not None
+            worst = max(worst, difference(found, one))
+    return Measured(worst, note=f"entries after {num} tokens and placed once, all layers")
+
+
+KEPT = Invariant(
+    about="after many evictions each entry is one token's own, and the sinks are there",
+    unit="wrong entries",
+    look_at="where sinks are written and what is dropped: entries overwritten, lost or there twice",
+    measure=measure_kept,
+)
+MOVES = Invariant(
+    about="moves add up: after many of them entries are as if placed once",
+    unit="sd",
+    look_at="by how much entries and sinks move at an eviction, and the next token's position",
+    measure=measure_moves,
+)

@@ -1,0 +1,197 @@
+"""A long stream in half precision beside the same in float32, and beside re-encoding."""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvalign import progress
+from kvalign.invariants.base import Invariant, Measured, NotApplicableError
+from kvalign.invariants.stream import Stream
+from kvalign.invariants.subject import Subject, in_precision
+
+NUM_ROWS = 2
+STRETCH = 32  # steps that a mean is taken over
+MOST_APART = 16  # steps between two of which the KL is taken, so that it is of several texts
+ERRORS = 3  # standard errors by which a mean may be above its bound
+OTHER = 0.5  # error of a value that is another token's
+GROWTH = 2.0  # what a mean of the last steps may be of that of the first
+ENTRIES = 2.0  # what the error at a place of the cache may be of that of the newest entry
+_FLOOR = 1e-4  # nats
+
+
+@dataclass
+class LongRun:
+    """What a long stream gave: [steps] of the stretches.
+
+    Attributes:
+        first_errors, last_errors: of logits in half precision, by their size, while nothing was
+            evicted and at the end.
+        entries: [2, S] a step: errors of the first layer's keys and values, the newest last, at the
+            end.
+        first_kl, last_kl: KL(re-encoded || stream) in nats, once nothing born before the first
+            eviction is left but sinks, and at the end.
+        unread_kl: the same of the last token alone, as if nothing was kept.
+        no_kl: why there is none.
+    """
+
+    num_steps: int
+    first_errors: list[float] = field(default_factory=list)
+    last_errors: list[float] = field(default_factory=list)
+    entries: list[Tensor] = field(default_factory=list)
+    first_kl: list[float] = field(default_factory=list)
+    last_kl: list[float] = field(default_factory=list)
+    unread_kl: list[float] = field(default_factory=list)
+    no_kl: str = ""
+
+
+def long_run(subject: Subject) -> LongRun:
+    """The long stream of a subject, run once."""
+    if "long_run" not in vars(subject):
+        vars(subject)["long_run"] = _run(subject)
+    return vars(subject)["long_run"]
+
+
+@torch.no_grad()
+def _run(subject: Subject) -> LongRun:
+    subject.needs_eviction()
+    half_model = in_precision(subject.model, subject.half)
+    full_model = in_precision(half_model, torch.float32)  # the very same weights
+    capacity = subject.capacity
+    begin = 3 * capacity
+    num = max(capacity + subject.num_steps, begin + 2 * STRETCH)
+    run = LongRun(num)
+    apart = min(MOST_APART, (num - begin) // (2 * STRETCH))
+    first_kl = range(begin, begin + apart * STRETCH, apart)
+    last_kl = range(num - 1, num - 1 - apart * STRETCH, -apart)
+    ids = subject.written_ids(NUM_ROWS, num)
+    half, full = (subject.stream(is_watched=True, model=m) for m in (half_model, full_model))
+    progress.expect(num, "tokens")
+    for i in range(num):
+        token = ids[:, i : i + 1]
+        logits, exact = half.feed(token), full.feed(token)
+        if capacity - STRETCH <= i < capacity:
+            run.first_errors.append(_error(logits, exact))
+        for steps, figures in ((first_kl, run.first_kl), (last_kl, run.last_kl)):
+            if i in steps and not run.no_kl:
+                _add_kl(run, figures, subject, full, exact)
+        if i >= num - STRETCH:
+            run.last_errors.append(_error(logits, exact))
+            if half.watched is not None and full.watched is not None:
+                pairs = zip(half.watched.found[0], full.watched.found[0], strict=True)
+                run.entries.append(torch.stack([_by_entry(x, y) for x, y in pairs]))
+        for stream in (half, full):
+            _forget(stream, i)
+        progress.advance(1)
+    return run
+
+
+def _forget(stream: Stream, step: int) -> None:
+    """A long stream need not be remembered beyond the first layer."""
+    if stream.watched is not None:
+        for births in stream.watched.births[1:]:
+            births.clear()
+
+
+def _error(logits: Tensor, exact: Tensor) -> float:
+    """Root mean square error by root mean square size, of logits [B, V] about their mean."""
+    logits, exact = (x - x.mean(-1, keepdim=True) for x in (logits, exact))
+    return float((logits - exact).norm() / exact.norm())
+
+
+def _by_entry(found: Tensor, exact: Tensor) -> Tensor:
+    """The same of entries [B, H, S, D], for each of them: [S]."""
+    apart = (found.float() - exact.float()).square().sum((0, 1, 3))
+    return (apart / exact.float().square().sum((0, 1, 3))).sqrt()
+
+
+def _add_kl(
+    run: LongRun, figures: list[float], subject: Subject, stream: Stream, logits: Tensor
+) -> None:
+    try:
+        seen = [stream.seen(row) for row in range(NUM_ROWS)]
+    except NotApplicableError as error:
+        run.no_kl = str(error)
+        return
+    for row, tokens in enumerate(seen):
+        target = subject.encoded(tokens[None], stream.model)[0, -1].log_softmax(-1)
+        alone = subject.encoded(tokens[None, -1:], stream.model)[0, -1]
+        figures.append(_kl(target, logits[row]))
+        run.unread_kl.append(_kl(target, alone))
+
+
+def _kl(target: Tensor, logits: Tensor) -> float:
+    """KL in nats of logits [V] from log-probabilities [V]."""
+    return float((target.exp() * (target - logits.log_softmax(-1))).sum())
+
+
+def _error_of(figures: list[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.stdev(figures) / math.sqrt(len(figures))
+
+
+def _mean(figures: list[float]) -> float:
+    return sum(figures) / len(figures)
+
+
+def _check_alike(run: LongRun) -> None:
+    """Values carry no rotation: one that is far off is another token's."""
+    if any(errors[1].max() > OTHER for errors in run.entries):
+        raise NotApplicableError("in half precision it keeps other tokens: there is no comparing")
+
+
+def measure_half_entries(subject: Subject) -> Measured:
+    run = long_run(subject)
+    _check_alike(run)
+    if not run.entries:
+        raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
+    width = min(errors.shape[1] for errors in run.entries)
+    errors = torch.stack([errors[:, -width:] for errors in run.entries]).mean(0)  # [2, S]
+    ratios = errors / errors[:, -1:]
+    kind, place = divmod(int(ratios.argmax()), width)
+    note = (
+        f"{('keys', 'values')[kind]}: {errors[kind, place]:.2g} at place {place} of {width}, "
+        f"{errors[kind, -1]:.2g} of the newest, after {run.num_steps} tokens"
+    )
+    return Measured(float(ratios[kind, place]), ENTRIES, note)
+
+
+def measure_half_logits(subject: Subject) -> Measured:
+    run = long_run(subject)
+    _check_alike(run)
+    first, last = _mean(run.first_errors), _mean(run.last_errors)
+    note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
+    return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")
+
+
+def measure_kl(subject: Subject) -> Measured:
+    run = long_run(subject)
+    if run.no_kl:
+        raise NotApplicableError(run.no_kl)
+    first, last, unread = map(_mean, (run.first_kl, run.last_kl, run.unread_kl))
+    note = f"{first:.2g} early; with nothing but the last token it would be {unread:.2g}"
+    error = math.hypot(GROWTH * _error_of(run.first_kl), _error_of(run.last_kl))
+    return Measured(last, GROWTH * first + ERRORS * error + _FLOOR, note)
+
+
+HALF_ENTRIES = Invariant(
+    about="in half precision old entries are as exact as new ones",
+    unit="old by new",
+    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
+    measure=measure_half_entries,
+)
+HALF_LOGITS = Invariant(
+    about="in half precision errors do not grow with the stream",
+    unit="last by first",
+    look_at="positions, angles or sums kept in half precision",
+    measure=measure_half_logits,
+)
+KL = Invariant(
+    about="the distance to re-encoding is finite and does not grow with the stream",
+    unit="nats",
+    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
+    "on",
+    measure=measure_kl,
+)

@@ -1,0 +1,230 @@
+"""A stream of tokens through a cache, which can be watched at it."""
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvalign.cache import StreamingCache
+from kvalign.errors import UserError
+from kvalign.invariants.base import NotApplicableError
+from kvalign.methods.base import Cached, Method, Reencoding
+
+SAME = 1e-4  # of their size, by which values that are the same may be apart
+
+
+class Watched:
+    """What a cache is handed and hands out, layer by layer.
+
+    Attributes:
+        births: by layer, the keys and values [B, H, T, D] of each input.
+        positions: where each token was computed, as the cache told the model.
+        told: by layer, what `get_mask_sizes` said before the last input: length and offset.
+        found: by layer, the keys and values [B, H, S, D] that attention got last.
+        index: by row, the tokens of the entries that the last input found, where the cache says so;
+            None where they are others in other layers or heads.
+    """
+
+    def __init__(self, cache: Cache, num_layers: int):
+        self.cache, self.num_layers = cache, num_layers
+        self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+        self.positions: list[int] = []
+        self.told: list[tuple[int, int]] = []
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self.index: list[list[int] | None] = []
+        self._update = cache.update
+        cache.update = self._watch
+
+    def before(self, num_new: int) -> None:
+        position = int(self.cache.get_seq_length())
+        self.positions += range(position, position + num_new)
+        layers = range(self.num_layers)
+        told = [self.cache.get_mask_sizes(num_new, layer) for layer in layers]
+        self.told = [(int(length), int(offset)) for length, offset in told]
+        if isinstance(self.cache, StreamingCache):
+            rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
+            self.index = [_of_all_heads(index) for index in rows]
+
+    def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        self.births[layer].append((keys.detach().clone(), values.detach().clone()))
+        self.found[layer] = found = self._update(keys, values, layer, *args, **kwargs)
+        return found
+
+    @property
+    def num_found(self) -> int:
+        """Entries that the last token found before it."""
+        return self.found[0][0].shape[2] - self.births[0][-1][0].shape[2]
+
+    def born(self, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, H, N, D] of all tokens, as they were handed in."""
+        keys, values = zip(*self.births[layer], strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+class Stream:
+    """Rows of tokens that go through a cache, or one of the methods, in a model."""
+
+    def __init__(self, model: PreTrainedModel, held: Cache | Method, is_watched: bool = False):
+        self.model, self.held = model, held
+        self.method = held if isinstance(held, Method) else None
+        self.ids = torch.zeros(0, 0, dtype=torch.int64)
+        cache, num_layers = self.cache, model.config.num_hidden_layers
+        self.watched = Watched(cache, num_layers) if cache is not None and is_watched else None
+
+    @property
+    def cache(self) -> Cache | None:
+        """What the model is called with; None of methods that re-encode."""
+        if not isinstance(self.held, Method):
+            return self.held
+        return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor) -> Tensor:
+        """Take in ids [B, T]; return the next token's logits [B, V] float32."""
+        if self.watched is not None:
+            self.watched.before(ids.shape[1])
+            self.ids = torch.cat([self.ids.to(ids), ids], 1) if self.ids.numel() else ids
+        if self.method is not None:
+            return self.method.feed(ids)
+        out = self.model(input_ids=ids, past_key_values=self.held, use_cache=True)
+        return out.logits[:, -1].float()
+
+    def feed_singly(self, ids: Tensor) -> Tensor:
+        """The same, one token after the other; logits after the last."""
+        for i in range(ids.shape[1]):
+            logits = self.feed(ids[:, i : i + 1])
+        return logits
+
+    @property
+    def num_found(self) -> int:
+        """Entries that the last token found before it."""
+        if self.watched is not None:
+            return self.watched.num_found
+        assert isinstance(self.held, Reencoding)
+        return len(self.held.rows[0]) - 1
+
+    def seen(self, row: int = 0) -> Tensor:
+        """The tokens [S] that the last one saw, itself among them.
+
+        Raises:
+            NotApplicableError: there is no telling.
+        """
+        if isinstance(self.held, Reencoding):
+            return self.held.rows[row]
+        places = self.places(row)
+        return self.ids[row, [*places, self.ids.shape[1] - 1]]
+
+    def places(self, row: int = 0) -> list[int]:
+        """Of the entries that the last token found, the places of their tokens in the stream, in
+        order: each has the value that it had when it was handed in.
+        """
+        assert self.watched is not None
+        values = self.watched.found[0][1][row, :, : self.watched.num_found]
+        if self.watched.index:
+            index = self.watched.index[row]
+            if index is None:
+                raise NotApplicableError("its layers or heads keep different tokens")
+            if len(index) != values.shape[1]:
+                raise NotApplicableError("it holds other entries than it says")
+            return index
+        born = self.watched.born()[1][row, :, :-1]
+        found = matches(values, born)
+        if None in found:
+            raise NotApplicableError("no telling which tokens it holds: values are changed")
+        return sorted(place for place in found if place is not None)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Rows in another order, as beam search asks for it."""
+        if self.cache is not None:
+            self.cache.reorder_cache(torch.tensor(rows, device=self.model.device))
+        else:
+            assert self.method is not None
+            self.method.select(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+        else:
+            assert self.method is not None
+            self.method.select(rows)
+
+    def repeat(self, repeats: int) -> None:
+        if self.cache is None:
+            raise NotApplicableError("it has no cache whose rows could be repeated")
+        self.cache.batch_repeat_interleave(repeats)
+
+    def loaded(self, empty: Cache | Method) -> "Stream":
+        """The stream as it comes out of its own bytes: by `state` and `restore` where it has them,
+        into `empty`, else by pickle.
+        """
+        held: Any = self.held
+        if isinstance(held, Method):
+            assert isinstance(empty, Method)
+            try:
+                state = held.state()
+            except UserError as error:
+                raise NotApplicableError(str(error)) from error
+            empty.restore(_through_bytes(state, self.model.device))
+        elif hasattr(held, "state") and hasattr(held, "restore"):
+            into: Any = empty
+            into.restore(_through_bytes(held.state(), self.model.device), self.model)
+        else:
+            try:
+                data = pickle.dumps(held)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise NotApplicableError(f"it cannot be pickled: {error}") from error
+            empty = pickle.load(io.BytesIO(data))  # our own bytes of a moment ago
+        return Stream(self.model, empty)
+
+
+def _of_all_heads(index: Tensor) -> list[int] | None:
+    """Tokens [S], or [L, H, S] where layers and heads may differ; None where they do."""
+    first = index.flatten(0, -2)[0] if index.ndim > 1 else index
+    return first.tolist() if bool((index == first).all()) else None
+
+
+def matches(values: Tensor, born: Tensor) -> list[int | None]:
+    """For each of values [H, S, D] which one of those born [H, N, D] it is; None for one that is
+    none of them. Heads may hold them in orders of their own: the first one's is given.
+
+    Raises:
+        NotApplicableError: heads hold different ones.
+    """
+    together = _matches(values.transpose(0, 1).flatten(1), born.transpose(0, 1).flatten(1))
+    if None not in together:
+        return together
+    heads = [_matches(*pair) for pair in zip(values, born, strict=True)]
+    if any(None in head for head in heads):
+        return together
+    if any(set(head) != set(heads[0]) for head in heads):
+        raise NotApplicableError("its heads keep different tokens")
+    return heads[0]
+
+
+def _matches(values: Tensor, born: Tensor) -> list[int | None]:
+    """For each of values [S, D] the latest of those born [N, D] that it can be, no two the same."""
+    values, born = values.float(), born.float()
+    exactly = "donot_use_mm_for_euclid_dist"
+    near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
+    places: list[int | None] = []
+    for i in reversed(range(len(near))):
+        here = near[i].nonzero()
+        places.append(int(here[-1]) if len(here) else None)
+        if len(here):
+            near[:, here[-1]] = False
+    return places[::-1]
+
+
+def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    written = save({name: x.contiguous() for name, x in state.items()})
+    return {name: x.to(device) for name, x in load(written).items()}
+
+
+def is_exact(stream: Stream) -> bool:
+    """Whether an input of several tokens is meant to count as these one by one."""
+    return not isinstance(stream.held, Cached) or stream.held.is_exact

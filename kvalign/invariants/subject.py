@@ -1,0 +1,166 @@
+"""What is put to the invariants: what makes a cache, and a model."""
+
+import copy
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from kvalign.errors import UserError
+from kvalign.invariants.base import NotApplicableError
+from kvalign.invariants.stream import Stream
+from kvalign.methods.base import Method
+from kvalign.models import Family, ModelSpec, spec_of
+
+if TYPE_CHECKING:
+    from kvalign.invariants import Make
+
+MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
+SAMPLED_LEN = 128  # tokens of a text that the model writes itself
+
+
+class Subject:
+    """A model and what makes a cache for it.
+
+    Args:
+        model: a causal LM of transformers; a copy in float32 is used where it is in half precision.
+        make: given a model, an empty cache or method for it.
+        num_steps: tokens of the long stream.
+        half: the precision that is held against float32.
+        seed: of the tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        make: "Make",
+        num_steps: int,
+        half: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ):
+        is_float32 = model.dtype == torch.float32
+        self.model = model if is_float32 else in_precision(model, torch.float32)
+        self.make, self.num_steps, self.half, self.seed = make, num_steps, half, seed
+
+    @cached_property
+    def spec(self) -> ModelSpec | None:
+        """What is known of the model; None of an architecture that KV-Align does not stream."""
+        try:
+            return spec_of(self.model.config)
+        except UserError:
+            return None
+
+    @property
+    def family(self) -> Family | None:
+        """How the model encodes positions; None: not known."""
+        return self.spec.family if self.spec else None
+
+    @property
+    def context_len(self) -> int | None:
+        """Positions that the model was built for; None where nothing limits them."""
+        if self.spec:
+            return self.spec.context_len
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a cache that keeps all can be fed."""
+        return min(self.context_len or MOST_PROBED, MOST_PROBED)
+
+    def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
+        """A stream that has been fed nothing."""
+        model = model or self.model
+        held = self.make(model)
+        if not isinstance(held, Cache | Method):
+            raise UserError(
+                f"what makes the cache must return a Cache of transformers or a method of "
+                f"kvalign.make_method, got {type(held).__name__}"
+            )
+        return Stream(model, held.new() if isinstance(held, Method) else held, is_watched)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Entries that a token finds at most."""
+        return self._probed[0]
+
+    @cached_property
+    def evicts(self) -> bool:
+        return self._probed[1]
+
+    @cached_property
+    def _probed(self) -> tuple[int, bool]:
+        stream, most = self.stream(is_watched=True), 0
+        ids = self.ids(1, self.room)
+        for i in range(self.room):
+            stream.feed(ids[:, i : i + 1])
+            if stream.num_found < i:
+                return most, True
+            most = stream.num_found
+        return most, False
+
+    def needs_eviction(self) -> None:
+        if not self.evicts:
+            raise NotApplicableError(f"it evicts nothing in {self.capacity + 1} tokens")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a short stream: some past the first eviction, if there is one."""
+        return self.capacity + 8 + min(self.capacity, 64) if self.evicts else self.capacity
+
+    def ids(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Ids [B, N]; of a row as many different ones as there are come before one comes again."""
+        rng, words = torch.Generator().manual_seed(self.seed), self._words
+        times = -(-num_tokens // len(words))
+        rows = [
+            torch.cat([words[torch.randperm(len(words), generator=rng)] for _ in range(times)])
+            for _ in range(num_rows)
+        ]
+        return torch.stack(rows)[:, :num_tokens].to(self.model.device)
+
+    @property
+    def _words(self) -> Tensor:
+        """The ids that are taken: padding is none."""
+        words = torch.arange(self.model.config.vocab_size)
+        return words[words != (self.model.config.pad_token_id or 0)]
+
+    @torch.no_grad()
+    def written_ids(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Ids [B, N] of texts that the model writes itself, so that they are likely ones."""
+        length = min(SAMPLED_LEN, self.room)
+        num_texts = -(-num_rows * num_tokens // length)
+        rng = torch.Generator().manual_seed(self.seed)
+        ids, cache = self.ids(num_texts, 1), None
+        last, parts = ids, [ids]
+        for _ in range(length - 1):
+            out = self.model(input_ids=last, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            probabilities = out.logits[:, -1, self._words].float().softmax(-1).cpu()
+            drawn = torch.multinomial(probabilities, 1, generator=rng)
+            last = self._words[drawn].to(ids.device)
+            parts.append(last)
+        return torch.cat(parts, 1).flatten()[: num_rows * num_tokens].view(num_rows, num_tokens)
+
+    @torch.no_grad()
+    def encoded(self, ids: Tensor, model: PreTrainedModel | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T] from position 0, without a cache."""
+        return (model or self.model)(input_ids=ids, use_cache=False).logits.float()
+
+
+def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy whose weights, and not its rotary frequencies, are in another precision."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def first_layer(model: PreTrainedModel) -> nn.Module:
+    """The first of a model's decoder layers."""
+    num = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num:
+            return module[0]
+    raise NotApplicableError("its first layer was not found")

@@ -1,0 +1,73 @@
+"""`--policy`, `--num-recent` and `--positions` on the command line: what they do, and what is
+refused in one line before there is any work.
+"""
+
+import json
+import re
+
+import pytest
+
+from kvalign.app.cli import main
+from kvalign.policies import POLICIES
+
+GENERATE = "generate --model gpt2-mini --prompt the --cache-size 32 --max-new-tokens 40 --seed 0"
+NETWORK = "--aligner kvalign-gpt2-mini-network"
+WRONG = [
+    (f"{GENERATE} --policy h20", "--policy must be one of oldest, .* got 'h20': did you mean h2o"),
+    (f"{GENERATE} --positions kept", "--positions must be one of compact, keep, got 'kept'"),
+    (
+        f"{GENERATE} --policy tova --num-recent 33",
+        "--num-recent must be between 0 and 32 .* got 33",
+    ),
+    (f"{GENERATE} --policy tova --num-recent -1", "--num-recent must be at least 0, got -1"),
+    (f"{GENERATE} --policy keydiff --realign-every 4", "--realign-every is for policy oldest"),
+    (f"{GENERATE} --policy keydiff --compile", "is not compiled"),
+    (f"{GENERATE} --policy random {NETWORK}", "an aligner of kind network moves entries that lie"),
+    (f"{GENERATE} --positions keep", "nothing to align: take method streaming-llm"),
+    ("eval perplexity --policy h2o,best", "--policy must be one of .* got 'best'"),
+    ("eval perplexity --positions nowhere", "--positions must be one of compact, keep"),
+    ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "--num-recent must be between"),
+    ("chat --say hello --policy oldst", "did you mean oldest"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG)
+def test_wrong_use_is_one_line(command, message, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    captured = capfd.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert captured.out == "" and ": error: " in last
+    assert re.search(message, last)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_streams_and_says_what_it_took(policy, capfd):
+    assert main([*GENERATE.split(), "--policy", policy, "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    settings = document["settings"]
+    assert (settings["policy"], settings["positions"]) == (policy, "compact")
+    assert settings["num_recent"] == (0 if policy == "oldest" else 8)
+
+
+def test_the_default_is_the_oldest(capfd):
+    texts = []
+    for flags in ([], ["--policy", "oldest"], ["--policy", "h2o"]):
+        assert main([*GENERATE.split(), *flags]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_end_of_kept_positions_is_said(capfd):
+    keep = (
+        "--method streaming-llm --policy key-norm --positions keep --max-new-tokens 600 --top-k 1"
+    )
+    assert main([*GENERATE.split(), *keep.split()]) == 0
+    said = capfd.readouterr().err
+    assert "the stream ends here: the model has no position left\n512 tokens by streaming" in said
+
+
+def test_methods_lists_the_policies(capfd):
+    assert main(["methods", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)["policies"]
+    assert [row["policy"] for row in listed] == list(POLICIES) and all(x["about"] for x in listed)

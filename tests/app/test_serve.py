@@ -1,0 +1,369 @@
+"""`kvalign serve` through OpenAI's client: the interface, sessions, rows that come and go."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import pytest
+import torch
+from helpers.served import serving, until
+from helpers.smaller import example
+
+import kvalign
+from kvalign.app.cli import main
+from kvalign.app.serve.row import HeldBack
+from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.errors import UserError
+from kvalign.files import locked
+from kvalign.models import load_model
+from kvalign.turns import messages_text, opening_len, turn_ids
+
+GREEDY = dict(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="module")
+def server(loaded):
+    with serving(loaded, cache_size=48, max_streams=8) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as one:
+        yield one
+
+
+def say(client, text, session=None, **more):
+    given = {**GREEDY, **more}
+    if session:
+        given["extra_body"] = {"session": session}
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    return client.chat.completions.create(model="gpt2-mini", messages=messages, **given)
+
+
+def content(reply):
+    return reply.choices[0].message.content
+
+
+def stream_of(loaded, **more):
+    return kvalign.stream(
+        loaded.model, loaded.tokenizer, cache_size=48, do_sample=False, stop_at_end=True, **more
+    )
+
+
+def test_models_and_health(client, server):
+    (model,) = client.models.list().data
+    assert model.id == "gpt2-mini" and client.models.retrieve("gpt2-mini").id == "gpt2-mini"
+    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{server.address}/metrics").text
+    assert "kvalign_generated_tokens_total" in text and "kvalign_streams 0.0" in text
+
+
+def test_a_completion_is_the_stream_s_text(client, loaded):
+    prompt = "The history of the island"
+    reply = client.completions.create(
+        model="gpt2-mini", prompt=prompt, **GREEDY | {"max_tokens": 90}
+    )
+    stream = kvalign.stream(
+        loaded.model, loaded.tokenizer, prompt, cache_size=48, do_sample=False, max_new_tokens=90
+    )
+    assert reply.choices[0].text == "".join(stream)
+    assert reply.choices[0].finish_reason == "length"
+    num = len(loaded.tokenizer(prompt)["input_ids"])
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (num, 90)
+
+
+def test_pieces_make_the_whole(client):
+    whole = content(say(client, "Who?"))
+    chunks = list(say(client, "Who?", stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
+
+
+def test_several_prompts_and_answers(client):
+    asked = dict(model="gpt2-mini", max_tokens=6, seed=5)
+    several = client.completions.create(prompt=["The king", "In the year"], n=2, **asked).choices
+    alone = client.completions.create(prompt="In the year", n=2, **asked).choices
+    assert [choice.index for choice in several] == [0, 1, 2, 3]
+    assert [choice.text for choice in several[2:]] == [choice.text for choice in alone]
+    assert alone[0].text != alone[1].text
+    other = client.completions.create(prompt="In the year", **asked | {"seed": 6}).choices
+    assert other[0].text != alone[0].text
+
+
+def test_stop_strings_are_not_shown(client):
+    asked = dict(model="gpt2-mini", prompt="The history of the", temperature=0, max_tokens=30)
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[20:26]
+    choice = client.completions.create(**asked, stop=[stop, "never"]).choices[0]
+    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+    chunks = client.completions.create(**asked, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_held_back_text():
+    held = HeldBack(("abc", "bcd!"))
+    assert [held.read(x) for x in ("xa", "b", "x", "ab", "cd")] == ["x", "", "abx", "", ""]
+    assert held.found and held.rest() == ""
+    held = HeldBack(("abc",))
+    assert held.read("zab") + held.rest() == "zab" and not held.found
+    assert HeldBack(()).read("all") == "all"
+
+
+def test_a_session_is_the_conversation_s_stream(client, loaded):
+    turns = ["Who lived there?", "Why?", "And then what happened to the king?", "When?"]
+    stream, replies = stream_of(loaded, max_new_tokens=12), []
+    for turn in turns:
+        replies.append(say(client, turn, "one"))
+        stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
+        assert content(replies[-1]) == "".join(stream)
+    assert replies[-1].usage.prompt_tokens > 48  # longer than the cache
+    fed = [x.usage.prompt_tokens - x.usage.prompt_tokens_details.cached_tokens for x in replies]
+    new = [len(turn_ids(loaded.tokenizer, turn, i == 0)) for i, turn in enumerate(turns)]
+    assert fed == [new[0], *(num + 1 for num in new[1:])]  # and the last token of the answer
+
+
+def test_all_messages_go_on_with_a_session_and_without_one(client):
+    messages, expected = [], []
+    for number, turn in enumerate(("Who?", "Why?", "When?")):
+        expected.append(content(say(client, turn, "whole")))
+        messages.append({"role": "user", "content": turn})
+        reply = say(client, messages)
+        assert content(reply) == expected[-1]
+        assert bool(number) == bool(reply.usage.prompt_tokens_details.cached_tokens)
+        messages.append({"role": "assistant", "content": content(reply)})
+    again = say(client, [*messages, {"role": "user", "content": "Where?"}], "whole")
+    assert content(again) == content(
+        say(client, [*messages, {"role": "user", "content": "Where?"}])
+    )
+    header = httpx.post(
+        f"{client.base_url}chat/completions",
+        json=dict(model="gpt2-mini", messages=[{"role": "user", "content": "So?"}], **GREEDY),
+        headers={"X-Session-Id": "whole"},
+    )
+    assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    with pytest.raises(openai.BadRequestError, match="do not go on"):
+        say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
+
+
+def test_the_system_prompt_stays(client, server, loaded):
+    system, turns = "You know all islands.", ("Who?", "Why?", "When?")
+    for turn in turns:
+        told = [{"role": "system", "content": system}]
+        reply = say(client, [*told, {"role": "user", "content": turn}], "told", max_tokens=20)
+    assert reply.usage.total_tokens > 48
+    session = server.service.sessions.take("told")
+    server.service.sessions.release(session)
+    num = opening_len(loaded.tokenizer, system)
+    assert session.num_sinks == num
+    method = server.service._method_for(num)
+    method.restore(session.state)
+    assert method.cache.index()[:num].tolist() == list(range(num))
+    too_long = [{"role": "system", "content": "word " * 50}, {"role": "user", "content": "a"}]
+    with pytest.raises(openai.BadRequestError, match="takes"):
+        say(client, too_long)
+
+
+def test_rows_together_are_rows_alone(server, loaded):
+    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(8)}
+
+    def hold(name, prefix, answers):
+        with server.client() as client:
+            answers[name] = [content(say(client, turn, prefix + name)) for turn in talks[name]]
+
+    together, alone = {}, {}
+    threads = [threading.Thread(target=hold, args=(name, "m-", together)) for name in talks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in talks:
+        hold(name, "s-", alone)
+    assert together == alone
+
+
+def test_a_client_that_leaves_frees_its_row(client, server):
+    engine, sessions = server.service.engine, server.service.sessions
+    say(client, "Who?", "left")
+    stream = say(client, "Why?", "left", stream=True, max_tokens=2000)
+    next(stream)
+    until(lambda: engine.num_rows == 1)
+    with pytest.raises(openai.ConflictError, match="answering another turn"):
+        say(client, "When?", "left")
+    stream.close()
+    until(lambda: engine.num_rows == 0)
+    expected = [content(say(client, turn, "stayed")) for turn in ("Who?", "When?")]
+    assert content(say(client, "When?", "left")) == expected[1]  # as if nothing had been asked
+    asked = dict(model="gpt2-mini", prompt="A", max_tokens=2000)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.address}/v1/completions", json=asked, timeout=0.3)
+    until(lambda: engine.num_rows == 0)
+    assert not sessions._busy
+
+
+def test_a_sick_row_ends_alone(loaded):
+    sick = 4242
+    weights = loaded.model.get_input_embeddings().weight
+    row = weights.data[sick].clone()
+    with serving(loaded, cache_size=48) as server, server.client() as client:
+        healthy = content(say(client, "Who?", max_tokens=40))
+        try:
+            weights.data[sick] = torch.nan
+            # The head is the same matrix; its row would make every logit of this token sick.
+            loaded.model.lm_head.weight = torch.nn.Parameter(weights.detach().nan_to_num())
+            other = say(client, "Who?", max_tokens=40, stream=True)
+            first = next(other)
+            with pytest.raises(openai.InternalServerError, match="are no numbers"):
+                client.completions.create(model="gpt2-mini", prompt=[5, sick, 7], max_tokens=5)
+            pieces = [c.choices[0].delta.content or "" for c in (first, *other)]
+            assert "".join(pieces) == healthy
+            failing = client.completions.create(
+                model="gpt2-mini", prompt=[5, sick], max_tokens=5, stream=True
+            )
+            with pytest.raises(openai.APIError, match="are no numbers"):
+                list(failing)
+        finally:
+            weights.data[sick] = row
+            loaded.model.tie_weights()
+
+
+def test_least_recently_used_sessions_go(loaded):
+    with serving(loaded, cache_size=48, max_sessions=2) as server, server.client() as client:
+        for name in ("a", "b", "a", "c"):
+            say(client, "Who?", name, max_tokens=2)
+        assert list(server.service.sessions._by_id) == ["a", "c"]
+        assert say(client, "Why?", "b").usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_full_queue_is_429_and_others_go_on(loaded):
+    with (
+        serving(loaded, cache_size=48, max_streams=1, max_queue=1) as server,
+        server.client() as client,
+    ):
+        first = say(client, "Who?", stream=True, max_tokens=2000)
+        next(first)
+        answers = []
+        second = threading.Thread(target=lambda: answers.append(content(say(client, "Why?"))))
+        second.start()
+        until(lambda: server.service.engine.num_waiting == 1)
+        with pytest.raises(openai.RateLimitError, match="are waiting"):
+            say(client, "When?")
+        first.close()
+        second.join()
+        assert answers == [content(say(client, "Why?"))]
+
+
+def test_sessions_in_a_folder_survive_a_restart(loaded, tmp_path):
+    turns, told = ("Who?", "Why?", "When?"), {"role": "system", "content": "You know islands."}
+    at_once, one_by_one = [], []
+    with serving(loaded, cache_size=48) as server, server.client() as client:
+        for turn in turns:
+            messages = [told, {"role": "user", "content": turn}]
+            at_once.append(content(say(client, messages, "kept")))
+    for turn in turns:
+        with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
+            messages = [told, {"role": "user", "content": turn}]
+            one_by_one.append(content(say(client, messages, "kept")))
+    assert one_by_one == at_once
+    (path,) = tmp_path.iterdir()
+    stream = kvalign.load_stream(path, loaded.model, loaded.tokenizer)
+    assert stream.text == at_once[-1] and stream.notes["system"] == told["content"]
+    other = ServeSettings(model="gpt2-mini", cache_size=40, sessions=tmp_path)
+    with pytest.raises(UserError, match="of another method or size"):
+        Service(other, loaded)
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server, server.client() as client:
+        say(client, "Who?", "other")
+    few = ServeSettings(model="gpt2-mini", cache_size=48, sessions=tmp_path, max_sessions=1)
+    with pytest.raises(UserError, match="--max-sessions must be at least 2"):
+        Service(few, loaded)
+
+
+def test_whole_turns_go(loaded, monkeypatch):
+    """What is fed is the conversation from a later turn on, the system prompt before it."""
+    told, turns = (
+        {"role": "system", "content": "You know islands."},
+        ("Who?", "Why?", "Where? " * 4),
+    )
+    fed = []
+
+    def texts_from(said):
+        """The conversation with none of its turns gone, with the first, with the first two, ..."""
+        later = [[told, *said[i:]] for i in range(1, len(said), 2)]
+        return [messages_text(loaded.tokenizer, one, goes_on=False) for one in later]
+
+    with serving(loaded, cache_size=120, evict="turns") as server, server.client() as client:
+        engine = server.service.engine
+        submit = engine.submit
+
+        def recorded(turns):
+            fed.append((turns[0].left.tolist(), turns[0].state is None))
+            submit(turns)
+
+        monkeypatch.setattr(engine, "submit", recorded)
+        said, gone = [told], []
+        for turn in (*turns, *turns):
+            said.append({"role": "user", "content": turn})
+            said.append(
+                {"role": "assistant", "content": content(say(client, said, "t", max_tokens=14))}
+            )
+            ids, is_anew = fed[-1]
+            if is_anew:
+                gone.append(texts_from(said[:-1]).index(loaded.tokenizer.decode(ids)))
+                assert len(ids) + 14 <= 120
+    assert gone[0] == 0 and 2 < len(gone) < 6 and gone == sorted(gone)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "dense"], "dense cannot be served: its rows cannot be put together"),
+        (["--method", "streaming-llm", "--positions", "keep"], "a server's streams have no end"),
+        (["--compile"], "--compile is for one stream"),
+        (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
+        (["--evict", "all"], "--evict must be one of entries, turns"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--sessions", "held"], "another run is writing to held"),
+        (["--sessions", "foreign"], "is not a stream that kvalign saved"),
+    ],
+)
+def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "a.safetensors").write_text("nothing")
+    with locked(tmp_path / "held"):
+        assert main(["serve", "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1] and error[-1].startswith("kvalign serve: error: ")
+
+
+@pytest.mark.slow
+def test_the_example_serves_until_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "kvalign", *example("serve"), "--port", "0"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        address = re.search(r"http\S+", process.stdout.readline())[0]
+        with openai.OpenAI(base_url=address, api_key="none", max_retries=8) as client:
+            pieces = say(client, "Who?", "one", stream=True, max_tokens=2000)
+            next(pieces)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError):
+                list(pieces)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()

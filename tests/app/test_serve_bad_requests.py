@@ -1,0 +1,195 @@
+"""`kvalign serve` and forty requests that are malformed, too large, unauthorised or slow: each is
+answered in the form of OpenAI's API, and a stream beside them loses nothing.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from itertools import islice
+
+import httpx
+import pytest
+from helpers.served import serving
+
+from kvalign.app.serve.answers import Answers, Piece
+from kvalign.app.serve.forms import TextForm
+from kvalign.app.serve.replies import Events, EventStream
+from kvalign.models import load_model
+
+KEY = {"Authorization": "Bearer secret"}
+JSON = {"Content-Type": "application/json"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+LEAVE = object()  # in place of a field that is left out
+
+
+def chat(**fields):
+    asked = {"model": "gpt2-mini", "messages": HELLO, "max_tokens": 2, **fields}
+    return CHAT, {name: x for name, x in asked.items() if x is not LEAVE}
+
+
+def text(**fields):
+    asked = {"model": "gpt2-mini", "prompt": "Hello", "max_tokens": 2, **fields}
+    return TEXT, {name: x for name, x in asked.items() if x is not LEAVE}
+
+
+def says(role, content):
+    return {"role": role, "content": content}
+
+
+# What is asked, the status, and what the message says; `param` and `code` where they are told.
+BODIES = [
+    (CHAT, b"{", 400, "not JSON"),
+    (CHAT, b"", 400, "not JSON"),
+    (CHAT, b"[" * 100_000, 400, "JSON"),
+    (CHAT, b"\xff\xfe", 400, "not JSON"),
+    (CHAT, b'"text"', 400, "the body"),
+    (CHAT, b'{"model": "gpt2-mini", "messages": []}', 400, "messages"),
+    (CHAT, b'{"model": "gpt2-mini", "messages": "Hello"}', 400, "messages"),
+    (CHAT, b'{"x": "' + b"a" * 200_000 + b'"}', 413, "at most 100000 bytes"),
+    (TEXT, b'{"model": "gpt2-mini", "prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (TEXT, b'{"model": "gpt2-mini", "prompt": "\\ud800"}', 400, "prompt"),
+    (TEXT, b'{"model": "gpt2-mini", "prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "JSON"),
+    (*chat(model="gpt-4"), 404, "'gpt-4' is not served here"),
+    (*chat(model=LEAVE), 400, "model"),
+    (*chat(messages=[says("user", None)]), 400, "messages"),
+    (*chat(messages=[says("tool", "x")]), 400, "messages"),
+    (*chat(messages=[says("assistant", "x")]), 400, "the last message must be the user's"),
+    (*chat(messages=[*HELLO, says("system", "x"), *HELLO]), 400, "a system message comes first"),
+    (*chat(messages=[says("user", [{"type": "image_url", "image_url": "x"}])]), 400, "messages"),
+    (*chat(messages=[says("system", "word " * 100), *HELLO]), 400, "system message takes"),
+    (*chat(tools=[{"type": "function"}]), 400, "tools is not served here"),
+    (*chat(logprobs=True), 400, "logprobs is not served here"),
+    (*chat(frequency_penalty=1.5), 400, "frequency_penalty is not served here"),
+    (*chat(max_tokens=0), 400, "max_tokens"),
+    (*chat(max_tokens=10**9), 400, "max_tokens must be at most 2048"),
+    (*chat(max_tokens="many"), 400, "max_tokens"),
+    (*chat(n=0), 400, "n:"),
+    (*chat(n=100), 400, "n must be at most 4"),
+    (*chat(n=2, session="a"), 400, "a session has one prompt"),
+    (*chat(top_p=0), 400, "top_p"),
+    (*chat(stop=["a", "b", "c", "d", "e"]), 400, "stop"),
+    (*chat(stop=""), 400, "stop"),
+    (*chat(session="../../etc/passwd"), 400, "session"),
+    (*chat(session="a" * 200), 400, "session"),
+    (*chat(trust_remote_code=True), 400, "trust_remote_code: no such parameter"),
+    (*text(prompt=""), 400, "the prompt is empty"),
+    (*text(prompt=[]), 400, "prompt"),
+    (*text(prompt=[[]]), 400, "prompt"),
+    (*text(prompt=[1, 10**6]), 400, "token ids must be below 8192"),
+    (*text(prompt=[1, -1]), 400, "prompt"),
+    (*text(prompt="a b " * 2000), 400, "a request may bring 1000"),
+    (*text(echo=True), 400, "echo is not served here"),
+    (*text(prompt="word", suffix="end"), 400, "suffix is not served here"),
+]
+HEADERS = [
+    ({}, 401, "no API key"),
+    ({"Authorization": "Bearer wrong"}, 401, "no API key"),
+    ({"Authorization": "Basic secret"}, 401, "no API key"),
+    ({**KEY, "Content-Type": "text/plain"}, 415, "application/json"),
+    ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not served here"),
+    ({**KEY, **JSON, "Host": "[::1"}, 403, "is not served here"),
+    ({**KEY, **JSON, "Origin": "https://evil.example"}, 403, "may not ask here"),
+    ({**KEY, **JSON, "X-Session-Id": "a/b"}, 400, "session"),
+]
+assert len(BODIES) + len(HEADERS) >= 40
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4, timeout=0.5)
+    with serving(load_model("gpt2-mini"), cache_size=48, api_key="secret", **limits) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    with httpx.Client(base_url=server.address, timeout=30) as client:
+        yield client.post
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside(server):
+    """A stream that is there all the time: it is what it is alone."""
+    asked = dict(model="gpt2-mini", prompt="The history", temperature=0, max_tokens=2000)
+    with server.client("secret") as client:
+        pieces = client.completions.create(**asked, stream=True)
+        first = next(pieces).choices[0].text
+        yield
+        text = first + "".join(piece.choices[0].text for piece in islice(pieces, 100))
+        pieces.close()
+        asked["max_tokens"] = 150
+        assert client.completions.create(**asked).choices[0].text.startswith(text)
+
+
+def is_form(reply, status, message):
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"] and "\n" not in error["message"]
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), BODIES)
+def test_bodies(path, body, status, message, post):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    is_form(post(path, content=body, headers={**KEY, **JSON}), status, message)
+
+
+@pytest.mark.parametrize(("headers", "status", "message"), HEADERS)
+def test_headers(headers, status, message, post):
+    path, body = chat()
+    is_form(post(path, content=json.dumps(body).encode(), headers=headers), status, message)
+
+
+def test_addresses(server):
+    with httpx.Client(base_url=server.address, headers=KEY) as client:
+        is_form(client.get("/v1/nothing"), 404, "no such address")
+        is_form(client.get(CHAT), 405, "takes another method")
+        is_form(client.get("/v1/models/other"), 404, "is not served here")
+        for path in ("/docs", "/openapi.json", "/v1/models/../../etc/passwd"):
+            assert client.get(path).status_code == 404
+        assert client.get("/health", headers={"Authorization": ""}).status_code == 200
+        assert client.get("/metrics", headers={"Authorization": ""}).status_code == 401
+
+
+def raw(server, request, wait_s=5.0):
+    """What is answered to these bytes, and no more of them."""
+    with socket.create_connection(("127.0.0.1", server.port), wait_s) as connection:
+        connection.sendall(request)
+        return connection.recv(65536)
+
+
+def head(*lines):
+    return "\r\n".join([f"POST {TEXT} HTTP/1.1", *lines, "", ""]).encode()
+
+
+def test_a_body_that_does_not_come(server):
+    lines = ("Host: localhost", "Authorization: Bearer secret", "Content-Type: application/json")
+    begun = time.monotonic()
+    assert b" 408 " in raw(server, head(*lines, "Content-Length: 100") + b'{"model"')
+    assert time.monotonic() - begun < 5
+    assert b" 413 " in raw(server, head(*lines, "Content-Length: 999999999"))
+    chunked = head(*lines, "Transfer-Encoding: chunked") + b"20000\r\n" + b"a" * 0x20000 + b"\r\n"
+    assert b" 413 " in raw(server, chunked)
+    assert b" 400 " in raw(server, b"nonsense\r\n\r\n")
+    assert b" 403 " in raw(server, head("Authorization: Bearer secret", "Host:"))
+
+
+def test_a_reader_that_does_not_read_is_left():
+    answers, events, cancelled = Answers(1), Events(), []
+    answers.on_cancel = lambda: cancelled.append(True)
+    events.put_nowait(Piece(0, "text"))
+    stream = EventStream(TextForm("m"), answers, events, has_usage=False, timeout=0.05)
+
+    async def send(message):
+        if b"text" in message.get("body", b""):
+            await asyncio.sleep(60)
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
+    assert cancelled

@@ -1,0 +1,85 @@
+"""`kvalign verify`: its table, its exit code, and caches of the user's own."""
+
+import json
+import sys
+
+import pytest
+
+from kvalign.app.cli import main
+from kvalign.invariants import INVARIANTS
+
+FORGETFUL = '''
+from transformers import DynamicCache
+
+class Forgetful(DynamicCache):
+    """It drops the first entry for the eighth, and gives rows back as they were."""
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        found = super().update(keys, values, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if layer.keys.shape[2] > 7:
+            layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+        return found
+
+    def reorder_cache(self, beam_idx):
+        pass
+
+def make(model):
+    return Forgetful()
+
+number = 3
+'''
+FEW = ["--model", "llama-mini", "--invariants"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder where the command runs, with a module in it."""
+    (tmp_path / "forgetful_cache.py").write_text(FORGETFUL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_table_of_a_method(capsys):
+    words = ["verify", *FEW, "dense,masks,kept", "--cache-size", "12", "--method", "window"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[:2] for line in lines[2:5]]
+    assert rows == [["dense", "passed"], ["masks", "passed"], ["kept", "passed"]]
+    assert lines[-1] == "3 passed"
+
+
+def test_cache_of_the_users_own(folder, capsys):
+    """What failed stands with what to look at, in the table and as JSON."""
+    words = ["verify", *FEW, "dense,reorder", "--cache", "forgetful_cache:make"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert INVARIANTS["reorder"].look_at in out
+    assert out.splitlines()[-1] == "1 passed, 1 failed"
+    assert main([*words, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    states = {one["name"]: one["state"] for one in document["outcomes"]}
+    assert not document["holds"]
+    assert states == {"dense": "passed", "reorder": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cache", "forgetful_cache"], "takes MODULE:NAME"),
+        (["--cache", "no_such_module:make"], "No module named 'no_such_module'"),
+        (["--cache", "forgetful_cache:makes"], "has no attribute 'makes'"),
+        (["--cache", "forgetful_cache:number"], "must be callable with a model, got int"),
+        (["--cache", "builtins:str"], "must return a Cache of transformers or a method"),
+        (["--cache", "forgetful_cache:make", "--num-sinks", "2"], "leave out num_sinks"),
+        (["--method", "windows"], "did you mean window?"),
+        (["--invariants", "mask"], "did you mean masks?"),
+        (["--cache-size", "5000"], "--cache-size must be at most 511"),
+    ],
+)
+def test_wrong_use_is_one_line(words, message, folder, capsys):
+    model = [] if "--cache-size" in words else ["--model", "llama-mini"]
+    assert main(["verify", *model, *words]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert message in err[-1]

@@ -1,0 +1,57 @@
+"""A server in this process, on a port of its own, and OpenAI's client of it."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import uvicorn
+
+from kvalign.app.serve.server import build
+from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.models import LoadedModel
+
+
+class Served:
+    """What a test needs of a running server."""
+
+    def __init__(self, service: Service, port: int):
+        self.service, self.port = service, port
+        self.address = f"http://127.0.0.1:{port}"
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@contextmanager
+def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
+    """A server of a model, until the end of the block."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    app = build(ServeSettings(model=loaded.spec.name, **settings), loaded)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + 30
+        while not server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        assert server.started
+        yield Served(app.state.service, port)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def until(holds, timeout_s: float = 20) -> None:
+    """Wait for what holds soon."""
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.005)
