@@ -1,5 +1,5 @@
-"""`second-chance`: the oldest entry goes that draws little attention; as the page replacement of that
-name, which passes over what was used since (Corbato 1968).
+"""`second-chance`: the oldest entry goes that draws little attention, as page replacement of that
+name passes over what was used since (Corbato 1968).
 
 Attention is summed as by `h2o`; little is less than `SHARE` of the mean of all entries. Where `h2o`
 gives up entries of any age for heavier ones, this gives up old ones alone: less is lost of what
