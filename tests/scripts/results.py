@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
 from helpers.result_parts import RESULTS, ROOT, Part, check_texts, faults, parts, text_sources
 from helpers.result_tables import draw_pictures, write_pages
@@ -24,6 +26,7 @@ from kvalign.app.arguments import parse
 from kvalign.app.suite import Cell, keep, parse_suite, run_cell
 from kvalign.errors import RunError, UserError
 from kvalign.eval.results_folder import SUITE_FILE
+from kvalign.eval.suite_file import Suite
 from kvalign.files import locked, read_json, write_text
 from kvalign.registry import unknown
 from kvalign.settings import Settings, option
@@ -89,8 +92,9 @@ def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:
 def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
     """The commands of PART or PART/CELL, with what must be prepared for them."""
     name, _, only = wanted.partition("/")
-    text = (RESULTS / name / SUITE_FILE).read_text(encoding="utf-8")
-    found = parse_suite(text, name, settings.override)
+    given = yaml.safe_load((RESULTS / name / SUITE_FILE).read_text(encoding="utf-8"))
+    of_suite = {key: value for key, value in given.items() if key in Suite.model_fields}
+    found = parse_suite(yaml.safe_dump(of_suite, sort_keys=False), name, settings.override)
     found += [Cell(script.name, script.command) for script in part.scripts]
     if only and only not in (names := tuple(step.name for step in part.documents)):
         raise UserError(unknown(f"document of {name}", only, names))
