@@ -28,6 +28,8 @@ import kvalign
 ROOT = Path(__file__).parents[2]
 PICTURES = (
     "gpt2-mini.png",
+    "policies-recall-gpt2.png",
+    "policies-recall-llama.png",
     "recall-gpt2.png",
     "recall-llama.png",
     "report.png",

@@ -93,8 +93,9 @@ def cells(wanted: str, part: Part, settings: ResultsSettings) -> list[Cell]:
     """The commands of PART or PART/CELL, with what must be prepared for them."""
     name, _, only = wanted.partition("/")
     given = yaml.safe_load((RESULTS / name / SUITE_FILE).read_text(encoding="utf-8"))
-    of_suite = {key: value for key, value in given.items() if key in Suite.model_fields}
-    found = parse_suite(yaml.safe_dump(of_suite, sort_keys=False), name, settings.override)
+    suite = {key: value for key, value in given.items() if key in Suite.model_fields}
+    of_suite = yaml.safe_dump(suite, sort_keys=False)
+    found = parse_suite(of_suite, name, settings.override) if given.get("cells") else []
     found += [Cell(script.name, script.command) for script in part.scripts]
     if only and only not in (names := tuple(step.name for step in part.documents)):
         raise UserError(unknown(f"document of {name}", only, names))
