@@ -2,7 +2,6 @@
 
 from kvalign.training.settings import PretrainSettings
 
-HAS_JSON = False
 SETTINGS = PretrainSettings
 
 
@@ -12,7 +11,9 @@ def run(settings: PretrainSettings, as_json: bool) -> None:
     from kvalign.app.next_steps import say_next, say_written
     from kvalign.training import pretrain
 
-    print(json.dumps(pretrain(settings)))
+    print(json.dumps(pretrain(settings)))  # what there is to say are figures, with --json or not
+    if as_json:
+        return
     say_written(settings.out)
     if settings.is_recall:
         say_next("train", "--aligner-kind", "table", "--model", settings.out, "--corpus", "recall")
