@@ -75,7 +75,7 @@ SUITES = {
     "variable a number": (f"variables: {{a: 3}}\n{CELLS}", "variables.a: Input should be"),
     "prepare an object": (f"prepare: {{a: b}}\n{CELLS}", "prepare: Input should be"),
     "prepare prints nothing": (
-        f"prepare:\n- {{name: b, command: pretrain --out x}}\n{CELLS}",
+        f"prepare:\n- {{name: b, command: serve}}\n{CELLS}",
         "prints no document",
     ),
     "paper a number": (f"paper: 3\n{CELLS}", "paper: Input should be"),
