@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.cache import StreamingCache
 from kvalign.methods.base import Cached, Method, Reencoding
 from kvalign.realign import OnRead
 
@@ -112,6 +111,6 @@ def readable(method: Method) -> Method:
     same as placed on read.
     """
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
-        moving = method.cache.realigner.moving
-        method.cache, method.is_exact = StreamingCache(method.spec, method.sizes, moving), False
+        method.places_by, method.is_exact = method.cache.realigner.moving, False
+        method.reset()
     return method

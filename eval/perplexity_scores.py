@@ -141,7 +141,7 @@ def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Te
     """
     bases, size = zip(rows, losses, strict=True), row["cache_size"]
     same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
-    first = [same[0][0][name] for name in _OF_REFERENCE]
-    same = [(r, x) for r, x in same if [r[name] for name in _OF_REFERENCE] == first]
+    first = [same[0][0].get(name) for name in _OF_REFERENCE]
+    same = [(r, x) for r, x in same if [r.get(name) for name in _OF_REFERENCE] == first]
     closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
     return closest[0]

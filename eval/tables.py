@@ -106,8 +106,8 @@ def label_of(row: Row) -> str:
     evicted = row["num_evicted"]
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
     recent = row.get("num_recent") or 0
-    usual = (row["cache_size"] - row["num_sinks"]) // 4
-    newest = "" if recent in (0, usual) else f", {recent} newest stay"
+    is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
+    newest = "" if is_usual else f", {recent} newest stay"
     return f"{method_name(row)}, {row['num_sinks']} sinks{several}{newest}"
 
 

@@ -165,7 +165,7 @@ def _is_finite(x: numbers.Real) -> bool:
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
-    int: ("a whole number", lambda x: isinstance(x, numbers.Integral) and abs(int(x)) < 2**63),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
     float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
 }
 
@@ -175,13 +175,16 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     number is a float, too. NumPy's become Python's. Of other types nothing is asked.
 
     Raises:
-        UserError: it is of another type, or not finite; the message begins with `name`.
+        UserError: it is of another type, not finite, or a whole number beyond 63 bits; the message
+            begins with `name`.
     """
     if hint not in _KINDS:
         return value
     needed, holds = _KINDS[hint]
     if not holds(value) or (isinstance(value, bool) and hint is not bool):
         raise UserError(f"{name} must be {needed}, got {value!r:.80}")
+    if hint is int and abs(int(value)) >= 2**63:
+        raise UserError(f"{name} must be below 2^63, got {value!r:.80}")
     return value if isinstance(value, int | float) else hint(value)
 
 

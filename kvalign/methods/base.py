@@ -197,13 +197,19 @@ class Method(ABC):
 
 
 class Cached(Method):
-    """A method that keeps its entries in a streaming cache, right for where they are."""
+    """A method that keeps its entries in a streaming cache, right for where they are.
+
+    Attributes:
+        cache: what it has of the stream.
+        places_by: what keeps entries right in each of its caches, as `realigner` made it.
+        is_exact: whether segments give what stepping gives.
+    """
 
     takes_policy = True
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         super().__init__(model, sizes)
-        self._realigner = self.realigner()
+        self.places_by = self.realigner()
         self.cache = self._new_cache()
         self.is_exact = sizes.is_oldest and relative.is_exact(
             self.model, sizes.cache_size, self.cache.realigner
@@ -213,8 +219,8 @@ class Cached(Method):
 
     def _new_cache(self) -> StreamingCache:
         if self.sizes.is_oldest:
-            return StreamingCache(self.spec, self.sizes, self._realigner)
-        return PolicyCache(self.spec, self.sizes, self._realigner, self.model.config)
+            return StreamingCache(self.spec, self.sizes, self.places_by)
+        return PolicyCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     @abstractmethod
     def realigner(self) -> Realigner | None:

@@ -17,7 +17,7 @@ from kvalign.models import FAMILIES, spec_of
 
 COMMANDS = {
     "models": ["models", "fetchable", "architectures"],
-    "methods": ["methods"],
+    "methods": ["methods", "policies"],
     "aligners": ["aligners"],
     "corpora": ["corpora"],
 }

@@ -49,7 +49,7 @@ BODIES = [
     (CHAT, b'{"model": "gpt2-mini", "messages": "Hello"}', 400, "messages"),
     (CHAT, b'{"x": "' + b"a" * 200_000 + b'"}', 413, "at most 100000 bytes"),
     (TEXT, b'{"model": "gpt2-mini", "prompt": "a", "temperature": NaN}', 400, "temperature"),
-    (TEXT, b'{"model": "gpt2-mini", "prompt": "\\ud800"}', 400, "prompt"),
+    (TEXT, b'{"model": "gpt2-mini", "prompt": "\\ud800"}', 400, "UTF-8"),
     (TEXT, b'{"model": "gpt2-mini", "prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "JSON"),
     (*chat(model="gpt-4"), 404, "'gpt-4' is not served here"),
     (*chat(model=LEAVE), 400, "model"),

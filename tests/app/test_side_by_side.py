@@ -101,7 +101,7 @@ def test_closing_ends_the_work(gpt2, words, monkeypatch):
         (dict(methods=[]), "no method is chosen"),
         (dict(methods=["windows"]), "unknown method 'windows'"),
         (dict(seed=-1), "seed must be at least 0"),
-        (dict(seed=2**63), "seed must be at least 0 and below"),
+        (dict(seed=2**63), "seed must be below 2\\^63"),
         (dict(top_k=-1), "top_k must be at least 0"),
     ],
 )

@@ -135,9 +135,11 @@ def test_oldest_is_the_streaming_cache(place, num_evicted, pairs, ids):
         assert (kept == slices.cache.index(1)).all() and kept.shape[:2] == (2, 2)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != OLDEST])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in (OLDEST, "second-chance")])
 def test_heads_and_layers_differ(policy, pairs, ids):
-    """Of `tova` the layers alone: a layer's heads keep the same."""
+    """Of `tova` the layers alone: a layer's heads keep the same. Attention of random weights is so
+    even that `second-chance` finds no light entry.
+    """
     method = make_method("streaming-llm", pairs["llama"][0], cache_size=16, policy=policy)
     method.feed(ids[:, :100])
     (a, b), (c, d) = method.cache.index()

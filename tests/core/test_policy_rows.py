@@ -139,7 +139,8 @@ def test_generate_of_transformers_and_a_loop_of_ones_own(policy, models, ids):
         own.append(token)
     assert torch.equal(out[:, 15:], torch.cat(own, 1))
     oldest = model.generate(ids[:1, :15], max_new_tokens=60, **told, **sizes | {"policy": OLDEST})
-    assert not torch.equal(out, oldest)
+    if policy != "second-chance":  # which finds nobody to be light in a model of random weights
+        assert not torch.equal(out, oldest)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

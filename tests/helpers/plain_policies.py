@@ -139,7 +139,11 @@ class PlainLoop:
             return -(unit * mean / mean.norm(dim=-1, keepdim=True)).sum(-1)
         if policy == "tova":
             return self.weights[layer].mean(0).expand(num_heads, num)
-        return torch.tensor([[e.drawn for e in h] for h in self.lists[layer]]).double()
+        drawn = torch.tensor([[e.drawn for e in h] for h in self.lists[layer]]).double()
+        if policy == "second-chance":
+            is_used = drawn >= 0.3 * drawn.mean(-1, keepdim=True)
+            return torch.where(is_used, num, 0) + torch.arange(num).double()
+        return drawn
 
     def evict(self, follow: Tensor | None = None) -> None:
         """Drop what is worth the least, if the cache is too full. With `follow` [L, H, S] that
