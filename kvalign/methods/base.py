@@ -103,7 +103,9 @@ class Method(ABC):
     def in_words(self) -> str:
         """What a command says it is: `kvalign (table), cache of 64 entries, 0 sinks`."""
         sizes = self.sizes
-        return f"{self.title}, cache of {sizes.cache_size} entries, {sizes.num_sinks} sinks"
+        kept = ", positions kept" if sizes.positions == "keep" else ""
+        policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
+        return f"{self.title}, cache of {sizes.cache_size} entries, {sizes.num_sinks} sinks{policy}"
 
     @property
     def goes_stale(self) -> bool:
