@@ -54,7 +54,7 @@ class CacheSizes:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in ("int", "int | None") and value is not None:
+            if field.type == "int" or (field.name == "num_recent" and value is not None):
                 object.__setattr__(self, field.name, typed(field.name, value, int))
         if self.num_sinks < 0:
             raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
@@ -73,10 +73,12 @@ class CacheSizes:
         self._check_policy()
 
     def _check_policy(self) -> None:
+        if not isinstance(self.policy, str):
+            raise UserError(f"policy must be a name, got {self.policy!r:.80}")
         if self.policy not in POLICIES:
             raise UserError(unknown("policy", self.policy, POLICIES))
         if self.positions not in get_args(Positions):
-            raise UserError(f"positions must be compact or keep, got {self.positions!r}")
+            raise UserError(f"positions must be compact or keep, got {self.positions!r:.80}")
         if self.num_recent is None:
             num_recent = 0 if self.policy == OLDEST else self.window_size // 4
             most = self.window_size + 1 - self.num_evicted
