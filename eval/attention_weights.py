@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.methods.base import Cached, Method, Reencoding
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.reencoding import Reencoding
 from kvalign.realign import OnRead
 
 EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks

@@ -13,7 +13,8 @@ from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
 from kvalign.eval.tables import label_of
 from kvalign.files import read_checked
-from kvalign.methods.base import Method, Reencoding
+from kvalign.methods.base import Method
+from kvalign.methods.reencoding import Reencoding
 from kvalign.models import LoadedModel
 
 log = logging.getLogger(__name__)

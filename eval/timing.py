@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kvalign.cache_layer import slack_of
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.grid import title_of
-from kvalign.methods.base import Method, Reencoding
+from kvalign.methods.base import Method
+from kvalign.methods.reencoding import Reencoding
 from kvalign.progress import Bar
 
 

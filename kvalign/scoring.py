@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from kvalign import relative
-from kvalign.methods.base import Cached, Method, Reencoding
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.reencoding import Reencoding
 
 BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32

@@ -13,7 +13,9 @@ from transformers import Cache, PreTrainedModel
 from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
 from kvalign.invariants.base import NotApplicableError
-from kvalign.methods.base import Cached, Method, Reencoding
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.reencoding import Reencoding
 
 SAME = 1e-4  # of their size, by which values that are the same may be apart
 

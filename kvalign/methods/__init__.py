@@ -157,7 +157,7 @@ def make_cache(
         UserError: as in `make_method`, or a method without such a cache; auto on learned positions
             without an aligner.
     """
-    from kvalign.methods.base import Cached
+    from kvalign.methods.cached import Cached
     from kvalign.methods.choice import how_to_train, lack_of_aligner
 
     streaming = make_method(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
-from kvalign.methods.base import Reencoding
+from kvalign.methods.reencoding import Reencoding
 from kvalign.sizes import CacheSizes
 
 

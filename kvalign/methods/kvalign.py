@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.realign import Realigner, check_realign_every, realigner_of
 from kvalign.sizes import CacheSizes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvalign.methods.base import Reencoding
+from kvalign.methods.reencoding import Reencoding
 
 
 class Recompute(Reencoding):

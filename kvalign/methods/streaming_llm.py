@@ -7,7 +7,7 @@ LLM Runtime's shift-RoPE-K (`n_discard`). Where positions are not rotary, llama.
 shift and the entries stay stale there, too.
 """
 
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.realign import Realigner, realigner_of
 
 

@@ -123,7 +123,7 @@ def test_a_pipe_that_is_written_to_is_read(place, capfd):
 
 def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
     """Between two segments of it."""
-    from kvalign.methods.base import Cached
+    from kvalign.methods.cached import Cached
 
     parts, take = [], Cached._take
 

@@ -15,7 +15,7 @@ from helpers.tiny_models import KINDS
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
 from kvalign.cache import StreamingCache
 from kvalign.methods import METHODS, make_method
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.models import FAMILIES as FAMILY_OF
 from kvalign.sizes import CacheSizes
 

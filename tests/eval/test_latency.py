@@ -21,7 +21,7 @@ from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.generation import stream_tokens
 from kvalign.methods import make_method
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.models import LoadedModel, load_model
 from kvalign.sampling import Sampling
 

@@ -9,7 +9,7 @@ import torch
 from helpers.tiny_models import tiny_model
 from kvalign.cache import StreamingCache
 from kvalign.methods import make_method
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.models import ModelSpec
 from kvalign.sizes import CacheSizes
 

@@ -1,6 +1,6 @@
 """`unmoved`: attention sinks and a window, every entry left as it was computed."""
 
-from kvalign.methods.base import Cached
+from kvalign.methods.cached import Cached
 from kvalign.realign import Realigner
 
 

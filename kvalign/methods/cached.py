@@ -1,0 +1,147 @@
+"""Methods that keep their entries in a streaming cache."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign import relative
+from kvalign.attention import install
+from kvalign.cache import StreamingCache
+from kvalign.errors import UserError
+from kvalign.methods.base import Method
+from kvalign.policy_cache import PolicyCache
+from kvalign.realign import Realigner
+from kvalign.sizes import CacheSizes
+
+
+class Cached(Method):
+    """A method that keeps its entries in a streaming cache, right for where they are.
+
+    Attributes:
+        cache: what it has of the stream.
+        places_by: what keeps entries right in each of its caches, as `realigner` made it.
+        is_exact: whether segments give what stepping gives.
+    """
+
+    takes_policy = True
+
+    def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
+        super().__init__(model, sizes)
+        self.places_by = self.realigner()
+        self.cache = self._new_cache()
+        self.is_exact = sizes.is_oldest and relative.is_exact(
+            self.model, sizes.cache_size, self.cache.realigner
+        )
+        if self.is_exact:
+            install(self.model.config)
+
+    def _new_cache(self) -> StreamingCache:
+        if self.sizes.is_oldest:
+            return StreamingCache(self.spec, self.sizes, self.places_by)
+        return PolicyCache(self.spec, self.sizes, self.places_by, self.model.config)
+
+    @abstractmethod
+    def realigner(self) -> Realigner | None:
+        """What keeps entries right for their positions."""
+
+    @property
+    def goes_stale(self) -> bool:
+        is_moved = self.sizes.positions == "compact"
+        return self.spec.family == "learned" and self.cache.realigner is None and is_moved
+
+    @property
+    def tokens_left(self) -> int | None:
+        last = getattr(self.cache, "last_token", None)
+        return None if last is None else last - max(self.cache.seen, default=0)
+
+    def compile(self, **options: Any) -> Self:
+        if not self.sizes.is_oldest:
+            raise UserError(
+                f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
+                "compiled: entries are gathered at each step"
+            )
+        return super().compile(**options)
+
+    @property
+    def fill(self) -> int:
+        return self.cache.num_stored
+
+    def reset(self) -> None:
+        self.cache = self._new_cache()
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+
+    def join(self, others: Sequence[Self]) -> None:
+        self.cache.join([method.cache for method in others])
+
+    def state(self) -> dict[str, Tensor]:
+        return self.cache.state()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.cache.restore(state, self.model)
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Where the relative form is exact an input counts as its tokens one by one, and goes in by
+        segments; else the first cache_size + 1 tokens go in at once, more of them by half the
+        window, all of which see what those before them saw.
+        """
+        if isinstance(self.cache, PolicyCache):
+            self.cache.check_room(ids.shape[1])
+        if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
+            for i in range(ids.shape[1]):
+                logits = self.feed(ids[:, i : i + 1])
+            return logits
+        while True:
+            num_now = self._chunk_len(ids.shape[1])
+            now, ids = ids[:, :num_now], ids[:, num_now:]
+            logits = self._take(now)
+            self.on_tokens(now.shape[1])
+            if ids.shape[1] == 0:
+                return logits
+
+    def _take(self, ids: Tensor) -> Tensor:
+        if self._is_plain(ids.shape[1]):
+            return self.step(ids, self.cache)
+        return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
+
+    @torch.no_grad()
+    def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+        """Take in ids [B, T], each token as if it was fed alone; only where the relative form is
+        exact.
+
+        Returns:
+            logits [B, T, V] after each of them, or after the last few.
+        """
+        return relative.feed(self.model, self.cache, ids, logits_to_keep)
+
+    def _is_plain(self, num_tokens: int) -> bool:
+        """Whether the model's own attention does: nothing is dropped between these tokens."""
+        seen = max(self.cache.seen, default=0)
+        return (
+            num_tokens == 1
+            or not self.is_exact
+            or (seen == 0 and num_tokens <= self.sizes.first_input_len)
+        )
+
+    def _chunk_len(self, num_left: int) -> int:
+        stored = self.cache.num_stored
+        if self.is_exact and not self._is_plain(num_left):
+            return relative.SEGMENT_LEN
+        if stored < self.sizes.cache_size:
+            return self.sizes.first_input_len - stored
+        if not self.sizes.is_oldest:
+            return 1
+        half = max(1, self.sizes.window_size // 2)
+        if self.num_positions is None:
+            return half
+        return max(1, min(half, self.num_positions - self.cache.get_seq_length()))
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions at which an entry may be born; None: any."""
+        return self.spec.context_len
