@@ -81,7 +81,7 @@ class PolicyLayer(StreamingLayer):
     def _hold(self, step: Step, new: KeysValues) -> None:
         stored = self._stored_form(step, new)
         self.held = [torch.cat([x, y.detach()], 2) for x, y in zip(self.held, stored, strict=True)]
-        seen = torch.tensor(step.seen, device=self.device)[:, None, None]
+        seen = step.seen_rows.to(self.device)
         tokens = (seen + torch.arange(step.num_new, device=self.device)).expand(
             -1, self.index.shape[1], -1
         )
@@ -122,7 +122,7 @@ class PolicyLayer(StreamingLayer):
         if num == step.num_before:
             return
         sizes = self.cache.sizes
-        seen = torch.tensor(step.seen, device=self.device)[:, None, None]
+        seen = step.seen_rows.to(self.device)
         assert sizes.num_recent is not None
         stays = (self.index < sizes.num_sinks) | (self.index >= seen - sizes.num_recent)
         worth = self.cache.policy.worth(self.scores)

@@ -1,6 +1,7 @@
 """What one forward pass adds to a cache, and where: the same for all layers."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ class Step:
             self.first_place += self.births[0] - self.stored[0]
         self.is_plain = False
         self.behind_rows = torch.tensor(self.behind, device=self.device)[:, None, None]
+
+    @cached_property
+    def seen_rows(self) -> Tensor:
+        """`seen`, [B, 1, 1] int64, for what has the rows of a batch."""
+        return torch.tensor(self.seen, device=self.device)[:, None, None]
 
     def prepare(self, end: int) -> None:
         """Say all of a plain step, written at `end` of the buffers, before it begins: what its

@@ -69,31 +69,21 @@ class TextSettings(TrainSettings):
         return self.out or folder_of(self.model) / kind
 
 
+def _size(name: str, help: str) -> int:
+    return option(S[name], help=help, at_least=1, at_most=MOST_SIZE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkSizes(Settings):
     """The sizes of realignment networks, by the names that an aligner's config gives them."""
 
-    key_hidden1: int = option(
-        S["key_hidden1"], help="keys: first hidden size", at_least=1, at_most=MOST_SIZE
-    )
-    key_hidden2: int = option(
-        S["key_hidden2"], help="keys: second hidden size", at_least=1, at_most=MOST_SIZE
-    )
-    value_hidden1: int = option(
-        S["value_hidden1"], help="values: first hidden size", at_least=1, at_most=MOST_SIZE
-    )
-    value_hidden2: int = option(
-        S["value_hidden2"], help="values: second hidden size", at_least=1, at_most=MOST_SIZE
-    )
-    position_dim: int = option(
-        S["position_dim"], help="size of the position embedding", at_least=1, at_most=MOST_SIZE
-    )
-    layer_dim: int = option(
-        S["layer_dim"], help="size of the layer embedding", at_least=1, at_most=MOST_SIZE
-    )
-    head_embed_dim: int = option(
-        S["head_embed_dim"], help="size of the head embedding", at_least=1, at_most=MOST_SIZE
-    )
+    key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
+    key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
+    value_hidden1: int = _size("value_hidden1", "values: first hidden size")
+    value_hidden2: int = _size("value_hidden2", "values: second hidden size")
+    position_dim: int = _size("position_dim", "size of the position embedding")
+    layer_dim: int = _size("layer_dim", "size of the layer embedding")
+    head_embed_dim: int = _size("head_embed_dim", "size of the head embedding")
 
 
 @dataclass(frozen=True, kw_only=True)

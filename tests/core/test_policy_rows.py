@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from helpers.comings import come_and_go
 from helpers.methods import make, tables
-from helpers.tiny_models import CONTEXT_LEN, VOCAB
+from helpers.tiny_models import CONTEXT_LEN
 
 import kvalign
 from kvalign.batch import stream_rows
@@ -39,36 +40,15 @@ def new(models, place, policy, **changes):
 
 @pytest.mark.parametrize(("policy", "place"), MATRIX)
 def test_rows_are_what_they_are_alone(policy, place, models):
-    rng = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, VOCAB, (1, n), generator=rng) for n in LENS]
-    answers = torch.randint(1, VOCAB, (len(LENS), NUM_STEPS), generator=rng)
-    method = new(models, place, policy, num_evicted=3)
-    alone, kept = [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        method.reset()
-        logits = [method.feed(prompt)]
-        logits += [method.feed(token.view(1, 1)) for token in answer]
-        alone.append(torch.cat(logits))
-        kept.append(method.cache.index().tolist())
-    methods = [method.new() for _ in prompts]
-    for one, prompt in zip(methods, prompts, strict=True):
-        one.feed(prompt)
-    batch, rows = methods[0], list(range(len(LENS)))
-    batch.join(methods[1:])
-    for i in range(NUM_STEPS):
-        if i == LEAVE:  # some leave, the others change places
-            batch.select([5, 2, 0, 4])
-            rows = [5, 2, 0, 4]
-        if i == JOIN:  # one comes late, from elsewhere
-            late = batch.new()
-            late.feed(prompts[3])
-            for token in answers[3, :JOIN]:
-                late.feed(token.view(1, 1))
-            batch.join([late])
-            rows.append(3)
-        logits = batch.feed(answers[rows, i : i + 1])
-        expected = torch.stack([alone[row][i + 1] for row in rows])
-        assert torch.allclose(logits, expected, atol=1e-4), i
+    batch, rows, kept = come_and_go(
+        new(models, place, policy, num_evicted=3),
+        LENS,
+        [5, 2, 0, 4],
+        num_steps=NUM_STEPS,
+        leave=LEAVE,
+        join=JOIN,
+        look=lambda method: method.cache.index().tolist(),
+    )
     assert [batch.cache.index(i).tolist() for i in range(len(rows))] == [kept[i] for i in rows]
 
 

@@ -4,8 +4,9 @@ goes beside it.
 
 import pytest
 import torch
+from helpers.comings import come_and_go
 from helpers.methods import FIXED, make, tables
-from helpers.tiny_models import KINDS, VOCAB
+from helpers.tiny_models import KINDS
 
 LENS = (1, 2, 5, 13, 21, 22, 40, 90)  # C is 20: a first input of C + 1, one more, and long ones
 NUM_STEPS, LEAVE, JOIN = 44, 15, 28
@@ -37,37 +38,8 @@ def new(name, model, num_evicted):
 
 @pytest.mark.parametrize(("kind", "name", "num_evicted"), MATRIX)
 def test_rows_are_what_they_are_alone(kind, name, num_evicted, models):
-    rng = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, VOCAB, (1, n), generator=rng) for n in LENS]
-    answers = torch.randint(1, VOCAB, (len(LENS), NUM_STEPS), generator=rng)
     method = new(name, models[kind], num_evicted)
-    alone = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        method.reset()
-        logits = [method.feed(prompt)]
-        logits += [method.feed(token.view(1, 1)) for token in answer]
-        alone.append(torch.cat(logits))
-    method.reset()
-    methods = [method.new() for _ in prompts]
-    for one, prompt, expected in zip(methods, prompts, alone, strict=True):
-        assert torch.allclose(one.feed(prompt)[0], expected[0], atol=1e-4)
-    batch, rows = methods[0], list(range(len(LENS)))
-    batch.join(methods[1:])
-    for i in range(NUM_STEPS):
-        if i == LEAVE:  # some leave, the others change places
-            kept = [6, 2, 0, 7, 1]
-            batch.select(kept)
-            rows = [rows[row] for row in kept]
-        if i == JOIN:  # one comes late, from elsewhere
-            late = batch.new()
-            late.feed(prompts[3])
-            for token in answers[3, :JOIN]:
-                late.feed(token.view(1, 1))
-            batch.join([late])
-            rows.append(3)
-        logits = batch.feed(answers[rows, i : i + 1])
-        expected = torch.stack([alone[row][i + 1] for row in rows])
-        assert torch.allclose(logits, expected, atol=1e-4), i
+    come_and_go(method, LENS, [6, 2, 0, 7, 1], num_steps=NUM_STEPS, leave=LEAVE, join=JOIN)
     assert method.fill == 0  # `new` shares nothing of the stream
 
 
