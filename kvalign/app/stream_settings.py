@@ -5,23 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+from kvalign.app.method_settings import MethodSettings
 from kvalign.errors import UserError
 from kvalign.methods import AUTO, METHODS, check_name
-from kvalign.policies import OLDEST, POLICIES
 from kvalign.sampling import DRAWS, Sampling
 from kvalign.settings import (
     MOST_SEED,
-    NUM_EVICTED,
-    NUM_RECENT,
-    POLICY,
-    POSITIONS,
     ModelSettings,
     flag,
     option,
 )
-from kvalign.sizes import Positions, num_evicted_of
 
 if TYPE_CHECKING:
     from kvalign.models import LoadedModel
@@ -31,22 +26,9 @@ MAX_NEW_TOKENS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamSettings(ModelSettings):
+class StreamSettings(MethodSettings, ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
-    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
-    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
-    num_evicted: str | None = option(None, help=NUM_EVICTED)
-    realign_every: int | None = option(
-        None,
-        help="evicted entries after which kvalign moves those that stay (default: 1)",
-        at_least=1,
-    )
-    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
-    num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
-    positions: str | None = option(
-        None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
-    )
     aligner: str | None = option(
         None,
         help="aligner of kvalign: folder, hub id or shipped name (default: shipped; where none is, "
@@ -111,7 +93,6 @@ class StreamSettings(ModelSettings):
         if self.top_k == -1:  # all, to other programs
             raise UserError("--top-k must be at least 0, got -1: 0 draws from all")
         super().__post_init__()
-        num_evicted_of(self.num_evicted or 1, 2)
         try:
             Sampling(**self.sampling())
         except UserError as error:  # which has Python's names
@@ -154,13 +135,9 @@ class StreamSettings(ModelSettings):
             method=method,
             cache_size=self.cache_size,
             num_sinks=num_sinks,
-            num_evicted=self.num_evicted,
-            realign_every=self.realign_every,
-            policy=self.policy,
-            num_recent=self.num_recent,
-            positions=self.positions,
             aligner=aligner,
             compile=self.compile,
+            **self.sizes(),
             **{"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()},
         )
         if why and aligner is None:  # one that is named or was trained here needs no more words

@@ -19,6 +19,7 @@ from kvalign.invariants import INVARIANTS
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import matches
 from kvalign.methods import make_method
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.realign import Rotating
 from kvalign.step import Step
 
@@ -64,6 +65,20 @@ def test_every_aligner_keeps_to_all(make_aligner, kind, models):
     assert outcomes["moves"].state == ("not applicable" if is_recursive else "passed")
     by_segments = make_aligner is tables and kind in REGISTERED
     assert outcomes["evicting-chunks"].state == ("passed" if by_segments else "not applicable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OLDEST])
+def test_every_policy_keeps_to_all(policy, kind, models):
+    def make_one(model):
+        name = "kvalign" if kind == "gpt2" else "streaming-llm"
+        aligner = {"aligner": tables(model, scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+        return make_method(name, model, cache_size=CACHE_SIZE, policy=policy, **aligner)
+
+    outcomes = outcomes_of(models[kind], make_one)
+    assert not failed(outcomes)
+    assert sum(state == "passed" for state in states(outcomes).values()) >= 8
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])

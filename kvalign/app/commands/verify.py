@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from kvalign.app.method_settings import MethodSettings
 from kvalign.errors import UserError
 from kvalign.invariants import INVARIANTS, NUM_STEPS
-from kvalign.methods import AUTO, check_name
-from kvalign.settings import DEFAULT_MODEL, NUM_EVICTED, NUM_SINKS, Settings, option
+from kvalign.methods import check_name
+from kvalign.settings import DEFAULT_MODEL, NUM_SINKS, option
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
 
-OF_METHOD = (
-    "method",
-    "cache_size",
-    "num_sinks",
-    "num_evicted",
-    "realign_every",
-    "aligner",
-)
+OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifySettings(Settings):
+class VerifySettings(MethodSettings):
     """Put a cache and a model to what every streaming cache must keep to.
 
     A row an invariant: passed, failed with what to look at, or not applicable with the reason; the
@@ -38,18 +32,8 @@ class VerifySettings(Settings):
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     device: str = option("cpu", help="cpu, cuda, mps, ...")
-    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
-    num_evicted: str | None = option(None, help=NUM_EVICTED)
-    realign_every: int | None = option(
-        None,
-        help="evicted entries after which kvalign moves those that stay (default: 1)",
-        at_least=1,
-    )
-    aligner: str | None = option(
-        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
-    )
     cache: str | None = option(
         None, help="MODULE:NAME of what makes a cache for a model, in place of a method"
     )
@@ -89,9 +73,8 @@ class VerifySettings(Settings):
             model,
             cache_size=self.cache_size,
             num_sinks=self.num_sinks,
-            num_evicted=self.num_evicted,
-            realign_every=self.realign_every,
             aligner=self.aligner,
+            **self.sizes(),
         )
 
 

@@ -143,8 +143,8 @@ class Service:
         """One that has been fed nothing."""
         if num_sinks not in self._methods:
             own, settings = self.method, self.settings
-            sizes = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
-            asked = {name: getattr(settings, name) for name in sizes if name not in own.not_taken()}
+            sizes = settings.sizes().items()
+            asked = {name: size for name, size in sizes if name not in own.not_taken()}
             self._methods[num_sinks] = make_method(
                 own.name,
                 own.model,
