@@ -69,6 +69,7 @@ NOT_RUN = {
 }
 # Pages whose sections begin in folders of their own: README's results come from elsewhere.
 BY_SECTION = ("README.md",)
+LONG = ("README.md", "docs/evaluation.md", "docs/tutorials/report.md")  # they run whole suites
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
 
@@ -156,7 +157,14 @@ def is_run(block):
     return block.language in ("bash", "python")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_run, blocks(page)))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page in LONG else ())
+        for page in PAGES
+        if any(map(is_run, blocks(page)))
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
 def test_page_runs(page, enter, monkeypatch):
     section, names = None, {"__name__": "page"}
@@ -248,6 +256,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_site_builds_without_a_warning(site):
     reference = (site / "reference" / "command-line.html").read_text()
     assert command_of(["eval", "run"]) in reference and "--cache-sizes" in reference

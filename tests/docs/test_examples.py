@@ -52,6 +52,7 @@ def test_script_is_short(path):
 
 
 # What nbclient's own event loop, and the kernel's ports without encryption, complain about.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_notebook_runs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -29,6 +29,7 @@ SMALLER = {
     ("train", "max_steps"): 2,
     ("verify", "cache_size"): 16,
     ("verify", "num_steps"): 20,
+    ("verify", "invariants"): ("dense", "masks", "positions"),
     ("eval perplexity", "num_tokens"): 12,
     ("eval perplexity", "cache_sizes"): (32, 64),
     ("eval latency", "cache_sizes"): (32,),
