@@ -241,7 +241,7 @@ NOT_HERE = {
     "eval latency": "its --plot is written as that of eval perplexity",
     **dict.fromkeys(
         ("generate", "demo-ui", "verify", "doctor", "methods", "aligners", "corpora", "completion"),
-        "prints, and writes nothing",
+        "shows, and writes nothing",
     ),
     **dict.fromkeys(
         (f"eval {name}" for name in ("streameval", "recall", "attention", "chat")),
