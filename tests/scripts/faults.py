@@ -8,8 +8,8 @@ itself. Every other kill is by the clock, in the last 60 % of the time that it t
 others are just before one of its writes, drawn from all that it made. After every kill each
 file that counts as finished must be whole (corrupt) and still be there (lost); at the end the
 result must be the undisturbed one, and nothing else may be there (left over): in the folder no file
-that the undisturbed run does not leave, none in the system's folder of temporary files but Ray's
-logs of each session, and no process.
+that the undisturbed run does not leave, nor in the system's folder of temporary files, Ray's logs of
+each session apart, and no process.
 """
 
 import argparse
@@ -63,8 +63,16 @@ def kinds_of_files(folder: Path) -> set[str]:
     """Files by their names, in which any number is one: of a trial, a sitting, a time. Of Ray's own
     folder, in which each run leaves the logs of its session, nothing below.
     """
-    paths = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return {re.sub(r"\d+", "#", path) for path in paths if "tmp/ray/" not in path}
+    paths = [path for path in folder.rglob("*") if not is_of_python(path)]
+    names = (str(path.relative_to(folder)) for path in paths)
+    return {re.sub(r"\d+", "#", name) for name in names if "tmp/ray/" not in name}
+
+
+def is_of_python(path: Path) -> bool:
+    """Whether it is the file by which `tempfile` tries a folder, for the moment until it is gone:
+    of Python itself, not of a command.
+    """
+    return path.parent.name == "tmp" and path.is_file() and path.read_bytes() in (b"", b"blat")
 
 
 class Arena:
@@ -135,6 +143,13 @@ class Arena:
 
         return [process for process in psutil.process_iter() if is_ours(process)]
 
+    def processes_left(self, seconds: float = 30) -> list[psutil.Process]:
+        """Those that do not end: Ray's do so a moment after the command."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.5)
+        return left
+
     def finished(self) -> list[Path]:
         return [path for pattern in self.command.finished for path in self.out.glob(pattern)]
 
@@ -179,8 +194,7 @@ def fight(
             found["kills"] += 1
             continue
         found["same_result"] &= command.result(fire.out) == expected
-        time.sleep(bool(fire.processes()))  # Ray's end a moment later
-        found["left_over"] += [str(process) for process in fire.processes()]
+        found["left_over"] += [str(process) for process in fire.processes_left()]
         found["left_over"] += sorted(kinds_of_files(fire.folder) - known)
         if found["kills"] == num_kills:
             return
