@@ -16,7 +16,7 @@ from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
 
 FETCHED = "smollm2-135m-instruct"
-DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "gpt2-mini"
+DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "policies"
 SUITE = """
 cells:
   - name: kvalign
@@ -129,7 +129,7 @@ def _names(out: Path) -> list[str]:
 
 def _copy_documents(out: Path) -> None:
     out.mkdir()
-    for name in ("evicted.json", "stepwise.json"):
+    for name in ("cost.json", "recall-gpt2.json"):
         shutil.copy(DOCUMENTS / name, out)
 
 

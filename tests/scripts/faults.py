@@ -8,8 +8,8 @@ itself. Every other kill is by the clock, in the last 60 % of the time that it t
 others are just before one of its writes, drawn from all that it made. After every kill each
 file that counts as finished must be whole (corrupt) and still be there (lost); at the end the
 result must be the undisturbed one, and nothing else may be there (left over): in the folder no file
-that the undisturbed run does not leave, nor in the system's folder of temporary files, Ray's logs of
-each session apart, and no process.
+that the undisturbed run does not leave, nor in the system's folder of temporary files (Ray's logs
+of each session apart), and no process.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def is_of_python(path: Path) -> bool:
     """Whether it is the file by which `tempfile` tries a folder, for the moment until it is gone:
     of Python itself, not of a command.
     """
-    return path.parent.name == "tmp" and path.is_file() and path.read_bytes() in (b"", b"blat")
+    is_there = path.parent.name == "tmp" and re.fullmatch(r"[a-z0-9_]{8}", path.name)
+    return bool(is_there) and path.is_file() and path.read_bytes() in (b"", b"blat")
 
 
 class Arena:
