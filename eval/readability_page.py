@@ -6,8 +6,8 @@ import webbrowser
 from pathlib import Path
 
 from kvalign.eval.evaluation import Document
-from kvalign.eval.report import write_report
-from kvalign.files import write_json
+from kvalign.eval.report import PAGE, write_report
+from kvalign.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +16,17 @@ def free_folder() -> Path:
     """`readability`, or `readability-2` and so on: the first that is not there yet."""
     names = itertools.chain(["readability"], (f"readability-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
+
+
+def is_free(folder: Path, name: str, command: str) -> bool:
+    """Whether NAME.json is not there, or is what this command left when it was killed: its page is
+    not there, or older.
+    """
+    path, page = folder / f"{name}.json", folder / PAGE
+    if not path.exists():
+        return True
+    is_shown = page.exists() and page.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    return not is_shown and read_json(path).get("command") == command
 
 
 def write_page(document: Document, folder: Path, name: str, in_browser: bool) -> None:

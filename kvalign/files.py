@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from kvalign.errors import NotFoundError, UserError
+from kvalign.errors import NotFoundError, RunError, UserError
 
 LOCK = ".lock"
 
@@ -28,21 +28,43 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then give it its name, in a folder that is made if need
-    be; an interrupted write leaves nothing behind.
+    """Let `write` make a file, or a folder, under a temporary name, then give it its own, in a
+    folder that is made if need be; an interrupted write leaves nothing behind, and what a killed
+    one leaves the next removes.
 
     Raises:
         OSError: it could not be written (disk full, no permission), whatever `write` made of that.
     """
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    write_together(path.parent, lambda partial: write(partial / path.name), path.name)
+
+
+def write_together(folder: Path, write: Callable[[Path], object], last: str) -> None:
+    """Let `write` fill a temporary folder with files, then move them into `folder`. That named
+    `last` says that all are there: it gets its name when nothing else is left to do.
+
+    Raises:
+        OSError: as of `write_whole`.
+    """
+    # A folder, because some writers (safetensors) have temporary files of their own beside a file.
+    partial, ready = folder / f".{last}.partial", folder / f".{last}.partial.last"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove((partial, ready))
+        partial.mkdir(parents=True)
         write(partial)
-        os.replace(partial, path)
+        os.replace(partial / last, ready)
+        others = [*partial.iterdir()]
+        if others:
+            (folder / last).unlink(missing_ok=True)  # it is of other files
+        for path in others:
+            os.replace(path, folder / path.name)
+        partial.rmdir()
+        os.replace(ready, folder / last)
+    except RunError:
+        raise
     except (SafetensorError, RuntimeError) as error:  # safetensors' and torch.save's own
-        raise OSError(f"cannot write {path}: {error}") from error
+        raise OSError(f"cannot write {folder / last}: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        _remove((partial, ready))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -137,27 +159,26 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        remedy = "wait for it, or name another --out"
+        remedy = "wait for it, or name another folder"
         raise UserError(f"another run is writing to {folder}: {remedy}") from None
     try:
-        for partial in folder.rglob(".*.partial*"):
-            partial.unlink(missing_ok=True)
+        _remove([*folder.rglob(".*.partial*")])
         yield
     except (UserError, ModuleNotFoundError):
         if not kept():
-            _remove(set(folder.iterdir()) - before, made)
+            _remove(set(folder.iterdir()) - before)
+            with suppress(OSError):
+                for path in made:
+                    path.rmdir()
         raise
     finally:
         lock.release()
 
 
-def _remove(paths: Iterable[Path], folders: Iterable[Path]) -> None:
-    """What a run has made: files and folders, then the folders above that are empty."""
+def _remove(paths: Iterable[Path]) -> None:
+    """Files and folders, those of them that there are."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()

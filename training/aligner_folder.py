@@ -1,8 +1,6 @@
 """The folder of an aligner of any kind: not overwritten unasked, training on record, whole."""
 
-import os
 import platform
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.base import CONFIG, WEIGHTS
+from kvalign.aligners.base import CONFIG
 from kvalign.errors import ExistsError
+from kvalign.files import write_together
 from kvalign.memory import check_room
 from kvalign.settings import Settings, check_output
 
@@ -65,11 +64,6 @@ def record_of(
 
 
 def save(aligner: Aligner, out: Path) -> None:
-    """Write the aligner elsewhere, then move its files into place, the config last."""
+    """Write the aligner's files, the config last."""
     aligner.eval().requires_grad_(False)
-    partial = out / "training" / "aligner.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    aligner.save_pretrained(partial)
-    for name in ("README.md", WEIGHTS, CONFIG):
-        os.replace(partial / name, out / name)
-    partial.rmdir()
+    write_together(out, aligner.save_pretrained, last=CONFIG)

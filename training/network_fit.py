@@ -20,12 +20,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from kvalign import progress
 from kvalign.aligners import RealignNet
 from kvalign.errors import UserError
+from kvalign.files import write_whole
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_rows import Batch, RecordedRows
 
@@ -151,6 +153,7 @@ def _trainer(
         enable_progress_bar=False,  # Lightning's own writes to stdout
         enable_model_summary=False,
         default_root_dir=work_dir,
+        plugins=[_WholeFiles()],
         logger=[CSVLogger(work_dir, name="csv"), TensorBoardLogger(work_dir, name="tensorboard")],
         callbacks=[
             EarlyStopping("val_loss", patience=settings.patience, check_on_train_epoch_end=False),
@@ -161,6 +164,13 @@ def _trainer(
             *callbacks,
         ],
     )
+
+
+class _WholeFiles(TorchCheckpointIO):
+    """Lightning writes checkpoints into the system's temporary folder and moves them here."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        write_whole(Path(path), lambda partial: torch.save(checkpoint, partial))
 
 
 class _Progress(pl.Callback):

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign import progress
 from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
-from kvalign.files import locked, read_json, write_json, write_text, write_whole
+from kvalign.files import locked, read_json, write_json, write_text, write_together, write_whole
 from kvalign.memory import check_room
 from kvalign.models import check_device
 from kvalign.opening import begun, opening_ids
@@ -265,8 +265,13 @@ def _publish(
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")
-    model.to(torch.bfloat16).save_pretrained(settings.out)
-    tokenizer.save_pretrained(settings.out)
+    model.to(torch.bfloat16)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    write_together(settings.out, write, last="config.json")
     model.float().eval()
     tokens_seen = run.step * run.tokens_a_step
     facts: dict[str, Any] = {

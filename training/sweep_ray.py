@@ -5,6 +5,7 @@ ASHA is Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning".
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
         UserError: no such Ray cluster, or a trial that this machine is too small for.
         KeyboardInterrupt: stopped by the user.
     """
-    with _quiet(), ray_session(settings.ray_address) as ray:
+    with _quiet(), ray_session(settings.ray_address) as ray, _locks_in(out / ".ray.partial"):
         if settings.ray_address is None:
             _check_resources(settings, ray.cluster_resources())
         from kvalign.training.sweep_watch import Watch
@@ -116,6 +117,20 @@ def _check_resources(settings: TuneSettings, available: dict[str, float]) -> Non
         asked, has = getattr(settings, f"{name.lower()}s_per_trial"), available.get(name, 0)
         if asked > has:
             raise UserError(f"--{name.lower()}s-per-trial {asked}: this machine has {has:g}")
+
+
+@contextmanager
+def _locks_in(folder: Path) -> Iterator[None]:
+    """Let Ray Tune, which leaves its lock files, make them where they are removed."""
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["RAY_TMPDIR"]
+        if before is not None:
+            os.environ["RAY_TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

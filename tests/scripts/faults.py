@@ -1,165 +1,42 @@
 """kill -9 at random moments, and the same command again: nothing corrupt, nothing lost, one result.
 
-    python tests/scripts/faults.py --num-kills 50
+    python tests/scripts/faults.py --num-kills 100
 
-Each command first runs undisturbed. Then it is killed, with all its processes, at random moments
-and started again until it has been killed its share of times and ends by itself. After every kill
-each file that counts as finished must be whole (corrupt) and still be what it was before (lost);
-at the end the result must be the undisturbed one: the same bytes of recorded data, the same loss
-of a trained network to 1e-6, the same rows of a suite but for times, as many finished trials, the
-same weights of a language model, the same first answer of a conversation. Then nothing may be left
-over: no temporary file of a run that was killed.
+Each command that writes (`helpers/writing_commands.py`) first runs undisturbed. Then it is killed,
+with all its processes, and started again until it has been killed its share of times and ends by
+itself. Every other kill is by the clock, in the last 60 % of the time that it took undisturbed; the
+others are just before one of its writes, drawn from all that it made. After every kill each
+file that counts as finished must be whole (corrupt) and still be there (lost); at the end the
+result must be the undisturbed one, and nothing else may be there (left over): in the folder no file
+that the undisturbed run does not leave, nor in the system's folder of temporary files (Ray's logs
+of each session apart), and no process.
 """
 
 import argparse
-import csv
+import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 from safetensors import safe_open
 
-SUITE = """
-cells:
-  - name: window
-    command: >-
-      eval perplexity --methods window --cache-sizes 16 --num-tokens 300 --keep {out}/losses
-  - name: kvalign
-    command: >-
-      eval perplexity --methods kvalign,recompute --cache-sizes 16,32 --num-tokens 900
-      --keep {out}/losses
-  - name: chat
-    command: >-
-      eval chat --methods window,kvalign --cache-sizes 32 --num-turns 4 --max-new-tokens 40
-"""
-TIMES = ("seconds",)
-DONE = "already holds a trained"  # `train`, when the blow fell after all was written
+sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
+from helpers.server_kills import attack_sessions
+from helpers.writing_commands import COMMANDS, RECORDING, SERVER, Command, prepare
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command under fire.
-
-    Attributes:
-        words: after `kvalign`; it writes to `out`.
-        finished: patterns of the files that are finished once they are there, by what reads them.
-        result: what must be the same in the end.
-        say: what is typed.
-    """
-
-    name: str
-    words: str
-    finished: tuple[str, ...]
-    result: Callable[[Path], Any]
-    say: str = ""
-
-
-def _recorded(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.glob("*.*")) if path.name[0] != "."}
-
-
-def _trained(out: Path) -> dict[str, float]:
-    config = json.loads((out / "config.json").read_text())
-    return {target: round(run["val_loss"], 6) for target, run in config["training"].items()}
-
-
-def _evaluated(out: Path) -> dict[str, list[dict[str, Any]]]:
-    return {
-        path.name: [
-            {name: value for name, value in row.items() if name not in TIMES}
-            for row in json.loads(path.read_text())["rows"]
-        ]
-        for path in sorted(out.glob("*.json"))
-    }
-
-
-def _swept(out: Path) -> int:
-    with (out / "trials.csv").open() as file:
-        return len(list(csv.DictReader(file)))
-
-
-def _tables(out: Path) -> dict[str, float]:
-    config = json.loads((out / "config.json").read_text())
-    return {kv: round(part["val_loss"], 6) for kv, part in config["training"].items()}
-
-
-def _language_model(out: Path) -> bytes:
-    return (out / "model.safetensors").read_bytes()
-
-
-def _conversation(out: Path) -> list[int]:
-    with safe_open(out / "talk.safetensors", "pt") as file:
-        return file.get_tensor("ids").tolist()[:60]
-
-
-def _kept_losses(out: Path) -> list[str]:
-    return sorted(path.name for path in out.glob("*.parquet"))
-
-
-COMMANDS = (
-    Command(
-        "gen-data",
-        "gen-data --num-tokens 20000 --chunk-len 64 --shard-mb 2 --out out",
-        ("config.json", "*.safetensors", "manifest.json"),
-        _recorded,
-    ),
-    Command(
-        "train",
-        "train --data data --out out --max-steps 400 --batch-size 256 --vals-per-epoch 20",
-        ("config.json", "*.safetensors", "training/*/*.json"),
-        _trained,
-    ),
-    Command(
-        "tune",
-        "tune --target key --data data --out out --num-trials 3 --max-steps 60",
-        ("sweep.json", "trials.csv"),
-        _swept,
-    ),
-    Command(
-        "eval run",
-        "eval run ../suite.yaml --out out",
-        ("*.json", "losses/*.parquet", "suite.yaml"),
-        _evaluated,
-    ),
-    Command(
-        "train table",
-        "train --aligner-kind table --num-tokens 20000 --chunk-len 64 --num-threads 1 --out out",
-        ("config.json", "*.safetensors"),
-        _tables,
-    ),
-    Command(
-        "pretrain",
-        "pretrain --out out --num-tokens 40000 --context-len 64 --num-layers 1 --hidden-size 64 "
-        "--vocab-size 300 --save-minutes 0.02 --num-threads 1",
-        ("config.json", "model.safetensors", "training/*.json"),
-        _language_model,
-    ),
-    Command(
-        "chat",
-        "chat --state out/talk.safetensors --method streaming-llm --cache-size 32 --no-do-sample "
-        "--max-new-tokens 60",
-        ("*.safetensors",),
-        _conversation,
-        "Who lived here?\nWhy?\nAnd then?\n",
-    ),
-    Command(
-        "eval perplexity",
-        "eval perplexity --methods window,recompute --cache-sizes 16,32 --num-tokens 900 "
-        "--keep out",
-        ("*.parquet",),
-        _kept_losses,
-    ),
-)
+BLOW = Path(__file__).parents[1] / "helpers" / "blow"
+NEVER = 10**12
 
 
 def check(path: Path) -> str:
@@ -173,99 +50,189 @@ def check(path: Path) -> str:
                     file.get_tensor(name)
         elif path.suffix == ".parquet":
             pq.read_table(path)
+        elif path.suffix == ".html":
+            assert path.read_text(encoding="utf-8").rstrip().endswith("</html>"), "cut short"
+        elif path.suffix == ".png":
+            assert path.read_bytes()[-8:-4] == b"IEND", "cut short"
     except Exception as error:
         return f"{path}: {error}"
     return ""
 
 
-def is_left_over(path: Path) -> bool:
-    """Whether it is a temporary file: ours, of safetensors, of Ray or of Tune."""
-    return any(word in path.name for word in (".partial", ".tmp", "tmp_", ".lock_"))
+def kinds_of_files(folder: Path) -> set[str]:
+    """Files by their names, in which any number is one: of a trial, a sitting, a time. Of Ray's own
+    folder, in which each run leaves the logs of its session, nothing below.
+    """
+    paths = [path for path in folder.rglob("*") if not is_of_python(path)]
+    names = (str(path.relative_to(folder)) for path in paths)
+    return {re.sub(r"\d+", "#", name) for name in names if "tmp/ray/" not in name}
 
 
-def start(command: Command, folder: Path) -> subprocess.Popen:
-    words = [sys.executable, "-m", "kvalign", *command.words.split()]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
-    run = subprocess.Popen(words, cwd=folder, start_new_session=True, text=True, **quiet)
-    run.stdin.write(command.say)
-    run.stdin.close()
-    run.stdin = None
-    return run
+def is_of_python(path: Path) -> bool:
+    """Whether it is the file by which `tempfile` tries a folder, for the moment until it is gone:
+    of Python itself, not of a command.
+    """
+    is_there = path.parent.name == "tmp" and re.fullmatch(r"[a-z0-9_]{8}", path.name)
+    return bool(is_there) and path.is_file() and path.read_bytes() in (b"", b"blat")
 
 
-def end(run: subprocess.Popen) -> None:
-    """kill -9 of the process and all it has started."""
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+class Arena:
+    """A command in a folder of its own, with what it leaves in the system's temporary folder."""
 
+    def __init__(self, command: Command, folder: Path):
+        self.command, self.folder, self.out = command, folder, folder / "out"
+        self.count = folder.with_suffix(".count")
+        folder.mkdir()
+        self.begin()
 
-def finish(command: Command, folder: Path) -> None:
-    run = start(command, folder)
-    error = run.communicate()[1]
-    if run.returncode and DONE not in error:
-        raise SystemExit(f"kvalign {command.words} ended with {run.returncode}: {error[-2000:]}")
+    def begin(self) -> None:
+        """Forget what was written."""
+        subprocess.run(["rm", "-rf", *map(str, self.folder.iterdir())], check=True)
+        (self.folder / "tmp").mkdir()
+        if self.command.before:
+            self.command.before(self.out)
+
+    def run(self, seconds: float | None = None, at: int = NEVER) -> bool:
+        """Run the command; whether it was killed, after so long or at its n-th change of a file.
+
+        Raises:
+            RuntimeError: it failed, with what it says.
+        """
+        self.count.unlink(missing_ok=True)
+        more = {
+            **dict(self.command.environment),
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(BLOW), os.environ.get("PYTHONPATH")))),
+            "FAULTS_FOLDER": str(self.folder),
+            "FAULTS_COUNT": str(self.count),
+            "FAULTS_AT": str(at),
+        }
+        words = [sys.executable, *self.command.python, *self.command.words.split()]
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
+        process = subprocess.Popen(
+            words,
+            cwd=self.folder,
+            env={**os.environ, **more},
+            start_new_session=True,
+            text=True,
+            **quiet,
+        )
+        try:
+            error = process.communicate(self.command.say, timeout=seconds)[1]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            process.wait()
+            return True
+        if process.returncode == -signal.SIGKILL:
+            self.kill()
+            return True
+        if process.returncode and not (self.command.refused and self.command.refused in error):
+            raise RuntimeError(f"exit code {process.returncode}: {error[-2000:]}")
+        return False
+
+    def kill(self) -> None:
+        """kill -9 of the process and all that it has started: all with its environment."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def processes(self) -> list[psutil.Process]:
+        def is_ours(process: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.Error):
+                return process.environ().get("FAULTS_COUNT") == str(self.count)
+            return False
+
+        return [process for process in psutil.process_iter() if is_ours(process)]
+
+    def processes_left(self, seconds: float = 30) -> list[psutil.Process]:
+        """Those that do not end: Ray's do so a moment after the command."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.5)
+        return left
+
+    def finished(self) -> list[Path]:
+        return [path for pattern in self.command.finished for path in self.out.glob(pattern)]
 
 
 def attack(command: Command, num_kills: int, work: Path, rng: random.Random) -> dict[str, Any]:
-    """Kill a command so many times: kills, files corrupt and lost, and whether it ends the same."""
-    calm, fire = work / f"{command.name}-calm", work / f"{command.name}-fire"
-    for folder in (calm, fire):
-        folder.mkdir()
-        (folder / "data").symlink_to(work / "data")
+    """Kill a command so many times: kills, files corrupt, lost and left over, and whether it ends
+    the same.
+    """
     began = time.perf_counter()
-    finish(command, calm)
-    duration = time.perf_counter() - began
-    kept: dict[Path, bytes] = {}
-    found = {"command": command.name, "kills": 0, "corrupt": [], "lost": []}
-    while found["kills"] < num_kills:
-        run = start(command, fire)
-        # Most of a short command is its start: aim at what comes after it, too.
-        try:
-            error = run.communicate(timeout=rng.uniform(0.2, 1.1) * duration)[1]
-        except subprocess.TimeoutExpired:
-            end(run)
-            found["kills"] += 1
+    found: dict[str, Any] = {"command": command.name, "kills": 0, "corrupt": [], "lost": []}
+    found |= {"left_over": [], "same_result": True}
+    try:
+        fight(command, num_kills, work, rng, found)
+    except Exception as error:  # it does not go on, or what it left cannot be read
+        found["lost"].append(repr(error))
+    return found | {"seconds": round(time.perf_counter() - began)}
+
+
+def fight(
+    command: Command, num_kills: int, work: Path, rng: random.Random, found: dict[str, Any]
+) -> None:
+    """Kill a command so many times, and add to what was found."""
+    name = re.sub(r"\W+", "-", command.name)
+    calm, fire = Arena(command, work / f"{name}-calm"), Arena(command, work / f"{name}-fire")
+    began = time.perf_counter()
+    calm.run()
+    duration, num_changes = time.perf_counter() - began, calm.count.stat().st_size
+    expected, known = command.result(calm.out), kinds_of_files(calm.folder)
+    kept: set[Path] = set()
+    for attempt in itertools.count():
+        if found["kills"] == num_kills:
+            was_killed = fire.run()
+        elif attempt % 2:
+            was_killed = fire.run(at=rng.randint(1, num_changes))
         else:
-            if run.returncode and DONE not in error:
-                raise SystemExit(f"kvalign {command.words} refused to go on: {error[-500:]}")
-            if command.result(fire / "out") != command.result(calm / "out"):
-                found["lost"].append("the result")
-            _forget(fire / "out", kept)  # it ended before the blow: begin anew
-            continue
-        there = {p: p.read_bytes() for q in command.finished for p in (fire / "out").glob(q)}
+            was_killed = fire.run(seconds=rng.uniform(0.4, 1) * duration)
+        there = fire.finished()
         found["corrupt"] += [wrong for path in there if (wrong := check(path))]
-        found["lost"] += [str(path) for path in kept if path not in there]
-        kept = there
-    finish(command, fire)
-    found["left_over"] = [str(p) for p in fire.rglob("*") if is_left_over(p)]
-    found["same_result"] = command.result(fire / "out") == command.result(calm / "out")
-    return found
+        found["lost"] += [str(path) for path in kept - {*there}]
+        kept = {*there}
+        if was_killed:
+            found["kills"] += 1
+            continue
+        found["same_result"] &= command.result(fire.out) == expected
+        found["left_over"] += [str(process) for process in fire.processes_left()]
+        found["left_over"] += sorted(kinds_of_files(fire.folder) - known)
+        if found["kills"] == num_kills:
+            return
+        kept = set()  # it ended before the blow: begin anew
+        fire.begin()
 
 
-def _forget(out: Path, kept: dict[Path, bytes]) -> None:
-    subprocess.run(["rm", "-rf", str(out)], check=True)
-    kept.clear()
+def shares(num_kills: int, weights: list[float]) -> list[int]:
+    """Whole numbers that add up to it."""
+    ends = [round(num_kills * x / sum(weights)) for x in itertools.accumulate(weights)]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-kills", type=int, default=50)
+    parser.add_argument("--num-kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    names = [command.name for command in COMMANDS]
-    parser.add_argument("--commands", default=",".join(names))
-    args = parser.parse_args()
-    chosen = [command for command in COMMANDS if command.name in args.commands.split(",")]
-    rng = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as place:
+    parser.add_argument("--commands", help="comma-separated (default: all)")
+    args = parser.parse_args(argv)
+    names = args.commands.split(",") if args.commands else [*(c.name for c in COMMANDS), SERVER]
+    chosen = [command for command in COMMANDS if command.name in names]
+    weights = [command.share for command in chosen] + [1.0] * (SERVER in names)
+    rng, results = random.Random(args.seed), []
+    with tempfile.TemporaryDirectory(prefix="kf") as place:  # short, for Ray's sockets
         work = Path(place)
-        (work / "suite.yaml").write_text(SUITE)
-        data = "gen-data --num-tokens 20000 --chunk-len 64 --out data"
-        finish(Command("data", data, (), lambda out: None), work)
-        results = []
-        for i, command in enumerate(chosen):
-            share = args.num_kills * (i + 1) // len(chosen) - args.num_kills * i // len(chosen)
-            results.append(attack(command, share, work, rng))
-            print(json.dumps(results[-1]), flush=True)
+        prepare(work)
+        if any("../data" in command.words for command in chosen):
+            Arena(RECORDING, work / "recording").run()
+        for command, num_kills in itertools.zip_longest(chosen, shares(args.num_kills, weights)):
+            if command is None:
+                began = time.perf_counter()
+                found = attack_sessions(work / "talks", num_kills, rng)
+                found["seconds"] = round(time.perf_counter() - began)
+            else:
+                found = attack(command, num_kills, work, rng)
+            results.append(found)
+            print(json.dumps(found), flush=True)
     num_kills = sum(found["kills"] for found in results)
     num_corrupt = sum(len(found["corrupt"]) for found in results)
     num_left = sum(len(found["left_over"]) for found in results)

@@ -1,0 +1,90 @@
+"""kill -9 of a server in the middle of sessions: each goes on from its last whole turn."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import openai
+from load import served, turn_of
+
+from kvalign.errors import UserError
+from kvalign.files import LOCK
+from kvalign.stream_file import read
+
+SERVED = ("gpt2-mini", "--cache-size", "48")
+
+
+async def _hold(address, name, said, until_turn):
+    """Go on with a session until it breaks off; `said` are all its messages, so that an answer that
+    was kept and did not arrive is told again.
+    """
+    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        while len(said) < 2 * until_turn:
+            asked = {"role": "user", "content": turn_of(int(name[1:]), len(said) // 2)}
+            reply = await client.chat.completions.create(
+                model=SERVED[0],
+                messages=[*said, asked],
+                max_tokens=12,
+                temperature=0,
+                extra_body={"session": name},
+            )
+            if said:
+                assert reply.usage.prompt_tokens_details.cached_tokens > 0
+            said += [asked, {"role": "assistant", "content": reply.choices[0].message.content}]
+
+
+async def _hold_all(talks, address, until_turn, process=None, num_more=0):
+    """Hold all sessions; kill the server once they have so many messages more."""
+    enough = num_more + sum(map(len, talks.values()))
+    tasks = [
+        asyncio.ensure_future(_hold(address, name, said, until_turn))
+        for name, said in talks.items()
+    ]
+    while process is not None and sum(map(len, talks.values())) < enough:
+        await asyncio.sleep(0.001)
+        assert not any(task.done() for task in tasks)
+    if process is not None:
+        process.kill()
+    return await asyncio.gather(*tasks, return_exceptions=process is not None)
+
+
+def _damage(path: Path) -> str:
+    try:
+        read(path)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def attack_sessions(
+    folder: Path, num_kills: int, rng: random.Random, num_sessions: int = 16
+) -> dict[str, Any]:
+    """Kill a server that keeps its sessions in a folder so many times, while all of them are held.
+
+    Returns:
+        kills, files corrupt, sessions lost or left over, and whether all said the same as with a
+        server that was left alone.
+    """
+    flags, talks = ("--sessions", str(folder)), {f"s{i}": [] for i in range(num_sessions)}
+    found: dict[str, Any] = {"command": "serve", "kills": 0, "corrupt": [], "lost": []}
+    with served(*SERVED, *flags) as (address, _):
+        asyncio.run(_hold_all(talks, address, 1))
+    files = {path.name for path in folder.iterdir()}
+    for _ in range(num_kills):
+        with served(*SERVED, *flags) as (address, process):
+            num_more = rng.randint(1, 60)
+            broken = asyncio.run(_hold_all(talks, address, 10**9, process, num_more))
+        assert all(isinstance(one, openai.APIConnectionError) for one in broken), broken
+        found["kills"] += 1
+        there = list(folder.glob("[!.]*"))
+        found["corrupt"] += [wrong for path in there if (wrong := _damage(path))]
+        found["lost"] += sorted(files - {LOCK, *(path.name for path in there)})
+    num_turns = max(map(len, talks.values())) // 2 + 1
+    with served(*SERVED, *flags) as (address, _):
+        asyncio.run(_hold_all(talks, address, num_turns))
+    found["left_over"] = sorted({path.name for path in folder.iterdir()} - files)
+    undisturbed: dict[str, list] = {name: [] for name in talks}
+    with served(*SERVED) as (address, _):
+        asyncio.run(_hold_all(undisturbed, address, num_turns))
+    return found | {"same_result": talks == undisturbed}
