@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
 from kvalign.eval.grid import sizes_of
+from kvalign.health import check_losses
 from kvalign.methods.base import Method
 from kvalign.opening import opening_ids
 from kvalign.scoring import OnLabels
@@ -121,6 +122,7 @@ def score(
     start = time.perf_counter()
     right, nll = ask(method, stream, on_queries)
     seconds = time.perf_counter() - start
+    check_losses(nll, method)
     lines = {one.piece.line: one for one in stream if not one.piece.is_query}
     asked = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
     num_between = [query.answer_start - line.answer_end for line, query in asked]

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from kvalign.errors import NotFoundError, UserError
+from kvalign.errors import NotFoundError, UserError, is_of_a_path
 
 LOCK = ".lock"
 
@@ -124,8 +124,8 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
     """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
     what it was writing when it was killed is removed.
 
-    A run that is refused within (UserError, a package that is not here) leaves nothing of its own,
-    not even the folder, unless `kept` says what of it is of use.
+    A run that is refused within (UserError, a path that cannot be, a package that is not here)
+    leaves nothing of its own, not even the folder, unless `kept` says what of it is of use.
 
     Raises:
         UserError: another run writes to it.
@@ -143,8 +143,8 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
         for partial in folder.rglob(".*.partial*"):
             partial.unlink(missing_ok=True)
         yield
-    except (UserError, ModuleNotFoundError):
-        if not kept():
+    except (UserError, ModuleNotFoundError, OSError) as error:
+        if (not isinstance(error, OSError) or is_of_a_path(error)) and not kept():
             _remove(set(folder.iterdir()) - before, made)
         raise
     finally:

@@ -29,6 +29,7 @@ from kvalign.health import check_scores
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.names import check_keywords, nearest
+from kvalign.settings import typed
 
 
 @torch.no_grad()
@@ -185,9 +186,16 @@ def stream_generate(
 
 
 def end_ids(config: GenerationConfig) -> list[int]:
-    """The tokens that end a text: none, one or several."""
+    """The tokens that end a text: none, one or several.
+
+    Raises:
+        UserError: they are no token ids.
+    """
     end = config.eos_token_id
-    return [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
+    if isinstance(end, Tensor):
+        end = end.reshape(-1).tolist()
+    ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
+    return [typed("eos_token_id of a model's generation_config", one, int) for one in ends]
 
 
 def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:

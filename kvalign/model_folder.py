@@ -48,11 +48,11 @@ def read(
     """The model and its tokenizer.
 
     Raises:
-        UserError: weights that are damaged, lacking or others than the config says, or no
-            tokenizer.
+        UserError: weights that are damaged, lacking or others than the config says, a model that
+            cannot take a step, or no tokenizer.
     """
     with _reading(name, source):
-        if os.path.isdir(source) and not hasattr(config, "quantization_config"):
+        if os.path.isdir(source):
             _check_weights(Path(source), config)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -64,6 +64,8 @@ def read(
         )
         if missing := sorted(found["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+        with torch.no_grad():  # what a config asks for may break in its first step
+            model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits.numel()
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
             raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
@@ -85,8 +87,14 @@ def _check_sizes(values: dict[str, Any], path: Path) -> None:
 
 
 def _check_weights(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError for files that cannot hold the weights that a config asks for."""
-    num_found = sum(check_header(path) for path in folder.glob("*.safetensors"))
+    """Raise UserError for files that cannot hold the weights that a config asks for; quantised ones
+    are packed, at most eight to a byte.
+    """
+    is_packed = hasattr(config, "quantization_config")
+    paths = list(folder.glob("*.safetensors"))
+    num_found = sum(check_header(path, any_type=is_packed) for path in paths)
+    if is_packed:
+        num_found = 8 * sum(path.stat().st_size for path in paths)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     num_needed = sum(x.numel() for x in model.parameters())
@@ -102,15 +110,15 @@ def _reading(name: str, source: str) -> Iterator[None]:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except MemoryError:
+    except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # a reader of anything from anywhere raises anything
+    except BaseException as error:  # a reader of anything from anywhere raises anything
         raise UserError(_reason(name, source, error)) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _reason(name: str, source: str, error: Exception) -> str:
+def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
         said = " ".join(str(error).split()) or type(error).__name__
         if "'NoneType' object" in said:

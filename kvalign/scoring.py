@@ -32,8 +32,8 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """1 where the label is the most likely token, else 0."""
-    return (logits.argmax(-1) == labels).float()
+    """1 where the label is the most likely token, else 0; nan where there is none."""
+    return torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == labels).float())
 
 
 def score(

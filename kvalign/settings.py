@@ -12,6 +12,7 @@ import numbers
 import operator
 import os
 import shlex
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -215,15 +216,27 @@ def check_outputs(settings: Settings) -> None:
 
 
 def check_output(path: Path, output: Output, name: str = "--out") -> None:
-    """Raise UserError if a file or a folder cannot be written; folders above it need not exist."""
+    """Raise UserError if a file or a folder cannot be written; folders above it need not exist. A
+    name that would act on a terminal is none.
+    """
+    if not str(path).strip() or not str(path).isprintable():
+        raise UserError(f"{name} {str(path)!r:.80} is blank or has controls: name it otherwise")
+    if path.absolute() == Path(path.absolute().anchor):
+        raise UserError(f"{name} {path} is the root of all files: name a folder in it")
     if output == "file" and path.is_dir():
         raise UserError(f"{name} {path} is a folder: name a file in it")
+    if output == "file" and path.exists() and not path.is_file():  # it would be replaced
+        raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, no file")
     folder = (path if output == "folder" else path.parent).absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if not there.is_dir():
         raise UserError(f"{name} {path} cannot be written: {there} is a file, no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{name} {path} cannot be written: {there} is not yours to write in")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = f"{there} is not yours to write in ({error.strerror})"
+        raise UserError(f"{name} {path} cannot be written: {reason}") from None
 
 
 Result = TypeVar("Result")

@@ -28,7 +28,7 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_whole
 from kvalign.memory import check_room
-from kvalign.models import check_device
+from kvalign.models import check_device, without_bars
 from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
@@ -265,7 +265,8 @@ def _publish(
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")
-    model.to(torch.bfloat16).save_pretrained(settings.out)
+    with without_bars():
+        model.to(torch.bfloat16).save_pretrained(settings.out)
     tokenizer.save_pretrained(settings.out)
     model.float().eval()
     tokens_seen = run.step * run.tokens_a_step

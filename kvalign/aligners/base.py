@@ -242,7 +242,10 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)
-    return tuple(round(x, 6) for x in weight.detach()[rows, columns].float().tolist())
+    found = weight.detach()[rows, columns].float()
+    if not found.isfinite().all():
+        raise UserError("the embedding weights of this model are not finite")
+    return tuple(round(x, 6) for x in found.tolist())
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:

@@ -5,7 +5,6 @@ fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `k
 one line. Help answers at once: what is heavy is imported by the command that runs.
 """
 
-import errno
 import logging
 import os
 import re
@@ -21,19 +20,13 @@ from kvalign.app import catalogue
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.app.next_steps import say_stopped
-from kvalign.errors import RunError, UserError
+from kvalign.errors import RunError, UserError, is_of_a_path
 from kvalign.escape import escape_controls
 from kvalign.settings import check_outputs
 
 _HELP = ("-h", "--help")
-# A path that the user gave: there is nothing, it is of another kind, or it is not theirs.
-_OF_PATHS = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+# Characters of a message: a value that came may be of any length.
+_LONGEST = 1000
 # What torch says on a CPU, in place of MemoryError.
 _ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
@@ -111,11 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, message = explain(error)
-        message = _in_flags(message, flags_of)
-        print(
-            f"kvalign {name}".strip() + f": error: {escape_controls(' '.join(message.split()))}",
-            file=sys.stderr,
-        )
+        message = escape_controls(" ".join(_in_flags(message, flags_of).split()))
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        print(f"kvalign {name}".strip() + f": error: {message}", file=sys.stderr)
         return code
     return 0
 
@@ -126,11 +118,10 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, RunError):
         return 1, str(error)
-    if isinstance(error, _OF_PATHS):
+    if is_of_a_path(error):
         return 2, str(error)
     if isinstance(error, OSError):  # the machine's, as a full disk
-        is_read_only = error.errno == errno.EROFS
-        return (2, str(error)) if is_read_only else (1, f"{error}; what was finished is kept")
+        return 1, f"{error}; what was finished is kept"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
     if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
