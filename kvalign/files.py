@@ -74,17 +74,20 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError, naming the file, if it holds none."""
+    values = parse_json(read_text(path), path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def parse_json(text: str, where: object) -> Any:
+    """The values in a JSON text from outside; UserError, beginning with `where`, if it is none."""
     try:
-        text = read_text(path)
         values = json.loads(text)
         if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
             json.dumps(values, ensure_ascii=False).encode()
-    except UserError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+        raise UserError(f"{where} is not JSON: {error}") from None
     return values
 
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from kvalign.errors import NotFoundError, UserError
+from kvalign.memory import check_sizes
 
 SUFFIX = ".gguf"
 _READERS = ("gguf", "accelerate")  # what transformers' reader imports
@@ -73,6 +74,8 @@ def config_of(path: Path) -> PretrainedConfig:
             file = GGUFReader(path)  # it goes to the end of the last weights
         except Exception as error:
             raise UserError(f"it was cut or damaged ({error})") from error
+        fields = file.fields.items()
+        check_sizes({name: x.contents() for name, x in fields if len(x.types) == 1}, path.name)
         scales = [name for name in file.fields if name.endswith(_SCALING)]
         scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
         scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]

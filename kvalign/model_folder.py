@@ -19,13 +19,10 @@ from transformers.utils import logging
 from kvalign import checkpoints, fetched, hub
 from kvalign.errors import UserError
 from kvalign.files import read_json
+from kvalign.memory import check_sizes
 from kvalign.weights import check_header
 
 _LONGEST = 300  # characters of a reason
-_BOUNDS = {  # of what spells a size in configs; beyond them no model is built even without memory
-    ("layer", "depth"): 2**12,
-    ("head", "size", "dim", "embd", "inner", "position", "len", "window"): 2**31,
-}
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
@@ -37,7 +34,7 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
-        _check_sizes(read_json(path), path)
+        check_sizes(read_json(path), path)
     with _reading(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
@@ -66,8 +63,10 @@ def read(
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
         with torch.no_grad():  # what a config asks for may break in its first step
             model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits.numel()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
-        if not tokenizer("a")["input_ids"]:
+        with _panics_unheard():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
+            knows_text = bool(tokenizer("a")["input_ids"])
+        if not knows_text:
             raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
     return model, tokenizer
 
@@ -75,15 +74,6 @@ def read(
 def _local(source: str) -> dict[str, Any]:
     is_local = os.path.isdir(source) or not hub.is_reachable()
     return {"local_files_only": is_local, "trust_remote_code": False}
-
-
-def _check_sizes(values: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a size beyond any, by whatever name an architecture has for it."""
-    for name, value in values.items():
-        for words, most in _BOUNDS.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and any(word in name for word in words) and not abs(value) <= most:
-                raise UserError(f"{path}: {name} must be at most {most}, got {value:g}")
 
 
 def _check_weights(folder: Path, config: PretrainedConfig) -> None:
@@ -100,6 +90,25 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
     num_needed = sum(x.numel() for x in model.parameters())
     if 0 < num_found < num_needed:
         raise UserError(f"config.json asks for {num_needed} weights, its files have {num_found}")
+
+
+@contextmanager
+def _panics_unheard() -> Iterator[None]:
+    """What is written by others than Python to the standard error is lost: tokenizers, of Rust,
+    says there that it panics, in lines of its own.
+    """
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextmanager

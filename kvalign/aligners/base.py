@@ -25,6 +25,7 @@ from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import read_checked, sha256, write_json, write_whole
 from kvalign.models import Family, ModelSpec, spec_of
+from kvalign.settings import typed
 from kvalign.sizes import CacheSizes
 from kvalign.weights import read_weights
 
@@ -212,6 +213,7 @@ class Aligner(
             NotFoundError: no aligner of that name.
             UserError: its config or weights are damaged or do not fit together.
         """
+        typed("aligner", model_id, Path)
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
         where = f"aligner {str(model_id)!r}"
         if not folder.is_dir():
