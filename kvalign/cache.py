@@ -216,7 +216,7 @@ class StreamingCache(Cache):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int] | Tensor) -> None:
         """Keep these rows, in this order; one may come several times."""
         if not self.seen:
             return

@@ -147,7 +147,9 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
             partial.unlink(missing_ok=True)
         yield
     except (UserError, ModuleNotFoundError, OSError) as error:
-        if (not isinstance(error, OSError) or is_of_a_path(error)) and not kept():
+        # Where nothing is said of what is kept, a full disk leaves what there is.
+        is_refused = not isinstance(error, OSError) or is_of_a_path(error)
+        if (is_refused or kept is not str) and not kept():
             _remove(set(folder.iterdir()) - before, made)
         raise
     finally:

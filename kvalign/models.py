@@ -73,7 +73,9 @@ class LoadedModel:
 
 
 @progress.shown_as("kvalign")
-def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
+def load_model(
+    name: str | Path, device: str | torch.device = "cpu", dtype: str = "float32"
+) -> LoadedModel:
     """Load a causal LM of transformers with its tokenizer and spec.
 
     Args:

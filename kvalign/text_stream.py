@@ -144,8 +144,8 @@ class TextStream:
         without input is one, too, and begins when it is fed.
         """
         self.check_whole()
-        path = typed("path", path, Path)
-        check_output(path, "file", "path")
+        place = Path(typed("path", path, Path))
+        check_output(place, "file", "path")
         method, model = self.method, self.method.model
         saved = SavedStream(
             method=method.name,
@@ -163,7 +163,7 @@ class TextStream:
         tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
         tensors["generator"] = self.generator.get_state()
-        stream_file.write(path, saved, tensors)
+        stream_file.write(place, saved, tensors)
 
     def check_whole(self) -> None:
         """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
@@ -300,8 +300,7 @@ def load_stream(
     Sampling.of(load_stream, sampling)
     if sampling.get("seed") is None:
         sampling.pop("seed", None)
-    path = typed("path", path, Path)
-    saved, tensors = stream_file.read(path)
+    saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, model)
         sizes = {name: getattr(saved, name) for name in _SIZES}

@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,11 +66,18 @@ def record_of(
 
 
 def save(aligner: Aligner, out: Path) -> None:
-    """Write the aligner elsewhere, then move its files into place, the config last."""
+    """Write the aligner elsewhere, then move its files into place, the config last; where that
+    fails, nothing is left.
+    """
     aligner.eval().requires_grad_(False)
     partial = out / "training" / "aligner.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    aligner.save_pretrained(partial)
-    for name in ("README.md", WEIGHTS, CONFIG):
-        os.replace(partial / name, out / name)
-    partial.rmdir()
+    try:
+        aligner.save_pretrained(partial)
+        for name in ("README.md", WEIGHTS, CONFIG):
+            os.replace(partial / name, out / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # they hold what else there is
+            partial.parent.rmdir()
+            out.rmdir()

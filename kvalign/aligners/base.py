@@ -133,7 +133,7 @@ class Aligner(
     def label(self) -> str:
         """What tables of results call it: its kind, and what it was trained on if not `mse`."""
         parts = self.config.training.values()
-        objectives = {part.get("objective", "mse") for part in parts if isinstance(part, dict)}
+        objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:

@@ -29,6 +29,8 @@ _HELP = ("-h", "--help")
 _LONGEST = 1000
 # What torch says on a CPU, in place of MemoryError.
 _ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
+# What tokenizers says of the machine, in an Exception.
+_OF_RUST = re.compile(r"\(os error \d+\)$")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
@@ -67,17 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if args[:1] == ["--debug"]:
         del args[0]
-    if not args or args[0] in _HELP:
-        print(usage(), end="", file=sys.stdout if args else sys.stderr)
-        return 0 if args else 2
-    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
-        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
-        return 0 if args[1:] else 2
-    if args[0] == "--version":
-        from importlib.metadata import version
-
-        print("kvalign", version("kvalign"))
-        return 0
+    _open_streams()
     logging.basicConfig(
         level=logging.WARNING,
         format="%(levelname)s: %(message)s",
@@ -85,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     name, flags_of = "", set[str]()
     try:
+        if (code := _help(args)) is not None:
+            return code
         command, flags = catalogue.find(args)
         name = command.name
         cls = command.settings_for(flags)
@@ -112,6 +106,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _open_streams() -> None:
+    """Give Python what the shell has closed, as `2>&-` does: it prints to stdout without stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _help(args: Sequence[str]) -> int | None:
+    """Print what is asked of no command, or of no full one, and return the exit code; None for a
+    command.
+    """
+    if not args or args[0] in _HELP:
+        print(usage(), end="", file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
+        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
+        return 0 if args[1:] else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print("kvalign", version("kvalign"))
+        return 0
+    return None
+
+
 def explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error that ended a command."""
     if isinstance(error, UserError):
@@ -120,7 +139,7 @@ def explain(error: Exception) -> tuple[int, str]:
         return 1, str(error)
     if is_of_a_path(error):
         return 2, str(error)
-    if isinstance(error, OSError):  # the machine's, as a full disk
+    if isinstance(error, OSError) or _OF_RUST.search(str(error)):  # the machine's, as a full disk
         return 1, f"{error}; what was finished is kept"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")

@@ -123,7 +123,7 @@ class Method(ABC):
     def reset(self) -> None:
         """Forget the stream."""
 
-    def check_alike(self, others: Sequence[object]) -> None:
+    def check_alike(self, others: Sequence["Method"]) -> None:
         """Raise UserError unless others are methods made alike, as `join` takes them."""
         expect("others", others, Sequence, "methods made alike")
         for one in others:
