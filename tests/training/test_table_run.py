@@ -81,7 +81,7 @@ def test_moving_half_a_chunk_is_measured(models):
 def test_the_shortest_text_and_chunk_are_tuned_on(
     objective, chunk_len, num_tokens, tmp_path, monkeypatch, capfd
 ):
-    """A cache is smaller than the chunk, and a row has a label after it; one token less is refused."""
+    """A cache is smaller than the chunk, a row has a label after it; a token less is refused."""
     monkeypatch.chdir(tmp_path)
     Path("t.txt").write_text("k1=3 k2=4 k1? 3 k2? 4 " * 100)
     argv = ["train", "--aligner-kind", "table", "--model", "recall-gpt2", "--corpus", "text:t.txt"]
@@ -149,7 +149,7 @@ def test_short_corpora_are_refused(little_work):
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(letter) % 90 for letter in text]}
 
-    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 640 are"):
+    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 650 are"):
         read(["python-docs"], Letters(), 500, 64)
 
 
