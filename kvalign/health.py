@@ -27,14 +27,14 @@ MOST_LOSS = 300.0
 """Nats: no model that was trained comes near, and its exp and that of a difference are numbers."""
 
 
-def check_losses(losses: Tensor, method: Method) -> None:
-    """Raise RunError unless losses [N] in nats are numbers of which there is a perplexity."""
+def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
+    """Raise RunError unless losses [N] in nats are numbers, by default ones with a perplexity."""
     if not losses.isfinite().all():
         raise RunError(f"{method.title} cannot be scored: {reason(method)}")
-    if (worst := losses.max().item()) > MOST_LOSS:
+    if (worst := losses.max().item()) > most:
         raise RunError(
-            f"{method.title} cannot be scored: a token costs {worst:.3g} nats, more than "
-            f"{MOST_LOSS:g}: are these the weights of a trained model?"
+            f"{method.title} cannot be scored: a token costs {worst:.3g} nats, more than {most:g}: "
+            "are these the weights of a trained model?"
         )
 
 

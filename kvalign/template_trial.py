@@ -1,5 +1,5 @@
 """A chat template is a program from outside: it is tried out once, in a process of its own with
-little time and memory, before it runs in this one, where nothing could stop `{{ 9**(9**9) }}`.
+little time and memory, before it runs in this one, where nothing could stop 9^(9^9).
 """
 
 import json
