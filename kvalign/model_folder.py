@@ -45,8 +45,8 @@ def read(
     """The model and its tokenizer.
 
     Raises:
-        UserError: weights that are damaged, lacking or others than the config says, a model that
-            cannot take a step, or no tokenizer.
+        UserError: weights that are damaged, lacking or others than the config says, or no
+            tokenizer.
     """
     with _reading(name, source):
         if os.path.isdir(source):
@@ -61,14 +61,21 @@ def read(
         )
         if missing := sorted(found["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
-        with torch.no_grad():  # what a config asks for may break in its first step
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits.numel()
         with _panics_unheard():
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
             knows_text = bool(tokenizer("a")["input_ids"])
         if not knows_text:
             raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
     return model, tokenizer
+
+
+def try_step(name: str, source: str, model: PreTrainedModel) -> None:
+    """Raise UserError for a model that cannot take a step where it is: what its config asks for, or
+    its quantised weights, may break there.
+    """
+    with _reading(name, source), torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False).logits.numel()
 
 
 def _local(source: str) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def _reading(name: str, source: str) -> Iterator[None]:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (MemoryError, KeyboardInterrupt, SystemExit):
+    except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a reader of anything from anywhere raises anything
         raise UserError(_reason(name, source, error)) from error

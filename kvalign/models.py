@@ -109,6 +109,7 @@ def load_model(
     if rotation := rotation_of(model):
         check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
     model.to(device).eval()
+    model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
 
 
