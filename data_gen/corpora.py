@@ -15,6 +15,7 @@ from kvalign.data_gen.hub_dataset import HUB
 from kvalign.data_gen.text_files import sha256_of
 from kvalign.errors import UserError
 from kvalign.registry import Registry, unknown
+from kvalign.settings import typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
     """
     if split not in ("train", "test"):
         raise UserError(f"split must be train or test, got {split!r}")
+    spec = typed("corpus", spec, str)
     if spec in CORPORA and ":" not in spec:
         return CORPORA[spec].texts("", split)
     kind, _, rest = spec.partition(":")

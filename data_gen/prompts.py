@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvalign.errors import UserError
 from kvalign.registry import unknown
+from kvalign.settings import typed
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "talk", "mt-bench", "PATH.jsonl")
@@ -32,6 +33,7 @@ def conversations(spec: str) -> list[list[str]]:
     """
     from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names
 
+    spec = typed("prompts", spec, str)
     if spec == "mt-bench":
         turns = prompt_rows.of_hub(MT_BENCH, "prompts that work offline: own, talk, PATH.jsonl")
     elif spec in OURS or spec.endswith(".jsonl"):

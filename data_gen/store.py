@@ -202,13 +202,13 @@ def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
     shape = [shard.num_chunks, *config.shapes[shard.num_evicted]]
     expected = dict.fromkeys(PAIRS, (shape, _DTYPES[config.settings.dtype]))
     expected["chunk"] = ([shard.num_chunks], "I64")
+    if not shard.path.is_file():  # a pipe would be waited for
+        return "it is missing"
     try:
         with safe_open(shard.path, "pt") as file:
             names = file.keys()
             slices = {name: file.get_slice(name) for name in names}
             header = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
-    except FileNotFoundError:
-        return "it is missing"
     except (SafetensorError, OSError) as error:
         return str(error)
     for name, wanted in expected.items():

@@ -2,7 +2,6 @@
 perplexity under the model itself with nothing evicted.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvalign.eval.chunks import judged
 from kvalign.eval.rules import Rule
+from kvalign.health import perplexity_of
 from kvalign.models import LoadedModel
 
 MAX_SPAN = 1024  # model tokens of context when a passage is scored
@@ -60,4 +60,4 @@ def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, sp
         logits = output.logits[0, :-1].float()
         total += torch.nn.functional.cross_entropy(logits, ids[scored:end], reduction="sum").item()
         scored = end
-    return math.exp(total / len(passage))
+    return perplexity_of(total / len(passage))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvalign.errors import UserError
 from kvalign.files import checked, write_whole
+from kvalign.health import MOST_LOSS
 from kvalign.methods.base import Method
 
 
@@ -41,6 +42,8 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
         table = pq.read_table(path, page_checksum_verification=True)
         metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
         tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
+        if not (nll.double().abs() <= MOST_LOSS).all():
+            raise ValueError("its losses are no numbers, or no model's")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
     if metadata.key != json.loads(json.dumps(key)):

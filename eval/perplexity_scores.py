@@ -9,14 +9,14 @@ from torch import Tensor
 
 from kvalign import progress
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.errors import RunError, UserError
+from kvalign.errors import UserError
 from kvalign.eval.bigrams import distances, slices
 from kvalign.eval.evaluation import Row
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.grid import in_turn, sizes_of
 from kvalign.eval.loss_store import key_of, read_losses, write_losses
 from kvalign.eval.statistics import by_quarter, by_segment, interval
-from kvalign.health import reason
+from kvalign.health import check_losses
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
 from kvalign.opening import begun, opening_ids
@@ -67,8 +67,7 @@ def score_methods(
             start = time.perf_counter()
             nll = score_with(method, scored, bar.update)
             seconds = time.perf_counter() - start
-            if not nll.isfinite().all():
-                raise RunError(f"{method.title} cannot be scored: {reason(method)}")
+            check_losses(nll, method)
             if settings.keep:
                 write_losses(settings.keep, key, labels, nll, seconds)
         losses.append(nll.cpu())

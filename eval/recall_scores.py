@@ -14,6 +14,7 @@ from kvalign.eval.evaluation import Row
 from kvalign.eval.evaluations.recall import BEYOND, QUARTERS, RecallSettings
 from kvalign.eval.grid import sizes_of
 from kvalign.eval.verdicts import share_interval
+from kvalign.health import check_losses
 from kvalign.methods.base import Method
 from kvalign.models import LoadedModel
 from kvalign.scoring import OnLabels, hits, score
@@ -78,6 +79,7 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
     wanted = of_labels > 0
     right = score(method, stream.ids, on_labels, hits, wanted.to(stream.ids.device)).cpu()[wanted]
     seconds = time.perf_counter() - start
+    check_losses(right, method)
     cache_size = method.sizes.cache_size
     parts = torch.tensor([part_of(age, cache_size) for age in of_labels[wanted].tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}

@@ -86,6 +86,10 @@ _Positive = (
     Annotated[int, Field(strict=True, ge=1, le=_MOST)]
     | Annotated[float, Field(strict=True, ge=1 / _MOST, le=_MOST, allow_inf_nan=False)]
 )
+_Name = Annotated[str, Field(max_length=200)]
+_Place = Annotated[str, Field(max_length=4096)]
+# Beyond them no table is read, and none is drawn in seconds.
+_MOST_ROWS, _MOST_METHODS = 1000, 100
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 
 
@@ -97,22 +101,22 @@ class _Row(BaseModel, extra="allow"):
         values = row.items() if isinstance(row, dict) else ()
         return {k: None if v == math.inf else v for k, v in values} or row
 
-    method: str
-    aligner: str | None
+    method: _Name
+    aligner: _Place | None
     cache_size: Annotated[_Count, Field(ge=1)]
     num_sinks: _Count
     num_evicted: _Count
-    aligner_label: str | None = None
-    aligner_path: str | None = None
-    aligner_revision: str | None = None
+    aligner_label: _Name | None = None
+    aligner_path: _Place | None = None
+    aligner_revision: _Name | None = None
     realign_every: _Count | None = None
-    policy: str | None = None
+    policy: _Name | None = None
     num_recent: _Count | None = None
-    positions: str | None = None
+    positions: _Name | None = None
 
 
 class _Settings(BaseModel, extra="allow"):
-    model: str | None
+    model: _Place | None
 
 
 class _Document(BaseModel):
@@ -130,6 +134,8 @@ def read_document(path: Path) -> Document:
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
         document = checked(_model_of(evaluation), values, "it").model_dump(exclude_unset=True)
         _check_columns(evaluation, document["rows"])
+        if (num := len({row["method"] for row in document["rows"]})) > _MOST_METHODS:
+            raise UserError(f"rows.method: at most {_MOST_METHODS} methods, got {num}")
         evaluation.check(document)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
@@ -160,7 +166,7 @@ def _model_of(evaluation: Evaluation) -> type[BaseModel]:
         "Document",
         __base__=_Document,
         settings=(create_model("Settings", __base__=_Settings, **_required(*settings)), ...),
-        rows=(list[row], Field(min_length=1)),  # type: ignore[valid-type]
+        rows=(list[row], Field(min_length=1, max_length=_MOST_ROWS)),  # type: ignore[valid-type]
         **_required(*evaluation.document_fields),
     )
 

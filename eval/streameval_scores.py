@@ -4,6 +4,7 @@ A number with its `>` is tokenised apart from what is before and after, in lines
 So an answer has the very tokens of the line it asks for, whatever a tokenizer would merge.
 """
 
+import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.errors import UserError
 from kvalign.eval.evaluation import Row
 from kvalign.eval.grid import sizes_of
+from kvalign.health import check_losses
 from kvalign.methods.base import Method
 from kvalign.opening import opening_ids
 from kvalign.scoring import OnLabels
@@ -121,6 +123,7 @@ def score(
     start = time.perf_counter()
     right, nll = ask(method, stream, on_queries)
     seconds = time.perf_counter() - start
+    check_losses(nll, method, most=math.inf)  # of whole answers
     lines = {one.piece.line: one for one in stream if not one.piece.is_query}
     asked = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
     num_between = [query.answer_start - line.answer_end for line, query in asked]

@@ -22,7 +22,7 @@ from kvalign.input_ids import check_fast, encoded
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling, StopStrings
-from kvalign.settings import typed
+from kvalign.settings import expect, typed
 
 
 def stream_batch(
@@ -69,6 +69,7 @@ def stream_batch(
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
+    expect("prompts", prompts, Iterable, "several texts")
     streaming = make_method(
         method,
         model,

@@ -22,9 +22,11 @@ from transformers import Cache, PreTrainedModel
 from kvalign.attention import install
 from kvalign.cache_layer import StreamingLayer
 from kvalign.errors import UserError
+from kvalign.input_ids import rows_of
 from kvalign.models import ModelSpec, spec_of
 from kvalign.realign import OnRead, Realigner
 from kvalign.relative import Segment
+from kvalign.settings import expect, typed
 from kvalign.sizes import CacheSizes
 from kvalign.step import Step
 
@@ -47,6 +49,8 @@ class StreamingCache(Cache):
     layer_class: ClassVar[type[StreamingLayer]] = StreamingLayer
 
     def __init__(self, spec: ModelSpec, sizes: CacheSizes, realigner: Realigner | None = None):
+        expect("spec", spec, ModelSpec, "a ModelSpec: kvalign.models.spec_of(model.config)")
+        expect("sizes", sizes, CacheSizes, "CacheSizes")
         sizes.check_fits(spec)
         if realigner is not None:
             realigner = realigner.within(sizes, spec.context_len)
@@ -212,24 +216,27 @@ class StreamingCache(Cache):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise UserError("a streaming cache cannot be cropped: the entries it evicted are gone")
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int] | Tensor) -> None:
         """Keep these rows, in this order; one may come several times."""
         if not self.seen:
             return
+        rows = rows_of(rows, len(self.seen))
         self.settle()
         self.seen, self._moved = ([x[row] for row in rows] for x in (self.seen, self._moved))
         self.forget_turned_sinks()
         for layer in self.layers:
-            layer.select(torch.tensor(rows))
+            layer.select(torch.tensor(rows, dtype=torch.int64))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select(beam_idx.tolist())
+        self.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select(indices.tolist())
+        self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.select([row for row in range(len(self.seen)) for _ in range(repeats)])
+        self.select(
+            [row for row in range(len(self.seen)) for _ in range(typed("repeats", repeats, int))]
+        )
 
     def join(self, others: Sequence["StreamingCache"]) -> None:
         """Add the rows of caches made alike, each fed something, after those that are here."""

@@ -1,5 +1,23 @@
 """The errors that say something to a user. Anything else that is raised is a fault of ours."""
 
+import errno
+
+_OF_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+_TOO = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+
+
+def is_of_a_path(error: BaseException) -> bool:
+    """Whether it is of a path that the user gave: there is nothing, it is of another kind, it is
+    not theirs, its name is too long, a link leads nowhere.
+    """
+    return isinstance(error, _OF_PATHS) or (isinstance(error, OSError) and error.errno in _TOO)
+
 
 class UserError(ValueError):
     """Something that the user can mend: what came, what was needed and what to do, in one line."""

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from kvalign.errors import NotFoundError, RunError, UserError
+from kvalign.errors import NotFoundError, RunError, UserError, is_of_a_path
 
 LOCK = ".lock"
 
@@ -47,6 +47,7 @@ def write_together(folder: Path, write: Callable[[Path], object], last: str) -> 
     """
     # A folder, because some writers (safetensors) have temporary files of their own beside a file.
     partial, ready = folder / f".{last}.partial", folder / f".{last}.partial.last"
+    is_new = not folder.exists()
     try:
         _remove((partial, ready))
         partial.mkdir(parents=True)
@@ -65,6 +66,9 @@ def write_together(folder: Path, write: Callable[[Path], object], last: str) -> 
         raise OSError(f"cannot write {folder / last}: {error}") from error
     finally:
         _remove((partial, ready))
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -96,17 +100,20 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError, naming the file, if it holds none."""
+    values = parse_json(read_text(path), path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def parse_json(text: str, where: object) -> Any:
+    """The values in a JSON text from outside; UserError, beginning with `where`, if it is none."""
     try:
-        text = read_text(path)
         values = json.loads(text)
         if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
             json.dumps(values, ensure_ascii=False).encode()
-    except UserError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+        raise UserError(f"{where} is not JSON: {error}") from None
     return values
 
 
@@ -146,8 +153,8 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
     """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
     what it was writing when it was killed is removed.
 
-    A run that is refused within (UserError, a package that is not here) leaves nothing of its own,
-    not even the folder, unless `kept` says what of it is of use.
+    A run that is refused within (UserError, a path that cannot be, a package that is not here)
+    leaves nothing of its own, not even the folder, unless `kept` says what of it is of use.
 
     Raises:
         UserError: another run writes to it.
@@ -164,8 +171,10 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
     try:
         _remove([*folder.rglob(".*.partial*")])
         yield
-    except (UserError, ModuleNotFoundError):
-        if not kept():
+    except (UserError, ModuleNotFoundError, OSError) as error:
+        # Where nothing is said of what is kept, a full disk leaves what there is.
+        is_refused = not isinstance(error, OSError) or is_of_a_path(error)
+        if (is_refused or kept is not str) and not kept():
             _remove(set(folder.iterdir()) - before)
             with suppress(OSError):
                 for path in made:

@@ -26,9 +26,11 @@ from transformers.generation.streamers import BaseStreamer
 from kvalign.aligners import Aligner
 from kvalign.errors import UserError
 from kvalign.health import check_scores
+from kvalign.input_ids import check_ids
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.names import check_keywords, nearest
+from kvalign.settings import expect, typed
 
 
 @torch.no_grad()
@@ -66,8 +68,8 @@ def stream_tokens(
         UserError: an empty prompt, or one that is padded elsewhere than on the left.
         RunError: logits that are no numbers; the message says where they come from.
     """
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise UserError("the prompt is empty: give at least one token")
+    expect("method", method, Method, "one of kvalign.make_method")
+    check_ids(prompt)  # what is fed of it is compared with the vocabulary
     history = History(prompt if before is None else torch.cat([before, prompt], 1))
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
@@ -185,9 +187,16 @@ def stream_generate(
 
 
 def end_ids(config: GenerationConfig) -> list[int]:
-    """The tokens that end a text: none, one or several."""
+    """The tokens that end a text: none, one or several.
+
+    Raises:
+        UserError: they are no token ids.
+    """
     end = config.eos_token_id
-    return [] if end is None else torch.as_tensor(end).reshape(-1).tolist()
+    if isinstance(end, Tensor):
+        end = end.reshape(-1).tolist()
+    ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
+    return [typed("eos_token_id of a model's generation_config", one, int) for one in ends]
 
 
 def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Logits that are no numbers: where they come from, in one line."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,31 @@ def check_scores(scores: Tensor, logits: Tensor, method: Method) -> None:
             "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
         )
     raise RunError(f"this stream has ended: {reason(method)}")
+
+
+MOST_LOSS = 300.0
+"""Nats: no model that was trained comes near, and its exp and that of a difference are numbers."""
+
+
+def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
+    """Raise RunError unless losses [N] in nats are numbers, by default ones with a perplexity."""
+    if not losses.isfinite().all():
+        raise RunError(f"{method.title} cannot be scored: {reason(method)}")
+    if (worst := losses.max().item()) > most:
+        raise RunError(
+            f"{method.title} cannot be scored: a token costs {worst:.3g} nats, more than {most:g}: "
+            "are these the weights of a trained model?"
+        )
+
+
+def perplexity_of(nats: float) -> float:
+    """exp of a mean loss; RunError where that is no number."""
+    if not nats <= MOST_LOSS:
+        raise RunError(
+            f"no perplexity: a token costs {nats:.3g} nats, more than {MOST_LOSS:g}: are these the "
+            "weights of a trained model?"
+        )
+    return math.exp(nats)
 
 
 def reason(method: Method) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.errors import UserError
@@ -40,6 +42,38 @@ def encoded(
             "tokenizer its own?"
         )
     return ids
+
+
+def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
+    """Raise UserError unless ids are [B, T] int64 or int32, with something in them, below V if that
+    is given. Single tokens on a GPU are not looked at: that would wait for it.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {found}")
+    if ids.layout is not torch.strided or ids.is_meta:
+        raise UserError("ids must be a tensor with numbers in it, got one of device meta or sparse")
+    if ids.numel() == 0:
+        raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
+    if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
+        low, high = (int(x) for x in torch.aminmax(ids))
+        if not 0 <= low <= high < vocab_size:
+            raise UserError(
+                f"token ids must be below {vocab_size} for this model, got {low} to {high}"
+            )
+
+
+def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
+    """The rows of a batch that are named by their numbers.
+
+    Raises:
+        UserError: they are no such numbers.
+    """
+    named = rows.tolist() if isinstance(rows, Tensor) else rows
+    is_list = isinstance(named, Sequence) and not isinstance(named, str)
+    if not is_list or not all(type(row) is int and -num_rows <= row < num_rows for row in named):
+        raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")
+    return list(named)
 
 
 def ids_of(text: str, tokenizer: PreTrainedTokenizerBase, special: bool) -> list[int]:

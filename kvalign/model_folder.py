@@ -19,13 +19,10 @@ from transformers.utils import logging
 from kvalign import checkpoints, fetched, hub
 from kvalign.errors import UserError
 from kvalign.files import read_json
+from kvalign.memory import check_sizes
 from kvalign.weights import check_header
 
 _LONGEST = 300  # characters of a reason
-_BOUNDS = {  # of what spells a size in configs; beyond them no model is built even without memory
-    ("layer", "depth"): 2**12,
-    ("head", "size", "dim", "embd", "inner", "position", "len", "window"): 2**31,
-}
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
@@ -37,7 +34,7 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
-        _check_sizes(read_json(path), path)
+        check_sizes(read_json(path), path)
     with _reading(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
@@ -52,7 +49,7 @@ def read(
             tokenizer.
     """
     with _reading(name, source):
-        if os.path.isdir(source) and not hasattr(config, "quantization_config"):
+        if os.path.isdir(source):
             _check_weights(Path(source), config)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -64,10 +61,21 @@ def read(
         )
         if missing := sorted(found["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
-        if not tokenizer("a")["input_ids"]:
+        with _panics_unheard():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
+            knows_text = bool(tokenizer("a")["input_ids"])
+        if not knows_text:
             raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
     return model, tokenizer
+
+
+def try_step(name: str, source: str, model: PreTrainedModel) -> None:
+    """Raise UserError for a model that cannot take a step where it is: what its config asks for, or
+    its quantised weights, may break there.
+    """
+    with _reading(name, source), torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False).logits.numel()
 
 
 def _local(source: str) -> dict[str, Any]:
@@ -75,23 +83,39 @@ def _local(source: str) -> dict[str, Any]:
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 
-def _check_sizes(values: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a size beyond any, by whatever name an architecture has for it."""
-    for name, value in values.items():
-        for words, most in _BOUNDS.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and any(word in name for word in words) and not abs(value) <= most:
-                raise UserError(f"{path}: {name} must be at most {most}, got {value:g}")
-
-
 def _check_weights(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError for files that cannot hold the weights that a config asks for."""
-    num_found = sum(check_header(path) for path in folder.glob("*.safetensors"))
+    """Raise UserError for files that cannot hold the weights that a config asks for; quantised ones
+    are packed, at most eight to a byte.
+    """
+    is_packed = hasattr(config, "quantization_config")
+    paths = list(folder.glob("*.safetensors"))
+    num_found = sum(check_header(path, any_type=is_packed) for path in paths)
+    if is_packed:
+        num_found = 8 * sum(path.stat().st_size for path in paths)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     num_needed = sum(x.numel() for x in model.parameters())
     if 0 < num_found < num_needed:
         raise UserError(f"config.json asks for {num_needed} weights, its files have {num_found}")
+
+
+@contextmanager
+def _panics_unheard() -> Iterator[None]:
+    """What is written by others than Python to the standard error is lost: tokenizers, of Rust,
+    says there that it panics, in lines of its own.
+    """
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextmanager
@@ -102,15 +126,15 @@ def _reading(name: str, source: str) -> Iterator[None]:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except MemoryError:
+    except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # a reader of anything from anywhere raises anything
+    except BaseException as error:  # a reader of anything from anywhere raises anything
         raise UserError(_reason(name, source, error)) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _reason(name: str, source: str, error: Exception) -> str:
+def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
         said = " ".join(str(error).split()) or type(error).__name__
         if "'NoneType' object" in said:

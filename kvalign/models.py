@@ -9,9 +9,11 @@ A family says what moving a cached entry means:
   move.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from transformers.utils import logging
 from kvalign import checkpoints, fetched, gguf_file, model_folder, progress
 from kvalign.errors import UserError
 from kvalign.rope import Rotation
-from kvalign.settings import typed
+from kvalign.settings import DTYPES, typed
 from kvalign.weights import check_finite
 
 Family = Literal["learned", "rotary", "alibi"]
@@ -71,7 +73,9 @@ class LoadedModel:
 
 
 @progress.shown_as("kvalign")
-def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
+def load_model(
+    name: str | Path, device: str | torch.device = "cpu", dtype: str = "float32"
+) -> LoadedModel:
     """Load a causal LM of transformers with its tokenizer and spec.
 
     Args:
@@ -82,6 +86,11 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     Raises:
         UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
     """
+    typed("model", name, Path)
+    name = os.fspath(name)
+    device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     progress.phase(f"loading {name}")
     source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
     check_device(device)
@@ -100,6 +109,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Loaded
     if rotation := rotation_of(model):
         check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
     model.to(device).eval()
+    model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
 
 

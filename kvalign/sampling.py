@@ -81,10 +81,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
-        strings = self.stop_strings or ()
+        strings = () if self.stop_strings is None else self.stop_strings
         if not isinstance(strings, str | Sequence):
             raise UserError(f"stop_strings must be a text or several, got {strings!r:.80}")
-        strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        strings = (strings,) * bool(strings) if isinstance(strings, str) else tuple(strings)
         object.__setattr__(self, "stop_strings", strings)
         for name, hint in typing.get_type_hints(Sampling).items():
             value, kind = getattr(self, name), without_none(hint)

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from kvalign import relative
+from kvalign.errors import UserError
+from kvalign.input_ids import check_ids
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
+from kvalign.settings import expect
 
 BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
 BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
@@ -32,8 +35,8 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """1 where the label is the most likely token, else 0."""
-    return (logits.argmax(-1) == labels).float()
+    """1 where the label is the most likely token, else 0; nan where there is none."""
+    return torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == labels).float())
 
 
 def score(
@@ -47,6 +50,10 @@ def score(
     row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may be left
     out: it is then nan.
     """
+    expect("method", method, Method, "one of kvalign.make_method")
+    check_ids(ids, method.model.config.vocab_size)
+    if ids.shape[1] < (least := method.sizes.cache_size + 2):
+        raise UserError(f"ids must be at least cache_size + 2 = {least} a row, got {ids.shape[1]}")
     if isinstance(method, Reencoding):
         parts = [None] * len(ids) if wanted is None else wanted.view(len(ids), -1)
         rows = [

@@ -12,6 +12,7 @@ import numbers
 import operator
 import os
 import shlex
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -36,6 +37,7 @@ MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
 MOST_SEED = 2**63 - 1
 MOST_RATE = 1e3  # of learning, of decay
 
+DTYPES = ("float32", "bfloat16", "float16")
 Output = Literal["file", "folder"]
 
 S = TypeVar("S", bound="Settings")
@@ -79,28 +81,30 @@ class Settings:
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
             name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-            if value == ():
+            if isinstance(value, tuple) and not value:
                 raise UserError(f"{name} needs at least one value")
             hint = without_none(hints[field.name])
             if value is None and hint is not hints[field.name]:
                 continue
             is_tuple = typing.get_origin(hint) is tuple
             kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
+            if value is None and is_tuple:
+                raise UserError(f"{name} needs at least one value")
+            if field.default != "" and any(isinstance(item, str) and item == "" for item in items):
+                raise UserError(f"{name} is empty: give a value, or leave it out")
             items = tuple(typed(name, item, kind) for item in items)
             for item in items:
-                if isinstance(item, str):
-                    if item == "" and field.default != "":
-                        raise UserError(f"{name} is empty: give a value, or leave it out")
-                    if hint is not Path:  # which may be of any bytes
-                        check_text(item, name)
+                if isinstance(item, str):  # a path may be of any bytes
+                    check_text(item, name)
                 _check_range(name, item, field.metadata)
             object.__setattr__(self, field.name, items if is_tuple else items[0])
 
     def _convert(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
             value, hint = getattr(self, name), without_none(hint)
-            if hint is Path and isinstance(value, str) and value:
-                object.__setattr__(self, name, Path(value))
+            is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if hint is str and (is_number or isinstance(value, Path)):
+                object.__setattr__(self, name, str(value))
             elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
                 several = isinstance(value, list | set | range)
                 object.__setattr__(self, name, tuple(value) if several else (value,))
@@ -163,16 +167,26 @@ def _is_finite(x: numbers.Real) -> bool:
         return False
 
 
+def _has_bytes(x: str | Path) -> bool:
+    try:
+        return b"\0" not in os.fsencode(x)
+    except UnicodeEncodeError:
+        return False
+
+
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
     float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
+    str: ("a text", lambda x: isinstance(x, str)),
+    Path: ("a path", lambda x: isinstance(x, str | Path) and x != "" and _has_bytes(x)),
 }
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """A value that was given for an int, a float or a bool, and is one: True is no number, a whole
-    number is a float, too. NumPy's become Python's. Of other types nothing is asked.
+    """A value that was given for an int, a float, a bool, a text or a path, and is one: True is no
+    number, a whole number is a float, a text a path, too. NumPy's become Python's. Of other types
+    nothing is asked.
 
     Raises:
         UserError: it is of another type, not finite, or a whole number beyond 63 bits; the message
@@ -185,7 +199,13 @@ def typed(name: str, value: Any, hint: Any) -> Any:
         raise UserError(f"{name} must be {needed}, got {value!r:.80}")
     if hint is int and abs(int(value)) >= 2**63:
         raise UserError(f"{name} must be below 2^63, got {value!r:.80}")
-    return value if isinstance(value, int | float) else hint(value)
+    return value if isinstance(value, int | float | str) and hint is not Path else hint(value)
+
+
+def expect(name: str, value: object, kind: Any, needed: str) -> None:
+    """Raise UserError, which begins with `name`, unless a value is of a kind."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} must be {needed}, got {type(value).__name__}")
 
 
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
@@ -215,15 +235,27 @@ def check_outputs(settings: Settings) -> None:
 
 
 def check_output(path: Path, output: Output, name: str = "--out") -> None:
-    """Raise UserError if a file or a folder cannot be written; folders above it need not exist."""
+    """Raise UserError if a file or a folder cannot be written; folders above it need not exist. A
+    name that would act on a terminal is none.
+    """
+    if not str(path).strip() or not str(path).isprintable():
+        raise UserError(f"{name} {str(path)!r:.80} is blank or has controls: name it otherwise")
+    if path.absolute() == Path(path.absolute().anchor):
+        raise UserError(f"{name} {path} is the root of all files: name a folder in it")
     if output == "file" and path.is_dir():
         raise UserError(f"{name} {path} is a folder: name a file in it")
+    if output == "file" and path.exists() and not path.is_file():  # it would be replaced
+        raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, no file")
     folder = (path if output == "folder" else path.parent).absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if not there.is_dir():
         raise UserError(f"{name} {path} cannot be written: {there} is a file, no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{name} {path} cannot be written: {there} is not yours to write in")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = f"{there} is not yours to write in ({error.strerror})"
+        raise UserError(f"{name} {path} cannot be written: {reason}") from None
 
 
 Result = TypeVar("Result")
@@ -279,9 +311,7 @@ class ModelSettings(Settings):
     """Base of the settings of what streams: the model."""
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
-    dtype: str = option(
-        "float32", help="precision of the model", choices=("float32", "bfloat16", "float16")
-    )
+    dtype: str = option("float32", help="precision of the model", choices=DTYPES)
     device: str = option("cpu", help="cpu, cuda, mps, ...")
 
 

@@ -77,7 +77,7 @@ class CacheSizes:
             raise UserError(f"policy must be a name, got {self.policy!r:.80}")
         if self.policy not in POLICIES:
             raise UserError(unknown("policy", self.policy, POLICIES))
-        if self.positions not in get_args(Positions):
+        if not isinstance(self.positions, str) or self.positions not in get_args(Positions):
             raise UserError(f"positions must be compact or keep, got {self.positions!r:.80}")
         if self.num_recent is None:
             num_recent = 0 if self.policy == OLDEST else self.window_size // 4

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign.aligners.base import has_fingerprint
 from kvalign.cache import expect_tensor
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import checked, write_whole
+from kvalign.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
 from kvalign.policies import OLDEST
+from kvalign.weights import check_finite
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
@@ -89,11 +90,11 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
-            about = json.loads(metadata.get("stream", ""))
+            about = parse_json(metadata.get("stream", ""), wrong)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
-    except (SafetensorError, json.JSONDecodeError, RecursionError, OSError) as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
     return checked(SavedStream, about, wrong), tensors
 
@@ -107,6 +108,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
         raise UserError(f"its ids must be below {model.config.vocab_size}")
+    check_finite(tensors.items(), "its entries")
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith("method.") for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:

@@ -24,6 +24,7 @@ from kvalign.input_ids import check_fast, encoded
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.sampling import Sampling
+from kvalign.settings import check_output, typed
 from kvalign.sizes import CacheSizes
 from kvalign.stream_file import SavedStream
 
@@ -143,6 +144,8 @@ class TextStream:
         without input is one, too, and begins when it is fed.
         """
         self.check_whole()
+        place = Path(typed("path", path, Path))
+        check_output(place, "file", "path")
         method, model = self.method, self.method.model
         saved = SavedStream(
             method=method.name,
@@ -160,7 +163,7 @@ class TextStream:
         tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
         tensors["generator"] = self.generator.get_state()
-        stream_file.write(Path(path), saved, tensors)
+        stream_file.write(place, saved, tensors)
 
     def check_whole(self) -> None:
         """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
@@ -297,7 +300,7 @@ def load_stream(
     Sampling.of(load_stream, sampling)
     if sampling.get("seed") is None:
         sampling.pop("seed", None)
-    saved, tensors = stream_file.read(Path(path))
+    saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, model)
         sizes = {name: getattr(saved, name) for name in _SIZES}

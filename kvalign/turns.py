@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.errors import UserError
 from kvalign.escape import check_text
 from kvalign.input_ids import ids_of
+from kvalign.template_trial import fault_of
 
 
 def turn_ids(
@@ -90,6 +91,9 @@ def _plain(message: dict[str, str]) -> str:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if fault := fault_of(tokenizer.chat_template, special):
+        raise UserError(f"the chat template of this model cannot be used: {fault}")
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=to_answer

@@ -60,8 +60,11 @@ def opened(path: Path, what: str) -> Iterator[Any]:
         raise UserError(f"cannot read {what}: {error}") from None
 
 
-def check_header(path: Path) -> int:
+def check_header(path: Path, *, any_type: bool = False) -> int:
     """How many numbers a file has, by its header, which is compared with the file's size.
+
+    Args:
+        any_type: weights are quantised: of any type.
 
     Raises:
         UserError: a file that is damaged, or weights of another type than floats.
@@ -70,7 +73,8 @@ def check_header(path: Path) -> int:
     with opened(path, path.name) as file:
         for name in file.keys():  # noqa: SIM118
             claimed = file.get_slice(name)
-            if name.endswith(".weight") and claimed.get_dtype() not in FLOATS:
+            is_float = any_type or claimed.get_dtype() in FLOATS
+            if name.endswith(".weight") and not is_float:
                 kinds = ", ".join(FLOATS)
                 raise UserError(f"{name} must be of {kinds}, found {claimed.get_dtype()}")
             num += math.prod(claimed.get_shape())

@@ -19,6 +19,7 @@ from kvalign import progress
 from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.eval.statistics import interval
+from kvalign.health import check_losses
 from kvalign.methods import make_method
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.scoring import score
@@ -166,6 +167,7 @@ def streamed(
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
         losses = score(method, ids.to(model.device)).cpu()
+        check_losses(losses, method)
         which = counted[size]
         found.append(losses if which is None else losses[which])
         progress.advance(ids.numel())

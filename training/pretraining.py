@@ -28,7 +28,7 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.errors import UserError
 from kvalign.files import locked, read_json, write_json, write_text, write_together, write_whole
 from kvalign.memory import check_room
-from kvalign.models import check_device
+from kvalign.models import check_device, without_bars
 from kvalign.opening import begun, opening_ids
 from kvalign.runs import ResumableRun, held_back, keeping
 from kvalign.settings import keywords_of
@@ -268,7 +268,8 @@ def _publish(
     model.to(torch.bfloat16)
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder)
+        with without_bars():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     write_together(settings.out, write, last="config.json")

@@ -13,6 +13,7 @@ kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
   it (`kvalign.realign.Recursive`); `with_rotation` puts the difference into the weights.
 """
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -107,7 +108,9 @@ def read_network(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise NotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
     try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says of the file is said below
+            saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
         raise UserError(
             f"{path} is damaged or holds more than tensors and plain values, which is not run"

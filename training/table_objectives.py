@@ -75,7 +75,7 @@ def tune(
     val_loss, best_weights = before, deepcopy(aligner.state_dict())
     progress.phase(objective)
     for step in range(num_steps):
-        cache_size = draw(rng, SMALLEST_CACHE, largest)
+        cache_size = draw(rng, min(SMALLEST_CACHE, largest), largest)
         several = torch.rand((), generator=rng) < 0.4
         num_evicted = draw(rng, 1, cache_size // 2) if several else 1
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.train)) - 1)

@@ -20,14 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvalign import progress
+from kvalign.errors import UserError
 from kvalign.eval.evaluation import Column, Document, Drawing, Evaluation
 from kvalign.eval.settings import ComparisonSettings, check_plot
-from kvalign.settings import MOST_HELD, MOST_ROWS, MOST_SEED, keywords_of, option
+from kvalign.settings import MOST_HELD, MOST_SEED, keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvalign.models import LoadedModel
+
+
+MOST_STREAMS = 2**12  # each is made token by token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class RecallSettings(ComparisonSettings):
         1,
         help="streams side by side, each with its part of the questions: faster for what steps",
         at_least=1,
-        at_most=MOST_ROWS,
+        at_most=MOST_STREAMS,
     )
     relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
     plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
@@ -62,6 +66,11 @@ class RecallSettings(ComparisonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_plot(self.plot)
+        if (least := min(self.cache_sizes)) < len(QUARTERS):
+            raise UserError(
+                f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
+                f"of a cache, got {least}"
+            )
 
 
 @keywords_of(RecallSettings)

@@ -25,6 +25,7 @@ from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
 from kvalign.files import read_checked, sha256, write_json, write_whole
 from kvalign.models import Family, ModelSpec, spec_of
+from kvalign.settings import typed
 from kvalign.sizes import CacheSizes
 from kvalign.weights import read_weights
 
@@ -132,7 +133,7 @@ class Aligner(
     def label(self) -> str:
         """What tables of results call it: its kind, and what it was trained on if not `mse`."""
         parts = self.config.training.values()
-        objectives = {part.get("objective", "mse") for part in parts if isinstance(part, dict)}
+        objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
@@ -212,6 +213,7 @@ class Aligner(
             NotFoundError: no aligner of that name.
             UserError: its config or weights are damaged or do not fit together.
         """
+        typed("aligner", model_id, Path)
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
         where = f"aligner {str(model_id)!r}"
         if not folder.is_dir():
@@ -242,7 +244,10 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)
-    return tuple(round(x, 6) for x in weight.detach()[rows, columns].float().tolist())
+    found = weight.detach()[rows, columns].float()
+    if not found.isfinite().all():
+        raise UserError("the embedding weights of this model are not finite")
+    return tuple(round(x, 6) for x in found.tolist())
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:

@@ -5,7 +5,6 @@ fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `k
 one line. Help answers at once: what is heavy is imported by the command that runs.
 """
 
-import errno
 import logging
 import os
 import re
@@ -21,21 +20,17 @@ from kvalign.app import catalogue
 from kvalign.app.arguments import parse
 from kvalign.app.catalogue import COMMANDS, GROUPS
 from kvalign.app.next_steps import say_stopped
-from kvalign.errors import RunError, UserError
+from kvalign.errors import RunError, UserError, is_of_a_path
 from kvalign.escape import escape_controls
 from kvalign.settings import check_outputs
 
 _HELP = ("-h", "--help")
-# A path that the user gave: there is nothing, it is of another kind, or it is not theirs.
-_OF_PATHS = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+# Characters of a message: a value that came may be of any length.
+_LONGEST = 1000
 # What torch says on a CPU, in place of MemoryError.
 _ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
+# What tokenizers says of the machine, in an Exception.
+_OF_RUST = re.compile(r"\(os error \d+\)$")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
 KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
@@ -74,17 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if args[:1] == ["--debug"]:
         del args[0]
-    if not args or args[0] in _HELP:
-        print(usage(), end="", file=sys.stdout if args else sys.stderr)
-        return 0 if args else 2
-    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
-        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
-        return 0 if args[1:] else 2
-    if args[0] == "--version":
-        from importlib.metadata import version
-
-        print("kvalign", version("kvalign"))
-        return 0
+    _open_streams()
     logging.basicConfig(
         level=logging.WARNING,
         format="%(levelname)s: %(message)s",
@@ -92,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     name, flags_of = "", set[str]()
     try:
+        if (code := _help(args)) is not None:
+            return code
         command, flags = catalogue.find(args)
         name = command.name
         cls = command.settings_for(flags)
@@ -111,13 +98,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, message = explain(error)
-        message = _in_flags(message, flags_of)
-        print(
-            f"kvalign {name}".strip() + f": error: {escape_controls(' '.join(message.split()))}",
-            file=sys.stderr,
-        )
+        message = escape_controls(" ".join(_in_flags(message, flags_of).split()))
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        print(f"kvalign {name}".strip() + f": error: {message}", file=sys.stderr)
         return code
     return 0
+
+
+def _open_streams() -> None:
+    """Give Python what the shell has closed, as `2>&-` does: it prints to stdout without stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _help(args: Sequence[str]) -> int | None:
+    """Print what is asked of no command, or of no full one, and return the exit code; None for a
+    command.
+    """
+    if not args or args[0] in _HELP:
+        print(usage(), end="", file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
+        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
+        return 0 if args[1:] else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print("kvalign", version("kvalign"))
+        return 0
+    return None
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -126,11 +137,10 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, RunError):
         return 1, str(error)
-    if isinstance(error, _OF_PATHS):
+    if is_of_a_path(error):
         return 2, str(error)
-    if isinstance(error, OSError):  # the machine's, as a full disk
-        is_read_only = error.errno == errno.EROFS
-        return (2, str(error)) if is_read_only else (1, f"{error}; what was finished is kept")
+    if isinstance(error, OSError) or _OF_RUST.search(str(error)):  # the machine's, as a full disk
+        return 1, f"{error}; what was finished is kept"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
     if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):

@@ -78,13 +78,15 @@ class Conversation:
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
-        from kvalign.turns import turn_text
+        from kvalign.turns import turn_ids
 
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
         is_resumed = settings.state is not None and settings.state.exists()
-        self.stream = (_resume if is_resumed else _begin)(settings, loaded)
         # A chat template that fails is known before anything is said.
-        turn_text(loaded.tokenizer, "?", not self.stream.ids, self.stream.notes.get(SYSTEM))
+        if not is_resumed:
+            turn_ids(loaded.tokenizer, "?", True, settings.system)
+        self.stream = (_resume if is_resumed else _begin)(settings, loaded)
+        turn_ids(loaded.tokenizer, "?", not self.stream.ids, self.stream.notes.get(SYSTEM))
 
     def answer(self, turn: str) -> Iterator[str]:
         """The pieces of the answer to a turn; Ctrl-C ends it. Then the file is written."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from kvalign.errors import Interrupted
+from kvalign.escape import escape_controls
 from kvalign.settings import DEFAULT_MODEL
 
 # In the environment of a suite's cell, for which the run speaks.
@@ -35,13 +36,14 @@ def say_stopped(
         kept = "; nothing was kept: with --keep FOLDER what is finished is"
     elif "--out" in flags:
         kept = "; nothing was kept: the same command begins anew"
-    below = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
-    _say(f"{below}kvalign {name}".rstrip() + f": interrupted{kept}")
+    if sys.stderr.isatty() and PART_OF_RUN not in os.environ:
+        print(file=sys.stderr)  # the terminal has shown ^C
+    _say(f"kvalign {name}".rstrip() + f": interrupted{kept}")
 
 
 def _say(line: str) -> None:
     if PART_OF_RUN not in os.environ:
-        print(line, file=sys.stderr)
+        print(escape_controls(line), file=sys.stderr)
 
 
 def of_model(model: str) -> Iterable[str]:

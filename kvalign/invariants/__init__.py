@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvalign import progress
 from kvalign.registry import Registry
-from kvalign.settings import typed
+from kvalign.settings import expect, typed
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -90,6 +90,7 @@ def verify(
         raise UserError(f"half must be bfloat16 or float16, got {half!r:.80}")
     if typed("num_steps", num_steps, int) < 1:
         raise UserError(f"num_steps must be at least 1, got {num_steps}")
+    expect("make", make, Callable, "a function from a model to its cache")
     subject = Subject(model, make, num_steps, getattr(torch, half), typed("seed", seed, int))
     subject.stream()  # what is no cache is said before any work
     outcomes = []

@@ -15,7 +15,7 @@ from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
 from kvalign.models import spec_of
 from kvalign.policies import OLDEST
-from kvalign.settings import typed
+from kvalign.settings import expect, typed
 from kvalign.sizes import CacheSizes, Positions, num_evicted_of
 
 
@@ -122,6 +122,14 @@ class Method(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget the stream."""
+
+    def check_alike(self, others: Sequence["Method"]) -> None:
+        """Raise UserError unless others are methods made alike, as `join` takes them."""
+        expect("others", others, Sequence, "methods made alike")
+        for one in others:
+            same = isinstance(one, type(self)) and one.model is self.model
+            if not same or one.sizes != self.sizes:
+                raise UserError(f"others must be made alike, {self.in_words}, got {one!r:.80}")
 
     def new(self) -> Self:
         """A method made alike, which has been fed nothing."""

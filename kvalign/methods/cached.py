@@ -12,6 +12,7 @@ from kvalign import relative
 from kvalign.attention import install
 from kvalign.cache import StreamingCache
 from kvalign.errors import UserError
+from kvalign.input_ids import check_ids
 from kvalign.methods.base import Method
 from kvalign.policy_cache import PolicyCache
 from kvalign.realign import Realigner
@@ -77,6 +78,7 @@ class Cached(Method):
         self.cache.select(rows)
 
     def join(self, others: Sequence[Self]) -> None:
+        self.check_alike(others)
         self.cache.join([method.cache for method in others])
 
     def state(self) -> dict[str, Tensor]:
@@ -90,6 +92,7 @@ class Cached(Method):
         segments; else the first cache_size + 1 tokens go in at once, more of them by half the
         window, all of which see what those before them saw.
         """
+        check_ids(ids, self.model.config.vocab_size)
         if isinstance(self.cache, PolicyCache):
             self.cache.check_room(ids.shape[1])
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:

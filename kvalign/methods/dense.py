@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.cache import expect_tensor
 from kvalign.errors import UserError
+from kvalign.input_ids import check_ids
 from kvalign.methods.base import Method
 from kvalign.sizes import CacheSizes
 
@@ -68,6 +69,7 @@ class Dense(Method):
         return None if limit is None else limit - self.cache.get_seq_length()
 
     def feed(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.model.config.vocab_size)
         if self.tokens_left is not None and ids.shape[1] > self.tokens_left:
             raise UserError(
                 f"dense has room for {self.tokens_left} more tokens before the context length of "

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache import expect_tensor
 from kvalign.errors import UserError
+from kvalign.input_ids import check_ids, rows_of
 from kvalign.methods.base import Method
 from kvalign.sizes import CacheSizes
 
@@ -27,9 +28,10 @@ class Reencoding(Method):
         self.rows = []
 
     def select(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows_of(rows, len(self.rows))]
 
     def join(self, others: Sequence[Self]) -> None:
+        self.check_alike(others)
         self.rows = [row for method in (self, *others) for row in method.rows]
 
     def state(self) -> dict[str, Tensor]:
@@ -58,6 +60,7 @@ class Reencoding(Method):
 
     def extend(self, ids: Tensor) -> list[Tensor]:
         """What each row would see with ids [B, T] more, nothing dropped."""
+        check_ids(ids, self.model.config.vocab_size)
         if not self.rows:
             return list(ids)
         if len(ids) != len(self.rows):

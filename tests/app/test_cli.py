@@ -184,7 +184,7 @@ WRONG = [
     (["train", "--out", "a", "--aligner-kind", "tables"], "unknown aligner kind 'tables'; did"),
     (
         ["train", "--out", "a", "--aligner-kind", "table", "--num-tokens", "500"],
-        "--num-tokens 2560 at least, or --chunk-len 50 at most",
+        "--num-tokens 2570 at least, or --chunk-len 49 at most",
     ),
     (
         ["train", "--out", "a", "--aligner-kind", "table", "--chunk-len", "600"],

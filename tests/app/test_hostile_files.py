@@ -4,12 +4,16 @@ before memory is taken for it.
 
 import contextlib
 import json
+import os
 import shutil
 import tracemalloc
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.almost_right import JSON, changed
+from helpers.refusals import refused
 from helpers.results_example import documents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -165,6 +169,49 @@ def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
     capfd.readouterr()
     assert main([*argv, str(tmp_path)]) == 2
     assert f"{path} is damaged" in capfd.readouterr().err
+
+
+def test_kept_losses_that_no_model_has(tmp_path, capfd):
+    argv = ["eval", "perplexity", "--methods", "window", "--cache-sizes", "16", "--model"]
+    argv += ["recall-gpt2", "--num-tokens", "50", "--keep", str(tmp_path)]
+    assert main(argv) == 0
+    capfd.readouterr()
+    (path,) = tmp_path.glob("*.parquet")
+    table = pq.read_table(path)
+    for wrong in (float("nan"), float("inf"), 1e30, "text", None):
+        column = pa.array([wrong] * len(table))
+        pq.write_table(table.set_column(1, "nll_nats", column), path, write_page_checksum=True)
+        refused(argv, f"{path} is damaged", capfd)
+
+
+@pytest.mark.parametrize("how", ["pipe", "folder", "device", "loop"])
+def test_shards_that_are_no_files(how, recording, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(recording, "r")
+    shard = sorted((tmp_path / "r").glob("*.safetensors"))[0]
+    shard.unlink()
+    make = {"pipe": os.mkfifo, "folder": os.mkdir}.get(how)
+    make(shard) if make else os.symlink("/dev/zero" if how == "device" else shard.name, shard)
+    refused(["train", "--data", "r", "--out", "a"], "is damaged (it is missing)", capfd)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: [row | {"method": "m" * 5000} for row in rows],
+        lambda rows: [row | {"aligner": "a" * 50_000} for row in rows],
+        lambda rows: [rows[0] | {"method": f"m{i}"} for i in range(500)],
+        lambda rows: (rows * 5000)[:10_000],
+    ],
+)
+def test_results_that_no_page_can_show(change, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
+    document = documents()["perplexity"]
+    (tmp_path / "r" / "p.json").write_text(
+        json.dumps(document | {"rows": change(document["rows"])})
+    )
+    refused(["report", "r"], "is no document of `kvalign eval --json`: ", capfd)
 
 
 def test_pickles_of_code_are_not_run(tmp_path):

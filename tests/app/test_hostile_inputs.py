@@ -45,7 +45,7 @@ CASES = [
     (["chat", "--system", HALF, "--say", "Hi"], "--system is not UTF-8"),
     (["chat", "--system", "", "--say", "Hi"], "--system is empty"),
     (["chat", "--state", "", "--say", "Hi"], "--state is empty"),
-    (["chat", "--state", "pipe", "--say", "Hi"], "pipe is not a stream that kvalign saved"),
+    (["chat", "--state", "pipe", "--say", "Hi"], "--state pipe cannot be written"),
     (["gen-data", "--out", ""], "--out is empty"),
     (["gen-data", "--corpus", "", "--out", "o"], "--corpus needs at least one value"),
     (["gen-data", "--corpus", MARKED, "--out", "o"], "marked: takes another corpus"),
@@ -82,6 +82,22 @@ CASES = [
     (["eval", "perplexity", "--plot", ""], "--plot is empty"),
     (["eval", "perplexity", "--plot", "x.pdf"], ".png or .svg"),
     (["lanes", "--out", ""], "--out is empty"),
+    (["lanes", "--out", " "], "--out ' ' is blank"),
+    (["lanes", "--out", "l\x1b[31m.html"], "is blank or has controls"),
+    (["lanes", "--out", "l\n.html"], "is blank or has controls"),
+    (["lanes", "--out", "/dev/null", "--overwrite"], "it is a device or a pipe, no file"),
+    (["lanes", "--out", "loop/l.html"], "loop is a file, no folder"),
+    (["lanes", "--out", "/proc/l.html"], "/proc is not yours to write in"),
+    (["lanes", "--out", "/"], "/ is the root of all files"),
+    (["lanes", "--out", "n" * 300], "File name too long"),
+    (["gen-data", "--out", "/"], "--out / is the root of all files"),
+    (["gen-data", "--out", "dangling"], "dangling is a file, no folder"),
+    (["generate", "--prompt-file", "n" * 300], "File name too long"),
+    (["generate", *PROMPT, "--model", "n/" * 3000], "File name too long"),
+    (["generate", *PROMPT, "--aligner", "n" * 300], "n"),
+    (["pretrain", "--tokenizer", "n" * 300, "--corpus", "text:some.txt", "--out", "o"], "too long"),
+    (["chat", "--state", "/proc/talk", "--say", "Hi"], "/proc is not yours to write in"),
+    (["chat", "--state", "loop/talk", "--say", "Hi"], "loop is a file, no folder"),
     (["lanes", "--out", "l.html", "--method", HALF], "--method is not UTF-8"),
     (["import-published", "--keys", "", "--values", "v", "--model", "m", "--out", "o"], "--keys"),
 ]
@@ -100,6 +116,9 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     (tmp_path / "numbers.jsonl").write_text('{"prompt": 3}\n')
     (tmp_path / "blank.jsonl").write_text("\n \n")
+    (tmp_path / "some.txt").write_text("The island was long. " * 50)
+    os.symlink("loop", tmp_path / "loop")
+    os.symlink("nowhere", tmp_path / "dangling")
     for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
         os.mkfifo(tmp_path / name)
     return tmp_path

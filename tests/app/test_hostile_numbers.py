@@ -113,6 +113,8 @@ streameval --distances -1 {big}
 streameval --query-every 0 {big}
 streameval --seed {big}
 recall --num-questions 0 {big} 100000000000
+recall --num-streams 0 1000000 {big}
+recall --cache-sizes 1 2 3 64,3
 recall --seed -1 {big}
 attention --num-texts 1 {big} 100000000000
 attention --num-steps 0 {big}

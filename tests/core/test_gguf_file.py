@@ -2,8 +2,11 @@
 says what is wrong with it.
 """
 
+import struct
+
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tiny_gguf import TEMPLATE, TOKENS, readers, write_gguf
 from helpers.tiny_models import tiny_model
 
@@ -127,3 +130,32 @@ def test_missing_packages_are_named_with_the_command_that_brings_them(file, monk
     monkeypatch.setattr(gguf_file.transformers, "__version__", "5.4.0")
     with pytest.raises(UserError, match=r"read with transformers 5.18 or later: pip install"):
         load_model(str(file))
+
+
+def field(name):
+    """Where the type of a field stands, after its name."""
+    return lambda data: data.index(name) + len(name)
+
+
+CLAIMS = {
+    "fields": (lambda data: 16, struct.pack("<Q", 2**62)),
+    "a name": (lambda data: 24, struct.pack("<Q", 2**40)),
+    "several for one": (field(b"general.architecture"), struct.pack("<I", 9)),
+    "several tokens": (field(b"tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 8, 2**40)),
+    "several numbers": (field(b"tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 4, 2**62)),
+    "a type": (field(b"general.name"), struct.pack("<I", 99)),
+    "layers": (field(b"llama.block_count"), struct.pack("<II", 4, 2**31 - 1)),
+    "heads": (field(b"llama.attention.head_count"), struct.pack("<II", 4, 0)),
+    "inner": (field(b"llama.feed_forward_length"), struct.pack("<II", 4, 0)),
+}
+
+
+@pytest.mark.parametrize(("place", "claim"), CLAIMS.values(), ids=CLAIMS)
+def test_headers_that_claim_too_much(place, claim, file, tmp_path, capfd):
+    data = bytearray(file.read_bytes())
+    at = place(data)
+    data[at : at + len(claim)] = claim
+    (tmp_path / "t.gguf").write_bytes(data)
+    capfd.readouterr()
+    refuses(lambda: load_model(str(tmp_path / "t.gguf")), "t.gguf")
+    assert capfd.readouterr() == ("", "")

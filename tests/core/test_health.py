@@ -78,6 +78,36 @@ def test_no_token_left(loaded):
     refuses(lambda: next(tokens), "no token is left to choose", RunError)
 
 
+SMALL = ["--methods", "window", "--cache-sizes", "16", "--model", "m"]
+SCORES = {
+    "perplexity": [*SMALL, "--num-tokens", "10"],
+    "recall": [*SMALL, "--num-questions", "1"],
+    "streameval": [*SMALL, "--num-lines", "4", "--query-every", "2", "--distances", "0"],
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name, tmp_path, monkeypatch, capfd):
+    """A nan and a loss of which there is no perplexity are no figures."""
+    monkeypatch.chdir(tmp_path)
+    altered_model(tmp_path / "m", weights=one("transformer.ln_f.bias", number(NAN)))
+    said = "window cannot be scored: the weights of the model m: transformer.ln_f.bias is not"
+    refused(["eval", name, *SCORES[name]], said, capfd, code=1)
+    if name == "perplexity":
+        altered_model(tmp_path / "n", weights=lambda t: {n: x * 1e4 for n, x in t.items()})
+        argv = ["eval", name, *SCORES[name], "--model", "n"]
+        refused(argv, "are these the weights of a trained model?", capfd, code=1)
+
+
+def test_a_table_for_a_sick_model(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    altered_model(tmp_path / "m", weights=one("transformer.wte.weight", lambda x: x * NAN))
+    (tmp_path / "t.txt").write_text("k1=3 k2=4 k1? 3 " * 400)
+    argv = ["train", "--aligner-kind", "table", "--model", "m", "--corpus", "text:t.txt"]
+    argv += ["--num-tokens", "1000", "--chunk-len", "32", "--out", "a"]
+    refused(argv, "the embedding weights of this model are not finite", capfd)
+
+
 def test_commands(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     altered_model(tmp_path / "m", weights=one("transformer.wte.weight", number(NAN, 777)))

@@ -134,6 +134,12 @@ def test_configs_of_networks(config, message, tmp_path):
     refuses(lambda: Aligner.from_pretrained(folder), message)
 
 
+@pytest.mark.parametrize("objective", [["kl"], 3, None, {"a": 1}, "kl"])
+def test_what_it_was_trained_on_is_a_name(objective, tmp_path):
+    folder = altered_aligner(tmp_path / "a", config={"training": {"key": {"objective": objective}}})
+    assert Aligner.from_pretrained(folder).label == f"table-{objective}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["kvalign-gpt2-mini-table", NETWORK])
 def test_weights_of_any_float_type_are_taken(dtype, name, tmp_path):

@@ -10,6 +10,7 @@ from helpers.hostile_weights import claims, one, raw
 from helpers.refusals import altered_model, refused, refuses
 
 from kvalign import checkpoints, load_model
+from kvalign.app.cli import main
 from kvalign.turns import opening_len, turn_ids
 
 HUGE = 10**12
@@ -17,6 +18,7 @@ TOKENIZER = "tokenizer_config.json"
 LLAMA = "recall-llama"
 AUTO_MAP = {"auto_map": {"AutoModelForCausalLM": "theirs.Model", "AutoConfig": "theirs.Config"}}
 WTE = "transformer.wte.weight"
+FP8 = {"quant_method": "fp8"}
 CONFIGS = {
     "layers a text": {"n_layer": "six"},
     "layers a list": {"n_layer": [2]},
@@ -60,6 +62,11 @@ CONFIGS = {
     "dtype unknown": {"dtype": "float99"},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "quantized a list": {"quantization_config": [1]},
+    "quantized, and its weights are not": {"quantization_config": {"quant_method": "fp8"}},
+    "quantized and huge": {"n_layer": 1000, "n_embd": 2**16, "quantization_config": FP8},
+    "dropout nan": {"resid_pdrop": float("nan")},
+    "dropout a text": {"attn_pdrop": "x"},
+    "tuples": {"return_dict": False},
 }
 LLAMAS = {
     "kv heads none": {"num_key_value_heads": 0},
@@ -140,6 +147,33 @@ def test_weights(weights, tmp_path, capfd):
     loads_not(altered_model(tmp_path / "m", weights=weights), capfd)
 
 
+PANIC = {"type": "Precompiled", "precompiled_charsmap": "!!"}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("normalizer", PANIC), ("model", {}), ("model", []), ("decoder", 3), ("added_tokens", 3)],
+)
+def test_tokenizers(part, value, tmp_path, capfd):
+    """One of them makes tokenizers panic, which is no Exception of Python's."""
+    values = json.loads((checkpoints.model_path("recall-gpt2") / "tokenizer.json").read_text())
+    text = json.dumps(values | {part: value})
+    loads_not(altered_model(tmp_path / "m", files={"tokenizer.json": text}), capfd)
+
+
+@pytest.mark.parametrize("end", [[1, "x"], {"a": 1}, 1.5, True, "2", [10**30], [[1]], float("nan")])
+def test_end_tokens(end, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    altered_model(
+        tmp_path / "m", files={"generation_config.json": json.dumps({"eos_token_id": end})}
+    )
+    argv = ["generate", "--model", "m", "--prompt", "k1=3", "--method", "window", "--stop-at-end"]
+    assert main(argv) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("error:") == 1
+    assert "a fault of ours" not in captured.err
+
+
 TEMPLATES = {
     "divides by zero": "{{ 1 / 0 }}",
     "unknown filter": "{{ messages | mystery }}",
@@ -162,7 +196,31 @@ TEMPLATES = {
     "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
     "nothing": "{{ '' }}",
     "turned": "{{ messages[-1].content[::-1] }}{{ loop.index }}",
+    "a constant of years": "{{ 9**(9**9) }}",
+    "a constant of gigabytes": "{{ 'x' * 10**9 }}",
+    "a constant of many": "{{ [0] * 10**10 }}",
+    "a width": "{{ '%1000000000d' % 1 }}",
+    "a width of a filter": "{{ 'x' | center(10**10) }}",
+    "a width of a method": "{{ 'x'.ljust(10**10) }}",
+    "an indent": "{{ messages | tojson(indent=10**9) }}",
+    "loops": "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
+    "doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "squares": "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "long": "{{ 'ab' * 600000 }}",
+    "words of nobody": "{{ lipsum(10**5) }}",
+    "brackets": "{{" + "(" * 3000 + ")" * 3000 + "}}",
+    "blocks": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "nothing in a loop": "{% for m in messages %}{% break %}{% endfor %}",
 }
+
+
+TEMPLATES_THAT_SERVE = [
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{% for m in messages %}{{ m.content }}{% continue %}{% endfor %}",
+    "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +234,18 @@ def test_templates(template, tokenizer, capfd):
     refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")
     refuses(lambda: opening_len(tokenizer, "Be brief."), "the chat template of this model")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["default", "tool_use"])
+def test_templates_by_name(name, tokenizer):
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}"} | {name: "{{ 9**(9**9) }}"}
+    refuses(lambda: turn_ids(tokenizer, "Hi", True), "cannot be used: it takes over")
+
+
+@pytest.mark.parametrize("template", TEMPLATES_THAT_SERVE)
+def test_templates_that_are_tried_and_serve(template, tokenizer):
+    tokenizer.chat_template = template
+    assert turn_ids(tokenizer, "Hi", True)
 
 
 LATER = {

@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_what_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
         bake(out="new", photo="loaf/a.png")
     with pytest.raises(UserError, match=r"--photo \. is a folder: name a file in it"):
         bake(out="new", photo=".")
-    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=PermissionError))
     with pytest.raises(UserError, match="--out new/er cannot be written: .* not yours to write in"):
         bake(out="new/er")
     monkeypatch.undo()

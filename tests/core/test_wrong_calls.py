@@ -1,5 +1,6 @@
 """Wrong use of the Python API: one sentence that says what came and what was needed."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -8,6 +9,7 @@ import kvalign
 from kvalign import Aligner, StreamingCache, load_model, make_method, stream_generate, stream_tokens
 from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.sizes import CacheSizes
 
 PROMPT = torch.tensor([[5, 6, 7]])
@@ -180,8 +182,112 @@ CALLS += [
 ]
 
 
-def window(loaded):
-    return make_method("window", loaded.model, cache_size=8)
+IDS = [
+    (
+        torch.tensor([5, 6]),
+        r"a tensor \[rows, tokens\] of int64, got torch.int64 \[2\]",
+    ),
+    (torch.tensor([[5.0]]), "of int64, got torch.float32"),
+    (torch.tensor([[True]]), "of int64, got torch.bool"),
+    (torch.tensor([[5]]).to(torch.uint8), "of int64, got torch.uint8"),
+    (torch.tensor([[5, 2**40]]), "token ids must be below 8192 for this model, got 5 to 1099511"),
+    (torch.tensor([[-1, 5]]), "token ids must be below 8192 for this model, got -1 to 5"),
+    (torch.ones(1, 3, dtype=torch.int64, device="meta"), "one of device meta or sparse"),
+    (torch.tensor([[5, 6]]).to_sparse(), "one of device meta or sparse"),
+    (torch.zeros(0, 3, dtype=torch.int64), r"the prompt is empty.* got ids \[0, 3\]"),
+    ([[5, 6]], "of int64, got list"),
+    (None, "of int64, got NoneType"),
+]
+CALLS += [
+    (lambda m, name=name, ids=ids: method_of(m, name).feed(ids), message)
+    for ids, message in IDS
+    for name in ("window", "recompute", "discard-half", "dense")
+]
+CALLS += [(lambda m, ids=ids: next(stream_tokens(window(m), ids)), message) for ids, message in IDS]
+CALLS += [(lambda m, ids=ids: kvalign.score(window(m), ids), message) for ids, message in IDS]
+NO_PATHS = [3, None, True, ["x"], "a\0b", "\ud800", b"x"]
+CALLS += [
+    (lambda m, path=path, call=call: call(m, path), "must be a path, got")
+    for path in NO_PATHS
+    for call in (
+        lambda m, path: load_model(path),
+        lambda m, path: Aligner.from_pretrained(path),
+        lambda m, path: kvalign.load_stream(path, m.model, m.tokenizer),
+        lambda m, path: kvalign.stream(m.model, m.tokenizer, "It").save(path),
+    )
+]
+CALLS += [
+    (lambda m, wrong=wrong, call=call: call(wrong), "must be a text, got")
+    for wrong in (3.5, None, ["x"], {}, b"x")
+    for call in (
+        lambda wrong: next(texts(wrong)),
+        conversations,
+        lambda wrong: load_model("gpt2-mini", device=wrong),
+        lambda wrong: kvalign.eval.perplexity(model=wrong),
+        lambda wrong: kvalign.eval.perplexity(corpus=wrong),
+    )
+]
+CALLS += [
+    (lambda m, stop=stop: kvalign.Sampling(stop_strings=stop), "stop_strings must be")
+    for stop in (3, 0, True, [3], ["a", None], [""], {"a"}, {"a": 1}, [["a"]], torch.ones(2), b"x")
+]
+CALLS += [
+    (
+        lambda m: load_model("gpt2-mini", dtype="int8"),
+        "dtype must be one of .* got 'int8'",
+    ),
+    (lambda m: load_model("gpt2-mini", dtype=torch.float32), "dtype must be one of"),
+    (lambda m: next(stream_tokens("window", PROMPT)), "method must be one of kvalign.make_method"),
+    (lambda m: kvalign.score(m.model, PROMPT), "method must be one of kvalign.make_method"),
+    (lambda m: kvalign.score(window(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
+    (lambda m: StreamingCache(None, CacheSizes(8)), "spec must be a ModelSpec.* got NoneType"),
+    (lambda m: StreamingCache(m.spec, 8), "sizes must be CacheSizes, got int"),
+    (lambda m: kvalign.verify(m.model, None), "make must be a function .* got NoneType"),
+    (lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, 3)), "prompts must be several"),
+    (lambda m: CacheSizes(8, positions=["keep"]), "positions must be compact or keep"),
+    (lambda m: kvalign.eval.perplexity(methods=[True]), "--methods must be a text, got True"),
+    (lambda m: kvalign.eval.perplexity(methods=None), "--methods needs at least one value"),
+    (lambda m: kvalign.eval.perplexity(keep=3), "--keep must be a path, got 3"),
+    (lambda m: kvalign.eval.perplexity(plot={}), "--plot must be a path"),
+    (lambda m: kvalign.eval.perplexity(num_tokens=torch.ones(2)), "--num-tokens must be a whole"),
+]
+CALLS += [
+    (
+        lambda m, name=name, rows=rows: fed(m, name).select(rows),
+        "rows must be whole numbers below 1",
+    )
+    for rows in ([5], [-2], [0.5], "x", None, [True])
+    for name in ("window", "recompute", "discard-half")
+]
+CALLS += [
+    (lambda m, name=name, others=others: fed(m, name).join(others(m)), "others must be")
+    for others in (
+        lambda m: None,
+        lambda m: [3],
+        lambda m: [make_method("window", m.model, cache_size=9)],
+    )
+    for name in ("window", "recompute", "discard-half")
+]
+
+
+def method_of(loaded, name):
+    return make_method(name, loaded.model, cache_size=8, warn=False)
+
+
+def fed(loaded, name):
+    method = method_of(loaded, name)
+    method.feed(PROMPT)
+    return method
+
+
+def test_numbers_of_numpy_are_numbers(loaded):
+    settings = PerplexitySettings(num_tokens=np.int64(3), cache_sizes=[np.int64(16), 32])
+    assert settings.num_tokens == 3 and settings.cache_sizes == (16, 32)
+    assert window(loaded).feed(PROMPT.int()).shape == (1, 8192)
+
+
+def window(loaded, cache_size=8):
+    return make_method("window", loaded.model, cache_size=cache_size)
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])

@@ -1,6 +1,7 @@
 """Tables from text: plain moments, tuned through the frozen model, judged by its loss."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,22 @@ def test_moving_half_a_chunk_is_measured(models):
     assert max(part["ratio"] for part in found.values()) < 0.9
 
 
+@pytest.mark.parametrize("objective", ["nll", "kl"])
+@pytest.mark.parametrize(("chunk_len", "num_tokens"), [(8, 90), (16, 170)])
+def test_the_shortest_text_and_chunk_are_tuned_on(
+    objective, chunk_len, num_tokens, tmp_path, monkeypatch, capfd
+):
+    """A cache is smaller than the chunk, a row has a label after it; a token less is refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("k1=3 k2=4 k1? 3 k2? 4 " * 100)
+    argv = ["train", "--aligner-kind", "table", "--model", "recall-gpt2", "--corpus", "text:t.txt"]
+    argv += ["--objective", objective, "--max-steps", "1", "--chunk-len", str(chunk_len)]
+    assert main([*argv, "--num-tokens", str(num_tokens), "--out", "a"]) == 0
+    assert main([*argv, "--num-tokens", str(num_tokens - 1), "--out", "b"]) == 2
+    assert f"--num-tokens {num_tokens} at least" in capfd.readouterr().err
+    assert not Path("b").exists()
+
+
 def test_hat_functions_interpolate():
     hats = hat_functions(100)
     assert torch.allclose(hats.sum(1), torch.ones(100))
@@ -132,7 +149,7 @@ def test_short_corpora_are_refused(little_work):
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(letter) % 90 for letter in text]}
 
-    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 640 are"):
+    with pytest.raises(ValueError, match="gives with --num-tokens 500 500 tokens, 650 are"):
         read(["python-docs"], Letters(), 500, 64)
 
 

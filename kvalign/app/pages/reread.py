@@ -6,11 +6,11 @@ after the last 3/4 C to C of those before it.
 """
 
 from collections.abc import Sequence
-from math import exp
 
 import torch
 from transformers import PreTrainedModel
 
+from kvalign.health import perplexity_of
 from kvalign.methods import make_method
 from kvalign.scoring import score
 
@@ -51,4 +51,4 @@ class Reread:
     @property
     def perplexity(self) -> float | None:
         """exp of the mean loss; None before anything has been read."""
-        return exp(self._nll / self.num_read) if self.num_read else None
+        return perplexity_of(self._nll / self.num_read) if self.num_read else None

@@ -4,6 +4,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from kvalign.escape import escape_controls
+
+_LONGEST = 500  # characters of what is said
+
 
 class RequestError(Exception):
     """Something about one request; the others go on.
@@ -31,8 +35,9 @@ class RequestError(Exception):
 
     def form(self) -> dict[str, Any]:
         """`{"error": ...}`, as JSON can hold it."""
-        of_form = {"type": self.kind, "param": self.param, "code": self.code}
-        return {"error": {"message": self.message, **of_form}}
+        param = self.param and escape_controls(self.param)[:_LONGEST]
+        of_form = {"type": self.kind, "param": param, "code": self.code}
+        return {"error": {"message": escape_controls(self.message)[:_LONGEST], **of_form}}
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status == 429 else None
