@@ -117,12 +117,12 @@ class Arena:
             text=True,
             **quiet,
         )
-        try:
-            error = process.communicate(self.command.say, timeout=seconds)[1]
-        except subprocess.TimeoutExpired:
-            self.kill()
-            process.wait()
-            return True
+        with process:
+            try:
+                error = process.communicate(self.command.say, timeout=seconds)[1]
+            except subprocess.TimeoutExpired:
+                self.kill()
+                return True
         if process.returncode == -signal.SIGKILL:
             self.kill()
             return True
