@@ -84,7 +84,11 @@ def test_what_writers_leave_beside_a_file_is_removed_with_it(tmp_path):
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             write_whole(tmp_path / "out" / "weights", write)
-        assert list((tmp_path / "out").iterdir()) == []
+        assert list(tmp_path.iterdir()) == []  # the folder was made for it
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(tmp_path / "mine" / "weights", write)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path):
@@ -130,10 +134,18 @@ def test_a_run_that_is_refused_leaves_nothing(error, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "kept"]
 
 
-@pytest.mark.parametrize(("error", "kept"), [(UserError("no"), "2 shards"), (OSError("full"), "")])
-def test_what_is_of_use_stays_and_so_does_what_failed(error, kept, tmp_path):
-    with pytest.raises(type(error)):
-        fail(tmp_path / "out", error, "shard", lambda: kept)
+@pytest.mark.parametrize("error", [UserError("no"), OSError("full")])
+def test_what_is_of_use_stays(error, tmp_path):
+    for kept in ("2 shards", ""):
+        with pytest.raises(type(error)):
+            fail(tmp_path / "out", error, "shard", lambda kept=kept: kept)
+        assert (tmp_path / "out" / "shard").exists() == bool(kept)
+        (tmp_path / "out" / "shard").unlink(missing_ok=True)
+
+
+def test_what_failed_stays_where_nothing_is_said_of_it(tmp_path):
+    with pytest.raises(OSError, match="full"):
+        fail(tmp_path / "out", OSError("full"), "shard")
     assert (tmp_path / "out" / "shard").exists()
 
 

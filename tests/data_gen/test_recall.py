@@ -65,6 +65,7 @@ def test_a_stream_goes_on_where_it_ended_and_begins_anywhere():
     assert kinds == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_the_corpus_is_tokens_of_its_own():
     tokenizer = recall_tokenizer(256)
     (text,) = texts("recall", "test")

@@ -129,6 +129,7 @@ def test_the_interval_of_a_mean_is_that_of_the_spread():
     assert [low, high] == pytest.approx([mean - half, mean + half], abs=0.02)
 
 
+@pytest.mark.slow
 def test_documents_say_what_they_found_and_the_report_shows_it(tmp_path, capsys):
     argv = ["eval", "attention", "--cache-sizes", "24,26", "--num-steps", "2", "--num-texts", "3"]
     argv += ["--methods", "window,kvalign", "--plot", str(tmp_path / "plot.png")]

@@ -30,6 +30,7 @@ SHORT = {
     "attention": dict(cache_sizes=(24, 26), num_texts=2, num_steps=2),
     "chat": dict(num_turns=2, max_new_tokens=12),
 }
+MARKED = [pytest.param(n, marks=pytest.mark.slow if n == "latency" else ()) for n in SHORT]
 NAMES = ["a-table", "b-table"]
 
 
@@ -90,7 +91,7 @@ def test_each_evaluation_is_tried():
     assert set(SHORT) == set(EVALUATIONS)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", MARKED)
 def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch):
     document = run(name, loaded, aligner=folders)
     ours = [row for row in document["rows"] if row["method"] == "kvalign"]
@@ -104,9 +105,7 @@ def test_two_aligners_of_a_kind_are_two_rows(name, loaded, folders, monkeypatch)
     check_apart(name, document, labels, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "name", [*(n for n in SHORT if n != "latency"), pytest.param("latency", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", MARKED)
 def test_two_settings_of_a_method_are_two_rows(name, loaded, folders, monkeypatch):
     settings = dict(aligner="a-table", num_evicted=("1", "8"), realign_every=(1, 8))
     document = run(name, loaded, **settings)

@@ -99,6 +99,7 @@ def new_kind(tmp_path, monkeypatch):
     sys.modules.pop("kvalign.training.kinds.offset", None)
 
 
+@pytest.mark.slow
 def test_a_new_kind_is_a_file_and_a_line(new_kind, tmp_path, capfd, little_work):
     out = str(tmp_path / "aligner")
     assert main(["train", "--aligner-kind", new_kind, "--help"]) == 0
