@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign import progress
 from kvalign.app.stream_settings import MAX_NEW_TOKENS, StreamSettings
 from kvalign.errors import Interrupted, RunError, UserError
 from kvalign.runs import held_back
@@ -89,14 +91,22 @@ class Conversation:
         turn_ids(loaded.tokenizer, "?", not self.stream.ids, self.stream.notes.get(SYSTEM))
 
     def answer(self, turn: str) -> Iterator[str]:
-        """The pieces of the answer to a turn; Ctrl-C ends it. Then the file is written."""
+        """The pieces of the answer to a turn, with a bar over a long one; Ctrl-C ends the answer.
+        Then the file is written.
+        """
         from kvalign.turns import turn_ids
 
         stream = self.stream
         with held_back(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
             stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, system))
-            for piece in stream:
+            pieces = iter(stream)
+            with progress.shown_as("turn") as bar:
+                bar.phase("reading")
+                bar.expect(len(stream.ids) - stream.num_fed, "tokens")
+                stream.method.on_tokens = bar.update
+                first = next(pieces, "")
+            for piece in chain([first], pieces):
                 yield piece
                 if interrupted.is_set():
                     break

@@ -55,6 +55,7 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     with suppress(KeyboardInterrupt):
         with progress.shown_as("prompt") as bar:
             num_prompt = len(text_stream.ids)
+            bar.phase("reading")
             bar.expect(num_prompt, "tokens")
             text_stream.method.on_tokens = bar.update
             first = next(pieces, "")
