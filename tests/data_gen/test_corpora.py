@@ -72,6 +72,7 @@ def test_ids_are_those_of_the_whole_text(monkeypatch, tmp_path, piece_len, patte
     assert [i for piece in pieces for i in piece] == tokenizer(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_python_docs_are_split_by_document():
     names = {split: [row["name"] for row in python_docs(split)] for split in ("train", "test")}
     assert set(names["train"]).isdisjoint(names["test"])
