@@ -20,7 +20,8 @@ ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
 class Encoder:
     """A stand-in for the model: notes what it is run on, and at which positions."""
 
-    device, config = torch.device("cpu"), SimpleNamespace(model_type="gpt2")
+    device = torch.device("cpu")
+    config = SimpleNamespace(model_type="gpt2", vocab_size=NUM_TOKENS + 1)
 
     def __init__(self):
         self.entries, self.cache, self.encoded = [], None, 0
