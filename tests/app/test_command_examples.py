@@ -19,7 +19,12 @@ SERVED = ["demo-ui", "serve"]  # until Ctrl-C: test_demo_ui.py and test_serve.py
 SLOW = pytest.mark.slow
 MARKS = {"tune": [SLOW, pytest.mark.ray], "eval run": SLOW, "report": SLOW}
 EXAMPLES = [
-    pytest.param(command, number, id=shlex.join(words)[:60], marks=MARKS.get(command, []))
+    pytest.param(
+        command,
+        number,
+        id=shlex.join(words)[:60],
+        marks=SLOW if "anchored" in words else MARKS.get(command, []),
+    )
     for command in COMMANDS
     if command not in SERVED
     for number, words in enumerate(examples(command))

@@ -171,7 +171,8 @@ def test_a_flipped_bit_of_kept_losses_is_refused(tmp_path, capfd):
     assert f"{path} is damaged" in capfd.readouterr().err
 
 
-def test_kept_losses_that_no_model_has(tmp_path, capfd):
+def test_kept_losses_that_no_model_has(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("The island was settled in the year of the flood. " * 40)
     argv = ["eval", "perplexity", "--methods", "window", "--cache-sizes", "16", "--num-tokens"]
     argv += ["50", "--corpus", f"text:{tmp_path}/text", "--keep", str(tmp_path)]

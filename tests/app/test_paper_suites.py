@@ -77,6 +77,7 @@ def test_table_1_stands_beside_ours():
     assert [line[1].text for line in trials.rows] == ["finished", "failed"]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_none_is_named(tmp_path, capfd):
     folder = write_folder(tmp_path / "results")
     step = {"name": "tune-keys", "command": "tune --target key"}

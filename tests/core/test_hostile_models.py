@@ -216,6 +216,8 @@ TEMPLATES = {
 }
 
 
+END_AT_THE_CLOCK = ("squares", "words of nobody", "loops")  # 3 s each; "a constant of years" too
+
 TEMPLATES_THAT_SERVE = [
     "{% generation %}{{ messages[0].content }}{% endgeneration %}",
     "{% for m in messages %}{{ m.content }}{% continue %}{% endfor %}",
@@ -228,7 +230,13 @@ def tokenizer():
     return load_model("recall-gpt2").tokenizer
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(x, id=name, marks=pytest.mark.slow if name in END_AT_THE_CLOCK else ())
+        for name, x in TEMPLATES.items()
+    ],
+)
 def test_templates(template, tokenizer, capfd):
     tokenizer.chat_template = template
     refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")

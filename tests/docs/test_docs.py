@@ -70,6 +70,8 @@ NOT_RUN = {
 # Pages whose sections begin in folders of their own: README's results come from elsewhere.
 BY_SECTION = ("README.md",)
 LONG = ("README.md", "docs/evaluation.md", "docs/tutorials/report.md")  # they run whole suites
+LONG += ("docs/footguns.md", "docs/verify.md")
+LONG += tuple(f"docs/tutorials/{name}.md" for name in ("method", "policy", "train"))
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex", ""}  # only the first three are run
 SAID = "Who lived on the island?\nAnd who lives there now?\n"  # what chat reads from stdin
 

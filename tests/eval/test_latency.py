@@ -391,6 +391,7 @@ def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
     assert "ms/token" in out and "peak MB" not in out, "a column without a figure is left out"
 
 
+@pytest.mark.slow
 def test_shapes_are_those_of_the_models():
     """Parameters in all as their authors give them, tied embeddings counted once."""
     counts = {"distilgpt2": 81_912_576, "gpt2": 124_439_808, "smollm2-135m": 134_515_008}

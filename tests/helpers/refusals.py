@@ -37,6 +37,7 @@ def in_time(seconds=SECONDS):
 
 def refused(argv, message, capfd, code=2):
     """A command in the current folder, which must refuse."""
+    assert not Path("pyproject.toml").exists()  # a folder of the test's own
     before = files_in(Path())
     with in_time():
         found = main(argv)

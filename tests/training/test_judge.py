@@ -128,6 +128,7 @@ def test_rows_side_by_side_are_rows_alone(models):
     assert torch.allclose(found, alone, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_of_facts_and_questions_the_answers_count_alone(tmp_path):
     """`recall-gpt2` knows the answers only; what it says of other tokens would hide that it needs
     its table.

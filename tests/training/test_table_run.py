@@ -176,7 +176,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert main([*argv, "--aligner", out, "--num-sinks", "2", "--num-evicted", "7"]) == 0
 
 
-@pytest.mark.parametrize("objective", ["kl", "projected"])
+@pytest.mark.parametrize("objective", [pytest.param("kl", marks=pytest.mark.slow), "projected"])
 def test_objectives_are_named_in_results(tmp_path, capfd, objective, little_work):
     out = str(tmp_path / "aligner")
     argv = ["train", "--aligner-kind", "table", "--objective", objective, *SMALL]
