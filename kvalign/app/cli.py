@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--debug"]:
         del args[0]
     _open_streams()
+    os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
     logging.basicConfig(
         level=logging.WARNING,
         format="%(levelname)s: %(message)s",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.results_example import write_folder
 from helpers.smaller import INSIDE, example, smaller
 
 from kvalign.app.catalogue import COMMANDS, GROUPS, Command
@@ -58,6 +59,16 @@ def test_help_does_not_import_torch():
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_plots_need_no_window(tmp_path, monkeypatch):
+    """Matplotlib reads the name of a backend as it is imported: in a process of its own."""
+    monkeypatch.setenv("MPLBACKEND", "nope")
+    write_folder(tmp_path / "results")
+    words = [sys.executable, "-m", "kvalign", "report", str(tmp_path / "results")]
+    subprocess.run(words, check=True, capture_output=True)
+    assert list((tmp_path / "results" / "plots").glob("*.png"))
 
 
 PROMPT = ["--prompt", "The island"]
