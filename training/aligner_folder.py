@@ -64,6 +64,6 @@ def record_of(
 
 
 def save(aligner: Aligner, out: Path) -> None:
-    """Write the aligner's files, the config last."""
+    """Write the aligner's files, its card among them; the config, the last, says they are there."""
     aligner.eval().requires_grad_(False)
     write_together(out, aligner.save_pretrained, last=CONFIG)

@@ -23,7 +23,7 @@ from kvalign.training.settings import PretrainSettings
 
 END = "<|endoftext|>"
 SINK = "<|sink|>"
-_FILE = "tokenizer.json"
+_TOKENIZER = "tokenizer.json"
 NO_LABEL = -100  # what torch's cross entropy leaves out
 _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
@@ -130,11 +130,11 @@ def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
 def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     if settings.is_recall:
         return recall_tokenizer(settings.context_len)
-    if settings.tokenizer or (settings.out / _FILE).exists():
+    if settings.tokenizer or (settings.out / _TOKENIZER).exists():
         folder = settings.tokenizer or settings.out
         folder = checkpoints.model_path(str(folder)) or folder
-        if not (folder / _FILE).exists():
-            raise NotFoundError(f"no {_FILE} in {folder}: name the folder of a model")
+        if not (folder / _TOKENIZER).exists():
+            raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")
         return AutoTokenizer.from_pretrained(folder)
     progress.phase("training a tokenizer")
     bpe = Tokenizer(models.BPE())
@@ -150,7 +150,7 @@ def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, model_max_length=settings.context_len
     )
-    write_together(settings.out, tokenizer.save_pretrained, last=_FILE)
+    write_together(settings.out, tokenizer.save_pretrained, last=_TOKENIZER)
     return tokenizer
 
 

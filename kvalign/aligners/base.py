@@ -23,7 +23,7 @@ from kvalign import checkpoints, hub
 from kvalign.aligners.card import card_text
 from kvalign.aligners.kinds import KINDS
 from kvalign.errors import NotFoundError, UserError
-from kvalign.files import read_checked, sha256, write_json, write_whole
+from kvalign.files import read_checked, sha256, write_json, write_together
 from kvalign.models import Family, ModelSpec, spec_of
 from kvalign.settings import typed
 from kvalign.sizes import CacheSizes
@@ -199,9 +199,13 @@ class Aligner(
         return ModelCard(card_text(self.config))
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        write_json(save_directory / CONFIG, self.config.model_dump(mode="json"))
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        write_whole(save_directory / WEIGHTS, lambda path: save_file(tensors, path))
+
+        def write(folder: Path) -> None:
+            save_file(tensors, folder / WEIGHTS)
+            write_json(folder / CONFIG, self.config.model_dump(mode="json"))
+
+        write_together(save_directory, write, last=CONFIG)
 
     # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod

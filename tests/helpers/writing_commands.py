@@ -48,7 +48,9 @@ class Command:
 
     Attributes:
         words: after `kvalign`; it writes to `out`.
-        finished: patterns of the files that are finished once they are there.
+        finished: patterns of the files that are finished once they are there, and stay as they are.
+        rewritten: those of them that a later run writes anew.
+        grows: what a later run adds to.
         result: what must be the same in the end.
         say: what is typed.
         before: what the folder `out` holds.
@@ -62,6 +64,8 @@ class Command:
     words: str
     finished: tuple[str, ...]
     result: Callable[[Path], Any]
+    rewritten: tuple[str, ...] = ()
+    grows: Callable[[Path], list[int]] | None = None
     say: str = ""
     before: Callable[[Path], object] | None = None
     refused: str = ""
@@ -119,8 +123,11 @@ def _swept(out: Path) -> int:
 
 
 def _conversation(out: Path) -> list[int]:
-    with safe_open(out / "talk.safetensors", "pt") as file:
-        return file.get_tensor("ids").tolist()[:60]
+    """All tokens so far, none before the first answer is whole."""
+    if not (path := out / "talk.safetensors").exists():
+        return []
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("ids").tolist()
 
 
 def _names(out: Path) -> list[str]:
@@ -168,6 +175,7 @@ COMMANDS = (
         "tune --target key --data ../data --out out --num-trials 2 --max-steps 30",
         ("sweep.json", "trials.csv", "aligner/*.json"),
         _swept,
+        rewritten=("trials.csv",),
         share=0.3,
     ),
     Command(
@@ -204,6 +212,7 @@ COMMANDS = (
         "--out out",
         ("readability.json", "report.html", "plots/*.png"),
         _evaluated,
+        rewritten=("readability.json", "report.html", "plots/*.png"),
         refused="has results of readability already",
     ),
     Command(
@@ -217,6 +226,8 @@ COMMANDS = (
         "chat",
         "chat --state out/talk.safetensors --method streaming-llm --cache-size 32 --no-do-sample "
         "--max-new-tokens 60",
+        ("*.safetensors",),
+        lambda out: _conversation(out)[:60],  # a run that goes on says all turns once more
         ("*.safetensors",),
         _conversation,
         "Who lived here?\nWhy?\nAnd then?\n",

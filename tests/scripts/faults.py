@@ -6,8 +6,9 @@ Each command that writes (`helpers/writing_commands.py`) first runs undisturbed.
 with all its processes, and started again until it has been killed its share of times and ends by
 itself. Every other kill is by the clock, in the last 60 % of the time that it took undisturbed; the
 others are just before one of its writes, drawn from all that it made. After every kill each
-file that counts as finished must be whole (corrupt) and still be there (lost); at the end the
-result must be the undisturbed one, and nothing else may be there (left over): in the folder no file
+file that counts as finished must be whole (corrupt), still be there and, unless the command writes
+it anew, be what it was (lost), as the beginning of a conversation must; at the end the result must
+be the undisturbed one, and nothing else may be there (left over): in the folder no file
 that the undisturbed run does not leave, nor in the system's folder of temporary files (Ray's logs
 of each session apart), and no process.
 """
@@ -34,6 +35,8 @@ from safetensors import safe_open
 sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own folder alone
 from helpers.server_kills import attack_sessions
 from helpers.writing_commands import COMMANDS, RECORDING, SERVER, Command, prepare
+
+from kvalign.files import sha256
 
 BLOW = Path(__file__).parents[1] / "helpers" / "blow"
 NEVER = 10**12
@@ -151,8 +154,14 @@ class Arena:
             time.sleep(0.5)
         return left
 
-    def finished(self) -> list[Path]:
-        return [path for pattern in self.command.finished for path in self.out.glob(pattern)]
+    def finished(self) -> dict[Path, str]:
+        """The SHA-256 of the finished files, "" of one that a later run writes anew."""
+        paths = [path for pattern in self.command.finished for path in self.out.glob(pattern)]
+        anew = {path for pattern in self.command.rewritten for path in self.out.glob(pattern)}
+        return {path: "" if path in anew else sha256(path) for path in paths if path.is_file()}
+
+    def grown(self) -> list[int]:
+        return self.command.grows(self.out) if self.command.grows else []
 
 
 def attack(command: Command, num_kills: int, work: Path, rng: random.Random) -> dict[str, Any]:
@@ -179,7 +188,8 @@ def fight(
     calm.run()
     duration, num_changes = time.perf_counter() - began, calm.count.stat().st_size
     expected, known = command.result(calm.out), kinds_of_files(calm.folder)
-    kept: set[Path] = set()
+    kept: dict[Path, str] = {}
+    grown: list[int] = []
     for attempt in itertools.count():
         if found["kills"] == num_kills:
             was_killed = fire.run()
@@ -189,8 +199,11 @@ def fight(
             was_killed = fire.run(seconds=rng.uniform(0.4, 1) * duration)
         there = fire.finished()
         found["corrupt"] += [wrong for path in there if (wrong := check(path))]
-        found["lost"] += [str(path) for path in kept - {*there}]
-        kept = {*there}
+        found["lost"] += [str(path) for path, was in kept.items() if there.get(path) != was]
+        before, grown = grown, fire.grown()
+        if grown[: len(before)] != before:
+            found["lost"].append(f"{len(before)} tokens, then {len(grown)} that differ")
+        kept = there
         if was_killed:
             found["kills"] += 1
             continue
@@ -199,7 +212,7 @@ def fight(
         found["left_over"] += sorted(kinds_of_files(fire.folder) - known)
         if found["kills"] == num_kills:
             return
-        kept = set()  # it ended before the blow: begin anew
+        kept, grown = {}, []  # it ended before the blow: begin anew
         fire.begin()
 
 
