@@ -1,5 +1,7 @@
 """Every command that writes is under fire, and two of them are killed here."""
 
+import random
+
 import pytest
 from helpers import writing_commands as under_fire
 
@@ -21,6 +23,21 @@ def test_each_command_is_under_fire_or_writes_nothing():
 def test_shares_add_up():
     assert faults.shares(10, [1, 0.5, 1, 0.5]) == [3, 2, 3, 2]
     assert sum(faults.shares(100, [1, 0.5, 0.7, 1, 1, 1, 0.3])) == 100
+
+
+FICKLE = """
+import json, os, time
+os.makedirs("out", exist_ok=True)
+with open("out/a.json", "w") as file:
+    json.dump(time.time(), file)
+time.sleep(0.5)
+"""
+
+
+def test_a_finished_file_that_changes_is_lost(tmp_path):
+    command = under_fire.Command("fickle", "", ("*.json",), str, python=("-c", FICKLE))
+    found = faults.attack(command, 4, tmp_path, random.Random(0))
+    assert found["kills"] == 4 and str(tmp_path / "fickle-fire" / "out" / "a.json") in found["lost"]
 
 
 @pytest.mark.slow
