@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from kvalign.data_gen.corpus import Corpus
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.data_gen.text_files import sha256_of
-from kvalign.errors import UserError
-from kvalign.registry import Registry, unknown
-from kvalign.settings import typed
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import Registry, unknown
+from kvalign.foundation.settings import typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalign import hub
 from kvalign.data_gen.corpus import in_pieces
-from kvalign.errors import UserError
+from kvalign.foundation import hub
+from kvalign.foundation.errors import UserError
 
 _OFFLINE = "corpora that work offline: python-docs, text:PATH, hub:FOLDER"
 

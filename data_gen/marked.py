@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 _QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 

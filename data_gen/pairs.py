@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.models import LoadedModel, rotation_of
+from kvalign.models.architectures import LoadedModel, rotation_of
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 
 from kvalign.data_gen.hub_dataset import rows_of
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import checked
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import checked
 
 
 class _Row(BaseModel):

@@ -13,9 +13,9 @@ for a model that continues texts instead of answering.
 
 from pathlib import Path
 
-from kvalign.errors import UserError
-from kvalign.registry import unknown
-from kvalign.settings import typed
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import typed
 
 MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 NAMES = ("own", "talk", "mt-bench", "PATH.jsonl")

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from kvalign import progress
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import by_shard, cut_chunks, equal_shares, first_val_chunk
 from kvalign.data_gen.config import SPLITS, RecordingConfig, new_config
@@ -27,12 +26,13 @@ from kvalign.data_gen.store import (
     open_store,
 )
 from kvalign.data_gen.workers import writer
-from kvalign.errors import UserError
-from kvalign.files import locked, read_checked, sha256
-from kvalign.models import LoadedModel, load_model
-from kvalign.opening import opening_ids
-from kvalign.runs import ResumableRun, keeping
-from kvalign.settings import keywords_of
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.runs import ResumableRun, keeping
+from kvalign.foundation.settings import keywords_of
+from kvalign.models.architectures import LoadedModel, load_model
+from kvalign.models.opening import opening_ids
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.errors import UserError
-from kvalign.folders import RECORDING, folder_of
-from kvalign.settings import DEFAULT_MODEL, MOST_PROCESSES, MOST_ROWS, MOST_SEED, Settings, option
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.folders import RECORDING, folder_of
+from kvalign.foundation.settings import (
+    DEFAULT_MODEL,
+    MOST_PROCESSES,
+    MOST_ROWS,
+    MOST_SEED,
+    Settings,
+    option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

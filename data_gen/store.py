@@ -23,9 +23,9 @@ from kvalign.aligners.base import Text
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import read_checked, sha256, write_whole
-from kvalign.folders import folder_of, newest_first
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import read_checked, sha256, write_whole
+from kvalign.foundation.folders import folder_of, newest_first
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 
@@ -165,7 +165,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
 
 def newest_recording(model: str) -> Path:
     """The folder of the recording of a model that was finished last, of those in the model's
-    folder (`kvalign.folders`); NotFoundError, with the command that makes one, if there is none.
+    folder (`kvalign.foundation.folders`); NotFoundError, with the command that makes one, if there
+    is none.
     """
     for manifest in newest_first(model, MANIFEST):
         if read_checked(RecordingConfig, manifest.with_name(CONFIG)).settings.model == model:

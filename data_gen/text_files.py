@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvalign.data_gen.corpus import in_pieces
-from kvalign.errors import NotFoundError, UserError
+from kvalign.foundation.errors import NotFoundError, UserError
 
 
 class TextFiles:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners.network_sizes import KV
-from kvalign.cluster import ray_session
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Shard, ShardNotes, write_shard
-from kvalign.errors import UserError
-from kvalign.models import LoadedModel, load_model
+from kvalign.foundation.cluster import ray_session
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import LoadedModel, load_model
 
 OnTokens = Callable[[int], object]
 Write = Callable[[ShardChunks, list[Shard]], None]

@@ -5,4 +5,4 @@ from .evaluations.perplexity import perplexity as perplexity
 from .evaluations.readability import readability as readability
 from .evaluations.recall import recall as recall
 from .evaluations.streameval import streameval as streameval
-from .report import write_report as write_report
+from .report.page import write_report as write_report

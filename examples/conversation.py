@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import kvalign
-from kvalign.turns import turn_ids
+from kvalign.streaming.turns import turn_ids
 
 loaded = kvalign.load_model("gpt2-mini")
 path = Path(tempfile.mkdtemp()) / "talk.safetensors"

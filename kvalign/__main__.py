@@ -2,6 +2,6 @@
 
 import sys
 
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 
 sys.exit(main())

@@ -9,10 +9,10 @@ import torch
 
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG
-from kvalign.errors import ExistsError
-from kvalign.files import write_together
-from kvalign.memory import check_room
-from kvalign.settings import Settings, check_output
+from kvalign.foundation.errors import ExistsError
+from kvalign.foundation.files import write_together
+from kvalign.foundation.memory import check_room
+from kvalign.foundation.settings import Settings, check_output
 
 OVERWRITE = "give --overwrite or another --out"
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from kvalign import progress
 from kvalign.aligners import AnchoredAligner
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
-from kvalign.models import LoadedModel
+from kvalign.foundation import progress
+from kvalign.models.architectures import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.streamed_steps import STEP_ENTRIES, tune_networks

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign import progress
 from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
-from kvalign.eval.statistics import interval
-from kvalign.health import check_losses
+from kvalign.eval.protocol.statistics import interval
+from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.streaming_llm import StreamingLLM
-from kvalign.scoring import score
+from kvalign.streaming.health import check_losses
+from kvalign.streaming.scoring import score
 from kvalign.training.text import Text
 
 CACHE_SIZES = (32, 96)  # and the largest

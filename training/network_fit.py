@@ -24,10 +24,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from kvalign import progress
 from kvalign.aligners import RealignNet
-from kvalign.errors import UserError
-from kvalign.files import write_whole
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import write_whole
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_rows import Batch, RecordedRows
 

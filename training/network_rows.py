@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvalign.data_gen.store import Shard, Store
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 _Step = tuple[int, int, int]
 OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of DistilGPT2

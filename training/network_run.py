@@ -21,16 +21,16 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_only
 
-from kvalign import progress
 from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.data_gen.corpora import hub_datasets
 from kvalign.data_gen.store import MANIFEST, Store, newest_recording, open_store
-from kvalign.errors import ExistsError, UserError
-from kvalign.files import locked, read_checked, sha256
-from kvalign.runs import ResumableRun, keeping
-from kvalign.settings import DEFAULT_MODEL
+from kvalign.foundation import progress
+from kvalign.foundation.errors import ExistsError, UserError
+from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.runs import ResumableRun, keeping
+from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import OVERWRITE, new_aligner, record_of, save
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import LAST, best_weights, fit, losses, planned_rows

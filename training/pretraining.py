@@ -23,15 +23,22 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign import progress
 from kvalign.data_gen.corpora import text_sha256, token_pieces
-from kvalign.errors import UserError
-from kvalign.files import locked, read_json, write_json, write_text, write_together, write_whole
-from kvalign.memory import check_room
-from kvalign.models import check_device, without_bars
-from kvalign.opening import begun, opening_ids
-from kvalign.runs import ResumableRun, held_back, keeping
-from kvalign.settings import keywords_of
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import (
+    locked,
+    read_json,
+    write_json,
+    write_text,
+    write_together,
+    write_whole,
+)
+from kvalign.foundation.memory import check_room
+from kvalign.foundation.runs import ResumableRun, held_back, keeping
+from kvalign.foundation.settings import keywords_of
+from kvalign.models.architectures import check_device, without_bars
+from kvalign.models.opening import begun, opening_ids
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import HEAD_DIM, PretrainSettings

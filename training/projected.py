@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvalign.aligners import TableAligner
-from kvalign.errors import UserError
-from kvalign.models import ModelSpec
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import ModelSpec
 
 
 @torch.no_grad()

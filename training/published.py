@@ -10,7 +10,7 @@ kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
 - x is what the model's own cache held. A rotary model caches keys that are rotated to where they
   were, so the network for its keys learned to rotate them by one position, too: the best linear
   fit to the one for SmolLM2 is that rotation, to 1 %. Here a key is rotated before an aligner gets
-  it (`kvalign.realign.Recursive`); `with_rotation` puts the difference into the weights.
+  it (`kvalign.cache.realign.Recursive`); `with_rotation` puts the difference into the weights.
 """
 
 import warnings
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign import progress
 from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
 from kvalign.aligners.network_sizes import KV, SHARED_SIZES
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import sha256
-from kvalign.models import LoadedModel, ModelSpec, load_model, rotation_of
-from kvalign.rope import Rotation
-from kvalign.settings import keywords_of
+from kvalign.foundation import progress
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import sha256
+from kvalign.foundation.settings import keywords_of
+from kvalign.models.architectures import LoadedModel, ModelSpec, load_model, rotation_of
+from kvalign.models.rope import Rotation
 from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.settings import ImportPublishedSettings
 

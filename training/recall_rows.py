@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.data_gen.facts import FactStreams, ages
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.training.token_mix import NO_LABEL, Rows
 
 NUM_EVAL_ROWS = 2000

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from kvalign.aligners.network_sizes import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
-from kvalign.errors import UserError
-from kvalign.folders import folder_of
-from kvalign.settings import (
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.folders import folder_of
+from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,
     MOST_RATE,

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign import progress, relative
 from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.base import KeysValues
-from kvalign.cache import StreamingCache
+from kvalign.cache import relative
+from kvalign.cache.realign import FromBirth, OnRead, realigner_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode
-from kvalign.models import spec_of
-from kvalign.realign import FromBirth, OnRead, realigner_of
-from kvalign.sizes import CacheSizes
+from kvalign.foundation import progress
+from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.table_objectives import SMALLEST_CACHE, draw
 from kvalign.training.text import Text

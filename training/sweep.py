@@ -14,12 +14,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvalign import progress
 from kvalign.data_gen.store import open_store
-from kvalign.errors import RunError
-from kvalign.files import locked
-from kvalign.runs import ResumableRun, State, keeping
-from kvalign.settings import keywords_of
+from kvalign.foundation import progress
+from kvalign.foundation.errors import RunError
+from kvalign.foundation.files import locked
+from kvalign.foundation.runs import ResumableRun, State, keeping
+from kvalign.foundation.settings import keywords_of
 from kvalign.training.aligner_folder import OVERWRITE
 from kvalign.training.kinds.network import NetworkSettings, train_network
 from kvalign.training.network_rows import RecordedRows

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvalign.cluster import ray_session
-from kvalign.errors import UserError
+from kvalign.foundation.cluster import ray_session
+from kvalign.foundation.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.settings import TuneSettings
 from kvalign.training.sweep_report import Trial

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvalign.eval.plots import INK, Series, draw, save
-from kvalign.files import write_text
+from kvalign.eval.drawing.plots import INK, Series, draw, save
+from kvalign.foundation.files import write_text
 
 _REPORT = ("report", "epochs", "val_loss", "seconds")
 # Colour, marker and label: told apart without colour too.

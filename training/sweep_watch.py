@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvalign import progress
+from kvalign.foundation import progress
 from kvalign.training.sweep_trial import POINT
 
 

@@ -20,12 +20,13 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from kvalign import progress, relative
 from kvalign.aligners import TableAligner
-from kvalign.cache import StreamingCache
-from kvalign.models import spec_of
-from kvalign.realign import OnRead
-from kvalign.sizes import CacheSizes
+from kvalign.cache import relative
+from kvalign.cache.realign import OnRead
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation import progress
+from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.text import Text
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign import progress
 from kvalign.aligners import Aligner, TableAligner
 from kvalign.aligners.network_sizes import KV
+from kvalign.cache.realign import realigner_of
+from kvalign.cache.relative import is_exact
+from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.pairs import positionless
-from kvalign.errors import UserError
-from kvalign.models import LoadedModel
-from kvalign.realign import realigner_of
-from kvalign.relative import is_exact
-from kvalign.sizes import CacheSizes
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import LoadedModel
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.projected import project_positions
 from kvalign.training.table_objectives import tune, tuning_tokens

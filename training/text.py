@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.errors import UserError
-from kvalign.opening import begun, opening_ids
+from kvalign.foundation.errors import UserError
+from kvalign.models.opening import begun, opening_ids
 from kvalign.training.recall_rows import answers
 
 VAL_SHARE = 0.1

@@ -14,11 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvalign import checkpoints, progress
+from kvalign import checkpoints
 from kvalign.data_gen.corpora import texts, token_pieces
 from kvalign.data_gen.facts import recall_tokenizer
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import write_together, write_whole
+from kvalign.foundation import progress
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import write_together, write_whole
 from kvalign.training.settings import PretrainSettings
 
 END = "<|endoftext|>"

@@ -6,8 +6,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from kvalign.app.catalogue import COMMANDS, Command
-from kvalign.settings import Settings, flag, without_none
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.foundation.settings import Settings, flag, without_none
 
 _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalign.registry import Registry
+from kvalign.foundation.registry import Registry
 
 if TYPE_CHECKING:
-    from kvalign.eval.evaluation import Evaluation
+    from kvalign.eval.protocol.evaluation import Evaluation
 
 ABOUT = {
     "perplexity": "compare methods on perplexity and time",

@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvalign import progress
-from kvalign.errors import UserError
-from kvalign.eval.evaluation import Column, Document, Drawing
-from kvalign.eval.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
-from kvalign.settings import keywords_of, option
+from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import keywords_of, option
 
 if TYPE_CHECKING:
-    from kvalign.models import LoadedModel
+    from kvalign.models.architectures import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,16 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     Returns:
         A document with `turns` (what the user said), `rule` and `word_list` (name, num_words,
         sha256), and a row for each answer: the sizes, answer (index), num_fed (tokens of the
-        stream before it), and the measures of `kvalign.eval.fluency.judge`.
+        stream before it), and the measures of `kvalign.eval.judging.fluency.judge`.
     """
     from kvalign.data_gen.prompts import conversations
-    from kvalign.eval.document import document
-    from kvalign.eval.fluency import judge
-    from kvalign.eval.grid import in_turn, load, make_grid, sizes_of
-    from kvalign.eval.rules import RULES
-    from kvalign.eval.words import load_words
-    from kvalign.text_stream import TextStream
-    from kvalign.turns import turn_ids
+    from kvalign.eval.judging.fluency import judge
+    from kvalign.eval.judging.rules import RULES
+    from kvalign.eval.judging.words import load_words
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.streaming.text_stream import TextStream
+    from kvalign.streaming.turns import turn_ids
 
     started = time.perf_counter()
     turns = [turn for conversation in conversations(settings.prompts) for turn in conversation]
@@ -93,7 +93,7 @@ class Chat(JudgedText):
     document_fields = JUDGED_BY
 
     def check(self, document: Document) -> None:
-        from kvalign.eval.tables import grouped, label_of
+        from kvalign.eval.protocol.tables import grouped, label_of
 
         for rows in grouped(document["rows"], "cache_size").values():
             if len({len(answers) for answers in grouped(rows, label_of).values()}) > 1:
@@ -109,9 +109,9 @@ class Chat(JudgedText):
         }
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.conclusions import readable
-        from kvalign.eval.heat import draw_heat
-        from kvalign.eval.tables import grouped
+        from kvalign.eval.drawing.conclusions import readable
+        from kvalign.eval.drawing.heat import draw_heat
+        from kvalign.eval.protocol.tables import grouped
 
         title, rows = document["settings"]["model"], document["rows"]
         panels = {

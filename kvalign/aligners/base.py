@@ -2,14 +2,14 @@
 config that says so.
 
 An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
-model is not its business (`kvalign.realign`), so an aligner that adds nothing is StreamingLLM.
+model is not its business (`kvalign.cache.realign`), so one that adds nothing is StreamingLLM.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin, snapshot_download
@@ -19,15 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign import checkpoints, hub
+from kvalign import checkpoints
 from kvalign.aligners.card import card_text
 from kvalign.aligners.kinds import KINDS
-from kvalign.errors import NotFoundError, UserError
-from kvalign.files import read_checked, sha256, write_json, write_together
-from kvalign.models import Family, ModelSpec, spec_of
-from kvalign.settings import typed
-from kvalign.sizes import CacheSizes
-from kvalign.weights import read_weights
+from kvalign.foundation import hub
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import read_checked, sha256, write_json, write_together
+from kvalign.foundation.settings import typed
+from kvalign.models.architectures import Family, ModelSpec, spec_of
+from kvalign.models.weights import read_weights
+
+if TYPE_CHECKING:
+    from kvalign.cache.sizes import CacheSizes
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -168,7 +171,7 @@ class Aligner(
     def check_weights(self, where: str) -> None:
         """Raise UserError, which begins with `where`, for finite weights that it cannot take."""
 
-    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+    def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
         """Raise UserError, naming the field, if it was not made for such a model or cache."""
         spec = spec_of(model.config)
         named = f"the aligner {self.source}" if self.source else "this aligner"

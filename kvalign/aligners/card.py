@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from huggingface_hub import ModelCardData
 
-from kvalign import checkpoints, fetched
+from kvalign import checkpoints
+from kvalign.models import fetched
 
 if TYPE_CHECKING:
     from kvalign.aligners.base import AlignerConfig

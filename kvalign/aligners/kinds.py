@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalign.registry import Registry
+from kvalign.foundation.registry import Registry
 
 if TYPE_CHECKING:
     from kvalign.aligners.base import Aligner

@@ -6,14 +6,18 @@ out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hw
 moves: its error adds up.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Aligner, AlignerConfig, KeysValues, Move
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
-from kvalign.errors import UserError
-from kvalign.sizes import CacheSizes
+from kvalign.foundation.errors import UserError
+
+if TYPE_CHECKING:
+    from kvalign.cache.sizes import CacheSizes
 
 _HIDDEN = NETWORK_SIZES.keys() - SHARED_SIZES
 
@@ -107,7 +111,7 @@ class NetworkAligner(Aligner):
         super().__init__(config)
         self.key, self.value = (new_net(config, kv, config.num_positions) for kv in KV)
 
-    def check(self, model: PreTrainedModel, sizes: CacheSizes) -> None:
+    def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
         super().check(model, sizes)
         if sizes.num_sinks != self.config.num_sinks:
             raise UserError(

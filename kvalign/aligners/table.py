@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalign.aligners.base import Aligner, AlignerConfig, Birth, KeysValues, Move
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 
 class TableAligner(Aligner):

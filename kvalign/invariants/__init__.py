@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvalign import progress
-from kvalign.registry import Registry
-from kvalign.settings import expect, typed
+from kvalign.foundation import progress
+from kvalign.foundation.registry import Registry
+from kvalign.foundation.settings import expect, typed
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -80,7 +80,7 @@ def verify(
 
     import torch
 
-    from kvalign.errors import UserError
+    from kvalign.foundation.errors import UserError
     from kvalign.invariants.base import NotApplicableError, Outcome
     from kvalign.invariants.subject import Subject
 

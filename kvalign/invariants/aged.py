@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache import StreamingCache
+from kvalign.cache.realign import LONG_RUN
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import Stream, Watched, matches
 from kvalign.invariants.subject import Subject, first_layer
-from kvalign.realign import LONG_RUN
 
 FIRST_INPUT = 5
 

@@ -3,12 +3,12 @@
 import torch
 
 from kvalign.aligners import Move
-from kvalign.cache import StreamingCache
+from kvalign.cache.realign import OnRead, Realigner
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
 from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
 from kvalign.invariants.stream import SAME
 from kvalign.invariants.subject import Subject
-from kvalign.realign import OnRead, Realigner
 
 
 def measure_kept(subject: Subject) -> Measured:

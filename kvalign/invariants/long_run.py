@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvalign import progress
+from kvalign.foundation import progress
 from kvalign.invariants.base import Invariant, Measured, NotApplicableError
 from kvalign.invariants.stream import Stream
 from kvalign.invariants.subject import Subject, in_precision

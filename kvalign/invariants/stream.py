@@ -10,8 +10,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvalign.cache import StreamingCache
-from kvalign.errors import UserError
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import NotApplicableError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached

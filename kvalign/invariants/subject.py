@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import Stream
 from kvalign.methods.base import Method
-from kvalign.models import Family, ModelSpec, spec_of
+from kvalign.models.architectures import Family, ModelSpec, spec_of
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make

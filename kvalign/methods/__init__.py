@@ -9,15 +9,15 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.errors import UserError
-from kvalign.registry import Registry, unknown
-from kvalign.settings import typed
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import Registry, unknown
+from kvalign.foundation.settings import typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvalign.aligners import Aligner
-    from kvalign.cache import StreamingCache
+    from kvalign.cache.streaming_cache import StreamingCache
     from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
 
 def _described(model: PreTrainedModel) -> str:
     """`gpt2 (learned positions)`."""
-    from kvalign.models import spec_of
+    from kvalign.models.architectures import spec_of
 
     spec = spec_of(model.config)
     return f"{spec.name or 'this model'} ({spec.family} positions)"

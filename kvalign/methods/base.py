@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.attention import install
-from kvalign.cache import StreamingCache
-from kvalign.errors import UserError
-from kvalign.models import spec_of
+from kvalign.cache.sizes import CacheSizes, Positions, num_evicted_of
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import expect, typed
+from kvalign.models.architectures import spec_of
+from kvalign.models.attention import install
 from kvalign.policies import OLDEST
-from kvalign.settings import expect, typed
-from kvalign.sizes import CacheSizes, Positions, num_evicted_of
 
 
 class Method(ABC):

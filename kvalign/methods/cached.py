@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign import relative
-from kvalign.attention import install
-from kvalign.cache import StreamingCache
-from kvalign.errors import UserError
-from kvalign.input_ids import check_ids
+from kvalign.cache import relative
+from kvalign.cache.policy_cache import PolicyCache
+from kvalign.cache.realign import Realigner
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.policy_cache import PolicyCache
-from kvalign.realign import Realigner
-from kvalign.sizes import CacheSizes
+from kvalign.models.attention import install
+from kvalign.models.input_ids import check_ids
 
 
 class Cached(Method):

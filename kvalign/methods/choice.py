@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
 from kvalign.aligners.base import CONFIG, has_fingerprint
-from kvalign.errors import UserError
-from kvalign.files import read_checked
-from kvalign.folders import newest_first
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_checked
+from kvalign.foundation.folders import newest_first
 from kvalign.methods import METHODS
 from kvalign.methods.base import Method
-from kvalign.models import spec_of
+from kvalign.models.architectures import spec_of
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ Merit = Literal["any", "used", "judged"]
 
 def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used") -> Path | None:
     """The folder of the aligner that was trained last for a model, of those in its folder
-    (`kvalign.folders`); None where there is none. Commands, training and evaluations look there;
-    what takes a model alone, as `kvalign.stream`, does not.
+    (`kvalign.foundation.folders`); None where there is none. Commands, training and evaluations
+    look there; what takes a model alone, as `kvalign.stream`, does not.
 
     Args:
         model: the model itself: one of the same name with other weights is another.

@@ -7,11 +7,11 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.cache import expect_tensor
-from kvalign.errors import UserError
-from kvalign.input_ids import check_ids
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import expect_tensor
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.sizes import CacheSizes
+from kvalign.models.input_ids import check_ids
 
 
 class Dense(Method):

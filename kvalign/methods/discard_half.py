@@ -16,10 +16,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvalign.cache import StreamingCache
-from kvalign.errors import UserError
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
 from kvalign.methods.reencoding import Reencoding
-from kvalign.sizes import CacheSizes
 
 
 class DiscardHalf(Reencoding):

@@ -5,10 +5,10 @@
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.errors import UserError
+from kvalign.cache.realign import Realigner, check_realign_every, realigner_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import UserError
 from kvalign.methods.cached import Cached
-from kvalign.realign import Realigner, check_realign_every, realigner_of
-from kvalign.sizes import CacheSizes
 
 
 class KVAlign(Cached):

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache import expect_tensor
-from kvalign.errors import UserError
-from kvalign.input_ids import check_ids, rows_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import expect_tensor
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.sizes import CacheSizes
+from kvalign.models.input_ids import check_ids, rows_of
 
 
 class Reencoding(Method):

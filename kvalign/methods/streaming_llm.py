@@ -7,8 +7,8 @@ LLM Runtime's shift-RoPE-K (`n_discard`). Where positions are not rotary, llama.
 shift and the entries stay stale there, too.
 """
 
+from kvalign.cache.realign import Realigner, realigner_of
 from kvalign.methods.cached import Cached
-from kvalign.realign import Realigner, realigner_of
 
 
 class StreamingLLM(Cached):

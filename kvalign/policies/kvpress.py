@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.policies.base import Policy, Seen
 
 PROBE = (1, 2, 64, 8)

@@ -16,9 +16,9 @@ import time
 import pytest
 
 from kvalign import checkpoints
-from kvalign.app.cli import main
-from kvalign.models import load_model
-from kvalign.turns import opening_len, turn_ids
+from kvalign.app.cli.main import main
+from kvalign.models.architectures import load_model
+from kvalign.streaming.turns import opening_len, turn_ids
 
 # What was typed, what readline may write after it, and the first character of the answer.
 ANSWER_BEGINS = rb"Who\?\r\n(\x1b\[\?2004l\r)?[^\x1b]"
@@ -269,12 +269,12 @@ def test_ctrl_c_says_what_is_in_the_file(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.conversation.turns", lambda say: lines())
+    monkeypatch.setattr("kvalign.app.sessions.conversation.turns", lambda say: lines())
     assert chat() == 130
     kept = "talk holds the conversation up to its last answer; to go on: kvalign chat --state talk"
     assert capsys.readouterr().err.endswith(f"\nkvalign chat: interrupted; {kept}\n")
     monkeypatch.setattr(
-        "kvalign.app.conversation.turns", lambda say: itertools.islice(lines(), 1, 9)
+        "kvalign.app.sessions.conversation.turns", lambda say: itertools.islice(lines(), 1, 9)
     )
     assert chat() == 130
     assert capsys.readouterr().err.endswith("\nkvalign chat: interrupted\n")
@@ -284,7 +284,7 @@ def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, c
     def full(*_):
         raise OSError("cannot write talk: no space left")
 
-    monkeypatch.setattr("kvalign.stream_file.write", full)
+    monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
     assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
     printed = capsys.readouterr()
     assert printed.out.endswith("\n") and len(printed.out) > 10

@@ -11,9 +11,9 @@ import pytest
 from helpers.results_example import write_folder
 from helpers.smaller import INSIDE, example, smaller
 
-from kvalign.app.catalogue import COMMANDS, GROUPS, Command
-from kvalign.app.cli import main
-from kvalign.settings import fields_of, flag
+from kvalign.app.cli.catalogue import COMMANDS, GROUPS, Command
+from kvalign.app.cli.main import main
+from kvalign.foundation.settings import fields_of, flag
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -54,7 +54,7 @@ def test_a_first_word_alone_lists_its_commands(capsys):
 def test_help_does_not_import_torch():
     """Of all commands, one after the other in one process."""
     code = (
-        "import sys; from kvalign.app.cli import main; "
+        "import sys; from kvalign.app.cli.main import main; "
         f"codes = [main([*command.split(), '--help']) for command in {['', *COMMANDS]!r}]; "
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
@@ -215,7 +215,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv)[:70] for argv, _ in WRONG])
 def test_wrong_use_is_one_line_and_code_2(argv, message, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     monkeypatch.chdir(tmp_path)

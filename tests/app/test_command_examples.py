@@ -11,7 +11,7 @@ from helpers.published_files import random_network
 from helpers.smaller import INSIDE, examples, output_of, run_cell, smaller
 
 from kvalign import checkpoints
-from kvalign.app.catalogue import COMMANDS
+from kvalign.app.cli.catalogue import COMMANDS
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
@@ -48,7 +48,7 @@ def run_example(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in INSIDE.items():
             patch.setattr(name, value)
-        patch.setattr("kvalign.app.suite.run_cell", run_cell)
+        patch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
         patch.chdir(folder)
         yield run
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from kvalign import checkpoints, fetched
+from kvalign import checkpoints
 from kvalign.aligners import KINDS
-from kvalign.app.catalogue import COMMANDS, Command
-from kvalign.app.cli import main
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.completion import _names, complete
+from kvalign.app.cli.main import main
 from kvalign.app.commands.completion import CompletionSettings
-from kvalign.app.completion import _names, complete
-from kvalign.app.listing import suites
+from kvalign.app.inventory.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
+from kvalign.foundation.settings import fields_of, flag
 from kvalign.methods import AUTO, METHODS
-from kvalign.settings import fields_of, flag
+from kvalign.models import fetched
 
 SHELLS = CompletionSettings.__dataclass_fields__["shell"].metadata["choices"]
 FIRST = {command.split()[0] for command in COMMANDS}
@@ -143,7 +144,7 @@ def test_bash_completes(folder, capsys):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys, kvalign.app.completion as c; c.parser(); "
+        "import sys, kvalign.app.cli.completion as c; c.parser(); "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pandas', 'gradio')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

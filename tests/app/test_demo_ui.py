@@ -15,8 +15,8 @@ import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.smaller import example
 
-from kvalign.app.cli import main
-from kvalign.escape import escape_controls
+from kvalign.app.cli.main import main
+from kvalign.foundation.escape import escape_controls
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("gradio", reason="gradio is not installed")
@@ -31,7 +31,7 @@ def tell(event, args):
         if host not in (None, "127.0.0.1", "localhost"):
             print(event, host, file=sys.stderr)
 sys.addaudithook(tell)
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

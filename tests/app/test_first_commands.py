@@ -13,8 +13,8 @@ from helpers.smaller import INSIDE, TEXT
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app import standard_input
-from kvalign.app.cli import main
+from kvalign.app.cli import standard_input
+from kvalign.app.cli.main import main
 from kvalign.app.commands.generate import PROMPT
 
 COMMANDS = ["gen-data", "train --target key", "generate --method kvalign"]

@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 import kvalign
 from kvalign import load_model
 from kvalign.aligners import Aligner
-from kvalign.app.arguments import parse
-from kvalign.app.catalogue import COMMANDS, Command
-from kvalign.app.suite_cells import parse_suite
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.suites.cells import parse_suite
+from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.corpora import texts
 from kvalign.data_gen.prompts import conversations
-from kvalign.errors import RunError, UserError
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.results_folder import read
+from kvalign.eval.report.results_folder import read
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.settings import fields_of, flag
 from kvalign.methods import make_method
-from kvalign.sampling import Sampling
-from kvalign.settings import fields_of, flag
-from kvalign.sizes import CacheSizes
-from kvalign.turns import turn_ids
+from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.turns import turn_ids
 
 pytestmark = pytest.mark.slow
 
@@ -288,7 +288,7 @@ CALLS = {
 @given(call=st.sampled_from(sorted(CALLS)), value=ANY)
 def test_calls(call, value, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     survives(lambda: CALLS[call](value), tmp_path)
 
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.base import WEIGHTS
-from kvalign.app import suite_cells
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
+from kvalign.app.suites import cells as suite_cells
 from kvalign.data_gen.store import open_store
-from kvalign.errors import UserError
-from kvalign.eval.results_folder import read
+from kvalign.eval.report.results_folder import read
+from kvalign.foundation.errors import UserError
 
 SETTINGS = settings(
     max_examples=150,

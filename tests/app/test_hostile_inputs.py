@@ -13,9 +13,9 @@ from helpers.smaller import INSIDE
 
 import kvalign
 from kvalign import load_model
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
-from kvalign.models import check_device
+from kvalign.models.architectures import check_device
 
 HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
 MARKED = "marked:" * 2000 + "python-docs"
@@ -107,7 +107,7 @@ CASES = [
 def place(tmp_path, monkeypatch):
     """A folder with files that are no text."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     (tmp_path / "empty.txt").write_text("")
@@ -126,7 +126,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("argv", "message"), CASES, ids=[" ".join(a)[:50] for a, _ in CASES])
 def test_texts_and_paths(argv, message, place, capfd, monkeypatch):
-    monkeypatch.setattr("kvalign.app.standard_input.PIPE_S", 0.1)
+    monkeypatch.setattr("kvalign.app.cli.standard_input.PIPE_S", 0.1)
     refused(argv, message, capfd)
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.refusals import refused, refuses
 from helpers.results_example import documents
 
-from kvalign.app.suite_cells import parse_suite
+from kvalign.app.suites.cells import parse_suite
 
 ONE = "- {name: a, command: eval perplexity}\n"
 CELLS = f"cells:\n{ONE}"

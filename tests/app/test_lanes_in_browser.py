@@ -13,11 +13,11 @@ from helpers.real_frames import ANY, NUM_TOKENS, real_frames
 from helpers.tiny_models import KINDS
 
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
-from kvalign.cache import StreamingCache
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.cached import Cached
-from kvalign.models import FAMILIES as FAMILY_OF
-from kvalign.sizes import CacheSizes
+from kvalign.models.architectures import FAMILIES as FAMILY_OF
 
 pytestmark = pytest.mark.browser
 

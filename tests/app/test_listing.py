@@ -7,13 +7,14 @@ import pytest
 from helpers.hub_cache import put_into_cache
 from helpers.tiny_models import tiny_model
 
-from kvalign import checkpoints, fetched
-from kvalign.app import listing
-from kvalign.app.cli import main
+from kvalign import checkpoints
+from kvalign.app.cli.main import main
+from kvalign.app.inventory import listing
 from kvalign.data_gen import corpora
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import AUTO, METHODS
-from kvalign.models import FAMILIES, spec_of
+from kvalign.models import fetched
+from kvalign.models.architectures import FAMILIES, spec_of
 
 COMMANDS = {
     "models": ["models", "fetchable", "architectures"],

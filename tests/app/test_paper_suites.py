@@ -14,14 +14,14 @@ from transformers import AutoTokenizer
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app.cli import main
-from kvalign.app.suite_cells import parse_suite, read_suite
+from kvalign.app.cli.main import main
+from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.data_gen.chunks import split_of
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.contents import paper_tables, summary
-from kvalign.eval.results_folder import Results, read
-from kvalign.eval.suite_file import parse_suite_text
-from kvalign.eval.sweeps import Sweep, tables
+from kvalign.eval.report.contents import paper_tables, summary
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report.suite_file import parse_suite_text
+from kvalign.eval.report.sweeps import Sweep, tables
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
@@ -32,7 +32,7 @@ SMALL_ON_HUB = f"{SMALL} --num-tokens 1200 --num-turns 2 --num-lines 20 --distan
 
 
 def run_here(command, out):
-    """As `kvalign.app.suite.run_cell`, in this process."""
+    """As `kvalign.app.suites.suite.run_cell`, in this process."""
     words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
     return output_of([*words, "--json"])
 
@@ -130,7 +130,7 @@ def test_more_rows_are_recorded_than_in_the_paper(name, heads):
 def hub(tmp_path, monkeypatch):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvalign.app.suite.run_cell", run_here)
+    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
     sizes = {"vocab_size": len(tokenizer)}
     for model, kind, length in (

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.policies import POLICIES
 
 GENERATE = "generate --model gpt2-mini --prompt the --cache-size 32 --max-new-tokens 40 --seed 0"

@@ -14,14 +14,14 @@ from helpers.served import serving, until
 from helpers.smaller import example
 
 import kvalign
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.app.serve.row import HeldBack
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.errors import UserError
-from kvalign.files import locked
-from kvalign.models import load_model
-from kvalign.turns import messages_text, opening_len, turn_ids
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import locked
+from kvalign.models.architectures import load_model
+from kvalign.streaming.turns import messages_text, opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)
 

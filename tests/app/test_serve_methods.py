@@ -11,8 +11,8 @@ from kvalign.app.serve.answers import End, Piece
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat
-from kvalign.models import load_model
-from kvalign.turns import turn_ids
+from kvalign.models.architectures import load_model
+from kvalign.streaming.turns import turn_ids
 
 METHODS = [
     *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),

@@ -3,9 +3,9 @@
 import pytest
 
 from kvalign.app.pages.shown_text import pieces
-from kvalign.eval.chunks import Chunk, chunks
-from kvalign.eval.rules import RULES
-from kvalign.eval.words import load_words
+from kvalign.eval.judging.chunks import Chunk, chunks
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import load_words
 
 WIKITEXT = (
     " = Robert <unk> = \n \n = = Early life = = \n Robert 's two @-@ part 1 @,@ 000 @.@ 5 "

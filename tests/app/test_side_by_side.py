@@ -10,12 +10,12 @@ from kvalign.app.pages import render
 from kvalign.app.pages import side_by_side as side_by_side_module
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.side_by_side import Refusal, View, begin, side_by_side, verdict
-from kvalign.eval.chunks import Chunk, chunks
-from kvalign.eval.rules import RULES
-from kvalign.eval.words import load_words
+from kvalign.eval.judging.chunks import Chunk, chunks
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import load_words
 from kvalign.methods import METHODS, make_method
-from kvalign.models import load_model
-from kvalign.scoring import score
+from kvalign.models.architectures import load_model
+from kvalign.streaming.scoring import score
 
 PROMPT = "The history of the island"
 NAMES = ["window", "streaming-llm", "kvalign", "discard-half", "recompute"]

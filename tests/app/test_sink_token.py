@@ -11,12 +11,12 @@ import kvalign
 from kvalign.data_gen import workers
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
-from kvalign.eval.attention_rows import read_texts
 from kvalign.eval.evaluations.attention import AttentionSettings
+from kvalign.eval.evaluations.attention.rows import read_texts
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.perplexity_scores import read_ids
-from kvalign.eval.streameval_scores import encode, pieces
-from kvalign.models import LoadedModel, spec_of
+from kvalign.eval.evaluations.perplexity.scores import read_ids
+from kvalign.eval.evaluations.streameval.scores import encode, pieces
+from kvalign.models.architectures import LoadedModel, spec_of
 from kvalign.training import judge, text_run
 from kvalign.training.kinds.table import TableSettings, train_table
 from kvalign.training.token_mix import add_sink

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvalign.app import suite, suite_cells
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.app.suite_cells import parse_suite, read_suite
-from kvalign.eval.results_folder import read
-from kvalign.eval.suite_file import parse_suite_text
+from kvalign.app.suites import cells as suite_cells
+from kvalign.app.suites import suite
+from kvalign.app.suites.cells import parse_suite, read_suite
+from kvalign.eval.report.results_folder import read
+from kvalign.eval.report.suite_file import parse_suite_text
 
 SUITE = """
 title: two cells
@@ -45,7 +46,7 @@ def own(tmp_path, monkeypatch):
             code = main(words[3:])
         return subprocess.CompletedProcess(words, code, printed.getvalue())
 
-    monkeypatch.setattr("kvalign.app.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr("kvalign.app.suites.suite.subprocess", SimpleNamespace(run=run, PIPE=None))
     return ran
 
 
@@ -126,13 +127,13 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
 def test_killed_run_takes_up_where_it_was(own, tmp_path):
     """Killed in its second cell, after the first loss of it was kept."""
     code = (
-        "import os, signal, kvalign.app.suite as s\n"
+        "import os, signal, kvalign.app.suites.suite as s\n"
         "keep = s.keep\n"
         "def kept(*args):\n"
         "    keep(*args)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "s.keep = kept\n"
-        "from kvalign.app.cli import main\n"
+        "from kvalign.app.cli.main import main\n"
         "main(['eval', 'run', 'own.yaml', '--out', 'results'])\n"
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True)

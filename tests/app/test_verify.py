@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.invariants import INVARIANTS
 
 FORGETFUL = '''

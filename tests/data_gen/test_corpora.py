@@ -14,7 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 from kvalign.data_gen import corpora, marked
 from kvalign.data_gen.corpora import hub_datasets, text_sha256, texts, token_pieces
 from kvalign.data_gen.python_docs import python_docs
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 ODD = "a\r\nb\x0bc\u2028d\x0ce\n\n\nü €\n  f"
 LLAMA3 = (
@@ -25,7 +25,7 @@ LLAMA3 = (
 
 @pytest.fixture
 def offline(monkeypatch):
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
 
 
 def _text(spec: str, split: str = "train") -> str:

@@ -7,12 +7,12 @@ import pyarrow.parquet
 import pytest
 
 from kvalign.data_gen.prompts import MT_BENCH, conversations
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 
 @pytest.fixture
 def offline(monkeypatch):
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
 
 
 def test_our_own_are_different_and_have_two_turns(offline):

@@ -18,8 +18,8 @@ from kvalign.data_gen.pairs import record_pairs
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
-from kvalign.errors import UserError
-from kvalign.models import LoadedModel, spec_of
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import LoadedModel, spec_of
 
 
 @pytest.fixture(scope="session")

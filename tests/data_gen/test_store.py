@@ -10,8 +10,8 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.chunks import ShardChunks
 from kvalign.data_gen.config import PAIRS, RecordingConfig
 from kvalign.data_gen.store import ShardNotes, expected_shard, open_store, write_shard
-from kvalign.errors import UserError
-from kvalign.files import sha256, write_json
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import sha256, write_json
 
 SHAPE = [2, 3, 5, 4]  # L, H, S, D
 SETTINGS = {

@@ -12,12 +12,12 @@ import pytest
 import torch
 from helpers.tiny_corpus import TEXT
 
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.data_gen.workers import _Worker
-from kvalign.errors import UserError
-from kvalign.files import locked
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import locked
 
 ARGV = [
     *("gen-data", "--corpus", "text:words.txt", "--num-tokens", "6000", "--chunk-len", "64"),

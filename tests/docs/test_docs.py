@@ -37,7 +37,7 @@ from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
 from kvalign import checkpoints
-from kvalign.app.cli import COMMANDS
+from kvalign.app.cli.main import COMMANDS
 from kvalign.methods import METHODS
 from kvalign.policies import POLICIES
 
@@ -120,8 +120,8 @@ def enter(hub, tmp_path, monkeypatch):
         shutil.copytree(hub, folder, copy_function=os.link)
         monkeypatch.chdir(folder)
 
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
-    monkeypatch.setattr("kvalign.app.suite.run_cell", run_cell)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
     known = [(registry, dict(registry)) for registry in (METHODS, POLICIES)]

@@ -124,13 +124,13 @@ def test_a_corpus_is_a_file_and_a_line(copy):
 
 
 def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):
-    copy.add("rope_interleaved.py", "rope_interleaved.py")
-    models = "models.py"
+    copy.add("rope_interleaved.py", "models/rope_interleaved.py")
+    models = "models/architectures.py"
     copy.insert(models, '    "mpt": "alibi",\n', '    "gptj": "interleaved",')
     copy.insert(
         models,
-        "from kvalign.rope import Rotation\n",
-        "from kvalign.rope_interleaved import InterleavedRotation",
+        "from kvalign.models.rope import Rotation\n",
+        "from kvalign.models.rope_interleaved import InterleavedRotation",
     )
     copy.insert(
         models,

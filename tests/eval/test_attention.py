@@ -7,11 +7,11 @@ import torch
 from helpers.methods import STREAMING, make, step, tables
 from helpers.tiny_models import KINDS, ROTARY_KINDS, tiny_model
 
-from kvalign.app.cli import main
-from kvalign.attention import REGISTERED
+from kvalign.app.cli.main import main
 from kvalign.eval import attention
-from kvalign.eval.attention_rows import row
-from kvalign.eval.attention_weights import (
+from kvalign.eval.drawing.conclusions import sinks
+from kvalign.eval.evaluations.attention.rows import row
+from kvalign.eval.evaluations.attention.weights import (
     EDGE,
     FEWEST,
     NUM_MIDDLE,
@@ -22,11 +22,11 @@ from kvalign.eval.attention_weights import (
     watch,
     watched,
 )
-from kvalign.eval.conclusions import sinks
-from kvalign.eval.evaluation import SIZES
-from kvalign.eval.statistics import mean_interval
+from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.methods import make_method
-from kvalign.models import load_model
+from kvalign.models.architectures import load_model
+from kvalign.models.attention import REGISTERED
 
 SIZE, STEPS = 30, 2
 

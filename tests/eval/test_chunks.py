@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvalign.errors import UserError
-from kvalign.eval import words as words_module
-from kvalign.eval.chunks import Chunk, chunks, distinct, judged, longest_run
-from kvalign.eval.rules import RULES
-from kvalign.eval.word_tokens import token_spans
-from kvalign.eval.words import SHA256, load_words
+from kvalign.eval.judging import words as words_module
+from kvalign.eval.judging.chunks import Chunk, chunks, distinct, judged, longest_run
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.word_tokens import token_spans
+from kvalign.eval.judging.words import SHA256, load_words
+from kvalign.foundation.errors import UserError
 
 # In the list: not `walks`, whose stem `walk` is, nor `houses`, whose stem `hous` is not; `Zq`, `@`,
 # `-` and numbers are no words, and `,` counts by the authors' rule alone.

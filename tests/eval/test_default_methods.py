@@ -7,11 +7,11 @@ from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN
 
 from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.models import untrained_aligners
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.grid import make_grid
-from kvalign.eval.latency_models import untrained_aligners
+from kvalign.eval.protocol.grid import make_grid
 from kvalign.methods import METHODS
-from kvalign.models import spec_of
+from kvalign.models.architectures import spec_of
 
 DEFAULT = PerplexitySettings.__dataclass_fields__["methods"].default
 SIZES = {"cache_sizes": (16, 20), "model": "mine"}

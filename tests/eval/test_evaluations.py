@@ -11,19 +11,19 @@ from helpers.results_example import documents
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.app.catalogue import COMMANDS
-from kvalign.app.cli import main
-from kvalign.eval.contents import paper_tables, sections, summary
+from kvalign.app.cli.catalogue import COMMANDS
+from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
-from kvalign.eval.results_folder import Results, read
-from kvalign.eval.suite_file import parse_suite_text
+from kvalign.eval.report.contents import paper_tables, sections, summary
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report.suite_file import parse_suite_text
 
 NEW = '''
 from dataclasses import dataclass
 
-from kvalign.eval.evaluation import Column, Evaluation
-from kvalign.eval.settings import ComparisonSettings
-from kvalign.settings import option
+from kvalign.eval.protocol.evaluation import Column, Evaluation
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.foundation.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class LengthSettings(ComparisonSettings):
 
 
 def length(settings):
-    from kvalign.eval.document import document
+    from kvalign.eval.protocol.document import document
 
     sizes = {"aligner": None, "cache_size": 64, "num_sinks": 4, "num_evicted": 1}
     rows = [

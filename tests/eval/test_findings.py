@@ -5,10 +5,8 @@ not.
 import pytest
 from helpers.results_example import documents
 
-from kvalign.eval import conclusions
-from kvalign.eval.findings import answers, cost, findings, quality, writing
-from kvalign.eval.results_folder import Results
-from kvalign.eval.verdicts import (
+from kvalign.eval.drawing import conclusions
+from kvalign.eval.protocol.verdicts import (
     Verdict,
     drifts,
     in_words,
@@ -17,6 +15,8 @@ from kvalign.eval.verdicts import (
     spread,
     verdict,
 )
+from kvalign.eval.report.findings import answers, cost, findings, quality, writing
+from kvalign.eval.report.results_folder import Results
 
 
 def row(method, ratio=1.0, low=None, high=None, *, cache_size=32, labels=2000, drift=1.0, **more):

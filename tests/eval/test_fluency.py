@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
-from kvalign.eval.fluency import dense_perplexity
+from kvalign.eval.judging.fluency import dense_perplexity
 
 
 @pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 120), (90, 30)])

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.data_gen.prompts import conversations
-from kvalign.eval import latency_models
-from kvalign.eval.bare_step import BareStep
-from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.latency import EVALUATION
-from kvalign.generation import stream_tokens
+from kvalign.eval.evaluations.latency import models as latency_models
+from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
-from kvalign.models import LoadedModel, load_model
-from kvalign.sampling import Sampling
+from kvalign.models.architectures import LoadedModel, load_model
+from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.sampling import Sampling
 
 SHORT = ["eval", "latency", "--num-trials", "2", "--trial-len", "3", "--json"]
 TWO_SIZES = ["--cache-sizes", "12,20"]
@@ -55,7 +55,7 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", slow_forward)
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr("kvalign.eval.timing.time", time)
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing.time", time)
     return clock
 
 
@@ -132,7 +132,7 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
     slow_down(Cached)
     slow_down(BareStep)
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr("kvalign.eval.timing.time", time)
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing.time", time)
     flags = ["--cache-sizes", "12", "--batch-sizes", "2", "--num-trials", "3", "--trial-len", "4"]
     rows = run(*flags, "--methods", "window,streaming-llm")["rows"]
     tokenizer = load_model("gpt2-mini").tokenizer
@@ -333,7 +333,7 @@ def test_prompts_without_a_token_are_random_and_said(run, calls, monkeypatch, ca
         loaded = load_model(*args)
         return LoadedModel(loaded.model, lambda text, **_: {"input_ids": []}, loaded.spec)
 
-    monkeypatch.setattr("kvalign.eval.grid.load_model", load)
+    monkeypatch.setattr("kvalign.eval.protocol.grid.load_model", load)
     run("--cache-sizes", "12", "--methods", "streaming-llm", "--prompt-len", "5")
     assert calls[0][1].shape == (1, 5)
     assert "no token in prompt 'The island was first" in caplog.text
@@ -381,7 +381,9 @@ def test_peaks_hold_the_cache_and_are_the_same_again(run):
 
 
 def test_defaults_on_a_device_that_tells_no_peak(capsys, monkeypatch):
-    monkeypatch.setattr("kvalign.eval.latency_rows.peak_bytes", lambda device, work: None)
+    monkeypatch.setattr(
+        "kvalign.eval.evaluations.latency.rows.peak_bytes", lambda device, work: None
+    )
     assert main([*SHORT, "--cache-sizes", "12"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["peak_mb"] for row in rows} == {None}

@@ -9,17 +9,17 @@ from helpers.tiny_models import tiny_model
 
 import kvalign.eval
 from kvalign import load_model
-from kvalign.eval.aligner_names import names_of
-from kvalign.eval.contents import panels, sections, summary
-from kvalign.eval.evaluation import SIZES
+from kvalign.eval.drawing.plots import styles_of
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.grid import make_grid, sizes_of
-from kvalign.eval.plots import styles_of
-from kvalign.eval.report import render
-from kvalign.eval.results_folder import Results, read
-from kvalign.eval.settings import ComparisonSettings
-from kvalign.eval.tables import label_of
-from kvalign.models import LoadedModel, spec_of
+from kvalign.eval.protocol.aligner_names import names_of
+from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol.grid import make_grid, sizes_of
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.tables import label_of
+from kvalign.eval.report.contents import panels, sections, summary
+from kvalign.eval.report.page import render
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.models.architectures import LoadedModel, spec_of
 
 SHORT = {
     "perplexity": dict(num_tokens=40, reference="recompute"),
@@ -65,7 +65,7 @@ def check_apart(name, document, labels, monkeypatch):
     evaluation, drawn = EVALUATIONS[name], {}
     results = Results({name: document})
     monkeypatch.setattr(
-        "kvalign.eval.plots._draw_line",
+        "kvalign.eval.drawing.plots._draw_line",
         lambda axes, line, *more: drawn.update({line.label: line.style}),
     )
     contents = sections(results)

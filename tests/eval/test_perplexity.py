@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
-from kvalign.eval.evaluation import SIZES
-from kvalign.eval.perplexity_scores import compare
-from kvalign.eval.statistics import by_quarter, by_segment, interval
+from kvalign.eval.evaluations.perplexity.scores import compare
+from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
-from kvalign.models import load_model
-from kvalign.scoring import score
+from kvalign.models.architectures import load_model
+from kvalign.streaming.scoring import score
 
 ROW = [*SIZES, "num_labels"]
 ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds", "bigrams"]
@@ -186,7 +186,7 @@ def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     ]
     kept = pq.read_table(files[0])["nll_nats"].to_numpy().astype(float)
     assert math.isclose(math.exp(kept.mean()), first["rows"][1]["perplexity"])
-    monkeypatch.setattr("kvalign.eval.perplexity_scores.score", None)
+    monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
     assert run_json(capsys, *SHORT, *keep)["rows"] == first["rows"]
     fewer = run_json(capsys, *SHORT[:-1], "25", *keep)["rows"]
     assert fewer[1]["nll_nats"] == pytest.approx(kept[:25].mean())

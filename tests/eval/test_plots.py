@@ -4,9 +4,9 @@ import pytest
 from helpers.results_example import documents
 from matplotlib.colors import to_hex
 
+from kvalign.eval.drawing.heat import MAX_CELLS, draw_heat
+from kvalign.eval.drawing.plots import Series, draw, series, with_intervals
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.heat import MAX_CELLS, draw_heat
-from kvalign.eval.plots import Series, draw, series, with_intervals
 
 STYLE = ("#000000", "o", "-")
 SIZES = dict(method="window", aligner=None, cache_size=32, num_sinks=0, num_evicted=1)

@@ -13,14 +13,14 @@ from rich.console import Console
 
 import kvalign.eval
 from kvalign import load_model, make_method
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 from kvalign.eval import chat
-from kvalign.eval.chunks import judged
-from kvalign.eval.evaluation import Panel, Passage, Piece
 from kvalign.eval.evaluations.readability import EVALUATION
-from kvalign.eval.rules import RULES
-from kvalign.eval.terminal import print_passages
-from kvalign.eval.words import SHA256, load_words
+from kvalign.eval.judging.chunks import judged
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.judging.words import SHA256, load_words
+from kvalign.eval.protocol.evaluation import Panel, Passage, Piece
+from kvalign.eval.report.terminal import print_passages
 
 SHORT = [
     "eval",
@@ -147,7 +147,7 @@ def test_texts_of_any_program(folder, capsys):
 
 def test_texts_need_no_torch(folder):
     code = (
-        "import sys; from kvalign.app.cli import main;"
+        "import sys; from kvalign.app.cli.main import main;"
         "assert main(['eval', 'readability', '--text', 'good.txt']) == 0;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

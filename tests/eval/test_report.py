@@ -12,15 +12,15 @@ import pytest
 from helpers.results_example import HEBREW, HOSTILE, documents, write_folder
 from rich.console import Console
 
-from kvalign.app.cli import main
-from kvalign.escape import escape_controls
-from kvalign.eval import terminal
-from kvalign.eval.contents import sections, summary
+from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.report import render
-from kvalign.eval.results_folder import Results, read
-from kvalign.eval.suite_file import Suite
-from kvalign.eval.tables import best, table
+from kvalign.eval.protocol.tables import best, table
+from kvalign.eval.report import terminal
+from kvalign.eval.report.contents import sections, summary
+from kvalign.eval.report.page import render
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.eval.report.suite_file import Suite
+from kvalign.foundation.escape import escape_controls
 
 SEEN = escape_controls(HOSTILE)
 

@@ -8,8 +8,8 @@ import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.results_example import HOSTILE, write_folder
 
-from kvalign.escape import escape_controls
 from kvalign.eval import write_report
+from kvalign.foundation.escape import escape_controls
 
 pytestmark = pytest.mark.browser
 

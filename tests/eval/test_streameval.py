@@ -13,15 +13,15 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
+from kvalign.cache.sizes import CacheSizes
 from kvalign.eval import streameval
-from kvalign.eval.evaluation import SIZES
 from kvalign.eval.evaluations.streameval import StreamEvalSettings
-from kvalign.eval.streameval_scores import ask, check_fits, encode, pieces, score, sees
-from kvalign.generation import stream_tokens
+from kvalign.eval.evaluations.streameval.scores import ask, check_fits, encode, pieces, score, sees
+from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.sizes import CacheSizes
+from kvalign.streaming.generation import stream_tokens
 
 ROW = [*SIZES, "distance_lines"]
 ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]

@@ -7,12 +7,12 @@ import pytest
 from helpers.results_example import write_folder
 from rich.console import Console
 
-from kvalign.app.cli import main
-from kvalign.console import Entry, console_for
-from kvalign.eval import terminal
-from kvalign.eval.evaluation import Column
-from kvalign.eval.tables import Table
-from kvalign.eval.terminal import fitted, print_tables
+from kvalign.app.cli.main import main
+from kvalign.eval.protocol.evaluation import Column
+from kvalign.eval.protocol.tables import Table
+from kvalign.eval.report import terminal
+from kvalign.eval.report.terminal import fitted, print_tables
+from kvalign.foundation.console import Entry, console_for
 
 FIGURES = [Entry("84.10"), Entry("1234.56")]
 KEYS = ["no repeated n-gram", "ratio"]

@@ -12,7 +12,7 @@ from kvalign.aligners import (
 )
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.models import spec_of
+from kvalign.models.architectures import spec_of
 
 CACHE_SIZE = 20
 _SIZES = dict(key_hidden1=16, key_hidden2=8, value_hidden1=8, value_hidden2=16)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from helpers.tiny_models import tiny_model
-from kvalign.cache import StreamingCache
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
-from kvalign.models import ModelSpec
-from kvalign.sizes import CacheSizes
+from kvalign.models.architectures import ModelSpec
 
 NUM_TOKENS = 40
 ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)

@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvalign import checkpoints
-from kvalign.app.cli import main
-from kvalign.errors import RunError, UserError
+from kvalign.app.cli.main import main
+from kvalign.foundation.errors import RunError, UserError
 
 SECONDS = 10.0
 

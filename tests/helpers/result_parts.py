@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvalign.errors import UserError
-from kvalign.eval.evaluation import Document
-from kvalign.eval.results_folder import SUITE_FILE, read_document
-from kvalign.eval.suite_file import Step, Suite
-from kvalign.files import checked, read_json, sha256
+from kvalign.eval.protocol.evaluation import Document
+from kvalign.eval.report.results_folder import SUITE_FILE, read_document
+from kvalign.eval.report.suite_file import Step, Suite
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import checked, read_json, sha256
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"

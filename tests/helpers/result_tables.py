@@ -12,11 +12,11 @@ from pathlib import Path
 from textwrap import wrap
 
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
-from kvalign.errors import UserError
-from kvalign.eval.evaluation import Document, Row
+from kvalign.eval.drawing.plots import save
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.plots import save
-from kvalign.files import read_json, write_text
+from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json, write_text
 
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 from load import served, turn_of
 
-from kvalign.errors import UserError
-from kvalign.files import LOCK
-from kvalign.stream_file import read
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import LOCK
+from kvalign.streaming.stream_file import read
 
 SERVED = ("gpt2-mini", "--cache-size", "48")
 

@@ -10,10 +10,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvalign.app.arguments import parse
-from kvalign.app.catalogue import COMMANDS, Command
-from kvalign.app.cli import main
-from kvalign.settings import Settings
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.cli.main import main
+from kvalign.foundation.settings import Settings
 
 # Settings of a command that are no larger, given or not.
 SMALLER = {
@@ -116,7 +116,7 @@ def smaller(
 
 
 def run_cell(command, out, kept={}):  # noqa: B006
-    """As `kvalign.app.suite.run_cell`, smaller, in this process, and once for all pages."""
+    """As `kvalign.app.suites.suite.run_cell`, smaller, in this process, and once for all pages."""
     words = [word.replace("{out}", str(out)) for word in shlex.split(command)][1:]
     words = [*smaller(words)[0], "--json"]
     key = shlex.join(word for word in words if not word.startswith(str(out)))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from helpers.tiny_gguf import TOKENS, write_gguf
 from helpers.tiny_models import tiny_model
-from kvalign import fetched
-from kvalign.files import sha256
+from kvalign.foundation.files import sha256
+from kvalign.models import fetched
 
 
 def write_wheel(folder: Path, name: str) -> fetched.Source:

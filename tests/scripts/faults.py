@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own fo
 from helpers.server_kills import attack_sessions
 from helpers.writing_commands import COMMANDS, RECORDING, SERVER, Command, prepare
 
-from kvalign.files import sha256
+from kvalign.foundation.files import sha256
 
 BLOW = Path(__file__).parents[1] / "helpers" / "blow"
 NEVER = 10**12

@@ -12,9 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from kvalign.app.arguments import parse
-from kvalign.app.cli import COMMANDS
-from kvalign.settings import Settings, option
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.main import COMMANDS
+from kvalign.foundation.settings import Settings, option
 
 LIMIT_S, COMMAND_LIMIT_S = 0.5, 1.0
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from kvalign import load_model, make_method
-from kvalign.app.arguments import parse
-from kvalign.eval.document import document
-from kvalign.settings import Settings, option
+from kvalign.app.cli.arguments import parse
+from kvalign.eval.protocol.document import document
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)

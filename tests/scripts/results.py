@@ -22,14 +22,14 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own fo
 from helpers.result_parts import RESULTS, ROOT, Part, check_texts, faults, parts, text_sources
 from helpers.result_tables import draw_pictures, write_pages
 
-from kvalign.app.arguments import parse
-from kvalign.app.suite import Cell, keep, parse_suite, run_cell
-from kvalign.errors import RunError, UserError
-from kvalign.eval.results_folder import SUITE_FILE
-from kvalign.eval.suite_file import Suite
-from kvalign.files import locked, read_json, write_text
-from kvalign.registry import unknown
-from kvalign.settings import Settings, option
+from kvalign.app.cli.arguments import parse
+from kvalign.app.suites.suite import Cell, keep, parse_suite, run_cell
+from kvalign.eval.report.results_folder import SUITE_FILE
+from kvalign.eval.report.suite_file import Suite
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.files import locked, read_json, write_text
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)

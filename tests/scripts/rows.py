@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from kvalign import load_model, make_method
-from kvalign.app.arguments import parse
-from kvalign.batch import stream_rows
+from kvalign.app.cli.arguments import parse
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.sampling import Sampling
-from kvalign.settings import Settings, option
+from kvalign.foundation.settings import Settings, option
+from kvalign.streaming.batch import stream_rows
+from kvalign.streaming.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ import random
 import pytest
 from helpers import writing_commands as under_fire
 
-from kvalign.app import catalogue
-from kvalign.settings import fields_of
+from kvalign.app.cli import catalogue
+from kvalign.foundation.settings import fields_of
 from scripts import faults
 
 

@@ -12,7 +12,7 @@ from helpers.result_tables import PAGES, draw_pictures, filled, lacking, markdow
 from helpers.smaller import output_of
 
 from kvalign import checkpoints
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from scripts import results
 
 # Documents to be made again (`make results PART=...`): of version 0.1, of a changed checkout, or
@@ -67,7 +67,7 @@ def test_tables_are_those_of_the_documents():
 
 
 def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvalign.eval.document._commit", lambda: "abcdef1")
+    monkeypatch.setattr("kvalign.eval.protocol.document._commit", lambda: "abcdef1")
     argv = ["--parts", "gpt2-mini/python-docs", "--work", str(tmp_path / "work")]
     override = "--num-tokens 8 --cache-sizes 16,32 --methods recompute,window"
     assert results.main([*argv, "--results", str(tmp_path), "--override", override]) == 0

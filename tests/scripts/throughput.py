@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from kvalign.aligners import RealignNet
-from kvalign.app.arguments import parse
+from kvalign.app.cli.arguments import parse
 from kvalign.data_gen.store import Shard
-from kvalign.eval.document import document
-from kvalign.settings import Settings, option
+from kvalign.eval.protocol.document import document
+from kvalign.foundation.settings import Settings, option
 from kvalign.training.network_fit import Realignment, loss
 from kvalign.training.network_rows import Batch, Shuffled
 

@@ -19,17 +19,14 @@ from importlib.metadata import requires
 from pathlib import Path
 
 TESTS = [
-    f"tests/core/test_{name}.py"
-    for name in (
-        "cache",
-        "generation",
-        "methods",
-        "models",
-        "relative",
-        "rope",
-        "table_aligner",
-        "text",
-    )
+    "tests/aligners/test_table_aligner.py",
+    "tests/cache/test_cache.py",
+    "tests/cache/test_relative.py",
+    "tests/methods/test_methods.py",
+    "tests/models/test_models.py",
+    "tests/models/test_rope.py",
+    "tests/streaming/test_generation.py",
+    "tests/streaming/test_text.py",
 ]
 
 

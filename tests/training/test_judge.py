@@ -8,8 +8,8 @@ from helpers.tiny_models import VOCAB
 from kvalign.aligners import AnchoredAligner, TableAligner, new_config
 from kvalign.aligners.network_sizes import NETWORK_SIZES
 from kvalign.methods import make_method
-from kvalign.models import spec_of
-from kvalign.scoring import score_stepwise
+from kvalign.models.architectures import spec_of
+from kvalign.streaming.scoring import score_stepwise
 from kvalign.training import judge as judging
 from kvalign.training import train_table
 from kvalign.training.judge import excerpts, judge, streamed, use_parts, usual_sinks

@@ -15,11 +15,11 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints, training
 from kvalign.aligners import KINDS, Aligner
-from kvalign.app.arguments import parse
-from kvalign.app.cli import main
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.main import main
 from kvalign.app.commands import train
-from kvalign.models import LoadedModel, spec_of
-from kvalign.settings import fields_of
+from kvalign.foundation.settings import fields_of
+from kvalign.models.architectures import LoadedModel, spec_of
 from kvalign.training import kinds, train_anchored, train_network, train_table
 
 SMALL = "--num-tokens 6000 --chunk-len 48"
@@ -32,7 +32,7 @@ import torch
 
 from kvalign.aligners import Aligner
 from kvalign.data_gen.pairs import positionless
-from kvalign.settings import keywords_of, option
+from kvalign.foundation.settings import keywords_of, option
 from kvalign.training.settings import TextSettings
 from kvalign.training.text_run import train_on_text
 

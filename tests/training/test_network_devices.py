@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvalign.aligners import Aligner
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
 
 DATA = "gen-data --num-tokens 2000 --chunk-len 64 --out data"
 TRAIN = "train --target key --data data --accelerator cpu --max-steps 8 --batch-size 64"

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from kvalign.aligners import Move, NetworkAligner
 from kvalign.data_gen.store import open_store
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import loss
 from kvalign.training.network_rows import OPEN_SHARDS, InOrder, RecordedRows, Shuffled

@@ -9,8 +9,8 @@ import torch
 from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.aligners import Aligner, NetworkAligner, RealignNet
-from kvalign.app.cli import main
-from kvalign.sizes import CacheSizes
+from kvalign.app.cli.main import main
+from kvalign.cache.sizes import CacheSizes
 from kvalign.training import network_fit, network_run, train_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.network_fit import losses

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvalign.data_gen.facts import ANSWER, WORDS
-from kvalign.errors import Interrupted
-from kvalign.files import sha256
-from kvalign.models import load_model
+from kvalign.foundation.errors import Interrupted
+from kvalign.foundation.files import sha256
+from kvalign.models.architectures import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows

@@ -5,8 +5,8 @@ import torch
 from helpers.tiny_models import CONTEXT_LEN
 
 from kvalign.aligners import TableAligner, new_config
-from kvalign.errors import UserError
-from kvalign.models import FAMILIES, spec_of
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import FAMILIES, spec_of
 from kvalign.training.projected import project_positions
 
 LEARNED = [name for name, family in FAMILIES.items() if family == "learned"]

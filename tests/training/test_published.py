@@ -12,11 +12,11 @@ import torch
 from helpers.published_files import random_network, save_model, write_networks
 
 from kvalign.aligners import Aligner, Move, NetworkAligner
-from kvalign.app.cli import main
+from kvalign.app.cli.main import main
+from kvalign.cache.realign import Recursive
 from kvalign.methods import make_method
-from kvalign.models import load_model
-from kvalign.realign import Recursive
-from kvalign.rope import rerotate
+from kvalign.models.architectures import load_model
+from kvalign.models.rope import rerotate
 from kvalign.training.published import import_published
 from kvalign.training.settings import ImportPublishedSettings
 
@@ -71,7 +71,7 @@ def check_equals_formula(aligner, model, paths, num_slots):
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A folder with a tiny GPT-2 in `gpt2` and files of networks for it."""
-    monkeypatch.setattr("kvalign.hub.is_reachable", lambda: False)
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "gpt2", "gpt2")
     write_networks(tmp_path)

@@ -7,7 +7,7 @@ from helpers.tiny_models import VOCAB
 from kvalign.aligners import AnchoredAligner, new_config
 from kvalign.data_gen.pairs import positionless
 from kvalign.methods import make_method
-from kvalign.models import spec_of
+from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.streamed_steps import Streams, begun, loss_of, tune_networks
 from kvalign.training.text import Text

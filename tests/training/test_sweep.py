@@ -18,8 +18,8 @@ import pytest
 from helpers.tiny_store import Recorded, record_tiny
 
 from kvalign.aligners import Aligner
-from kvalign.app.cli import main
-from kvalign.sizes import CacheSizes
+from kvalign.app.cli.main import main
+from kvalign.cache.sizes import CacheSizes
 from kvalign.training import train_network
 from kvalign.training.kinds.network import NetworkSettings
 from kvalign.training.settings import TuneSettings

@@ -9,14 +9,15 @@ from helpers.smaller import INSIDE
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
-from kvalign import checkpoints, relative
+from kvalign import checkpoints
 from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
-from kvalign.app.cli import main
-from kvalign.cache import StreamingCache
+from kvalign.app.cli.main import main
+from kvalign.cache import relative
+from kvalign.cache.realign import realigner_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
-from kvalign.models import spec_of
-from kvalign.realign import realigner_of
-from kvalign.sizes import CacheSizes
+from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.table_objectives import LOSSES, hat_functions, kl, tune, validate
 from kvalign.training.table_run import standardise

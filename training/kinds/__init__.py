@@ -12,8 +12,8 @@ import importlib
 from types import ModuleType
 
 from kvalign.aligners.kinds import KINDS
-from kvalign.errors import UserError
-from kvalign.registry import unknown
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import unknown
 
 
 def trainer_of(kind: str) -> ModuleType:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.settings import keywords_of, option
+from kvalign.foundation.settings import keywords_of, option
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.settings import NetworkSizes
 
 if TYPE_CHECKING:
-    from kvalign.models import LoadedModel
+    from kvalign.models.architectures import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

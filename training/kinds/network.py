@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalign.folders import folder_of
-from kvalign.settings import (
+from kvalign.foundation.folders import folder_of
+from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,
     MOST_RATE,

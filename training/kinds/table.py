@@ -4,11 +4,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalign.settings import MOST_RATE, keywords_of, option
+from kvalign.foundation.settings import MOST_RATE, keywords_of, option
 from kvalign.training.settings import TextSettings
 
 if TYPE_CHECKING:
-    from kvalign.models import LoadedModel
+    from kvalign.models.architectures import LoadedModel
 
 log = logging.getLogger(__name__)
 

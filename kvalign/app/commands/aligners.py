@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings
+from kvalign.foundation.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,6 @@ SETTINGS = AlignersSettings
 
 
 def run(settings: AlignersSettings, as_json: bool) -> None:
-    from kvalign.app.listing import aligners, show
+    from kvalign.app.inventory.listing import aligners, show
 
     show(as_json, aligners=aligners())

@@ -1,6 +1,6 @@
 """`kvalign chat`: one endless conversation in the terminal."""
 
-from kvalign.app.conversation import ConversationSettings
+from kvalign.app.sessions.conversation import ConversationSettings
 
 SETTINGS = ConversationSettings
 
@@ -9,10 +9,10 @@ def run(settings: ConversationSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from kvalign.app.chat_commands import is_command, obey
-    from kvalign.app.conversation import SYSTEM, Conversation, turns
-    from kvalign.errors import UserError
-    from kvalign.escape import escape_controls
+    from kvalign.app.sessions.chat_commands import is_command, obey
+    from kvalign.app.sessions.conversation import SYSTEM, Conversation, turns
+    from kvalign.foundation.errors import UserError
+    from kvalign.foundation.escape import escape_controls
 
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings, option
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)

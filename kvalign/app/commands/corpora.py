@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings
+from kvalign.foundation.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,6 @@ SETTINGS = CorporaSettings
 
 
 def run(settings: CorporaSettings, as_json: bool) -> None:
-    from kvalign.app.listing import corpora, show
+    from kvalign.app.inventory.listing import corpora, show
 
     show(as_json, corpora=corpora())

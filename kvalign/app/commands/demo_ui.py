@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvalign.errors import UserError
-from kvalign.settings import Settings, option
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,10 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign import checkpoints, fetched
+    from kvalign import checkpoints
     from kvalign.app.pages.page import build
     from kvalign.app.pages.serve import serve
+    from kvalign.models import fetched
 
     here = filter(fetched.model_path, fetched.MODELS)
     models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))

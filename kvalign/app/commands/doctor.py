@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings
+from kvalign.foundation.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ def run(settings: DoctorSettings, as_json: bool) -> None:
     import dataclasses
     import json
 
-    from kvalign.app.doctor import examine, is_fit, show
+    from kvalign.app.inventory.doctor import examine, is_fit, show
 
     checks = examine()
     if as_json:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.settings import MOST_PROCESSES, Settings, option
+from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ def run(settings: RunSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from kvalign.app.next_steps import say_next
-    from kvalign.app.suite import run_suite
+    from kvalign.app.cli.next_steps import say_next
+    from kvalign.app.suites.suite import run_suite
     from kvalign.eval import write_report
 
     states = run_suite(settings)

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from kvalign.app.next_steps import say_written
-from kvalign.eval.evaluation import Evaluation
+from kvalign.app.cli.next_steps import say_written
+from kvalign.eval.protocol.evaluation import Evaluation
 
 _WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 

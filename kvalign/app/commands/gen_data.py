@@ -9,7 +9,7 @@ def run(settings: RecordSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from kvalign.app.next_steps import of_model, say_next
+    from kvalign.app.cli.next_steps import of_model, say_next
     from kvalign.data_gen.recording import record
     from kvalign.data_gen.store import MANIFEST
 

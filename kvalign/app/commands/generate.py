@@ -8,12 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.app.stream_settings import StreamSettings
-from kvalign.errors import NotFoundError, UserError
-from kvalign.settings import NUM_SINKS, option
+from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
-    from kvalign.models import LoadedModel
+    from kvalign.models.architectures import LoadedModel
 
 PROMPT = "The history of the island"
 
@@ -42,8 +42,8 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     import json
     import sys
 
-    from kvalign import progress
-    from kvalign.app.standard_input import piped_text
+    from kvalign.app.cli.standard_input import piped_text
+    from kvalign.foundation import progress
 
     given = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
@@ -104,12 +104,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     if prompt is not None and prompt_file is not None:
         raise UserError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file == Path("-"):
-        from kvalign.app.standard_input import whole_text
+        from kvalign.app.cli.standard_input import whole_text
 
         prompt = whole_text()
     elif prompt_file is not None:
-        from kvalign.app.standard_input import text_of_pipe
-        from kvalign.files import read_text
+        from kvalign.app.cli.standard_input import text_of_pipe
+        from kvalign.foundation.files import read_text
 
         if not prompt_file.exists():
             raise NotFoundError(f"no file {prompt_file}, which --prompt-file names")
@@ -122,7 +122,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
     """To compare: the shipped aligner, and what was trained here."""
     from kvalign import checkpoints
-    from kvalign.app.next_steps import of_model, say_next
+    from kvalign.app.cli.next_steps import of_model, say_next
     from kvalign.methods.choice import trained_here
 
     trained = trained_here(loaded.model, settings.model)

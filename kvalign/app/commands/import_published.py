@@ -8,7 +8,7 @@ SETTINGS = ImportPublishedSettings
 def run(settings: ImportPublishedSettings, as_json: bool) -> None:
     import json
 
-    from kvalign.app.next_steps import of_model, say_next
+    from kvalign.app.cli.next_steps import of_model, say_next
     from kvalign.training import import_published
 
     config = import_published(settings)

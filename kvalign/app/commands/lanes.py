@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.errors import ExistsError
-from kvalign.settings import Settings, option
+from kvalign.foundation.errors import ExistsError
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def run(settings: LanesSettings, as_json: bool) -> None:
         raise ExistsError(f"{settings.out} already exists: give --overwrite or another --out")
 
     from kvalign.app.pages.lanes import page
-    from kvalign.files import write_text
+    from kvalign.foundation.files import write_text
 
     source = page(
         settings.method,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvalign.settings import Settings
+from kvalign.foundation.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,6 @@ SETTINGS = MethodsSettings
 
 
 def run(settings: MethodsSettings, as_json: bool) -> None:
-    from kvalign.app.listing import methods, policies, show
+    from kvalign.app.inventory.listing import methods, policies, show
 
     show(as_json, methods=methods(), policies=policies())

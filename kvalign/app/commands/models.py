@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvalign import fetched
-from kvalign.settings import Settings, option
+from kvalign.foundation.settings import Settings, option
+from kvalign.models import fetched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ SETTINGS = ModelsSettings
 def run(settings: ModelsSettings, as_json: bool) -> None:
     import json
 
-    from kvalign.app.listing import architectures, fetchable, models, show
-    from kvalign.app.next_steps import say_next
+    from kvalign.app.cli.next_steps import say_next
+    from kvalign.app.inventory.listing import architectures, fetchable, models, show
 
     if settings.fetch is None:
         show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
         return
-    from kvalign.app.fetch import fetch
+    from kvalign.app.inventory.fetch import fetch
 
     name, source = settings.fetch, fetched.MODELS[settings.fetch]
     is_new, folder = fetched.model_path(name) is None, fetch(name)

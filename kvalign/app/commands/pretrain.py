@@ -8,7 +8,7 @@ SETTINGS = PretrainSettings
 def run(settings: PretrainSettings, as_json: bool) -> None:
     import json
 
-    from kvalign.app.next_steps import say_next, say_written
+    from kvalign.app.cli.next_steps import say_next, say_written
     from kvalign.training import pretrain
 
     print(json.dumps(pretrain(settings)))  # what there is to say are figures, with --json or not

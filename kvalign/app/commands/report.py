@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.settings import Settings, option
+from kvalign.foundation.settings import Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ def run(settings: ReportSettings, as_json: bool) -> None:
     import json
 
     if settings.terminal:
-        from kvalign.eval.terminal import show
+        from kvalign.eval.report.terminal import show
 
         show(settings.folder)
         return

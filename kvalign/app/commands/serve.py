@@ -14,7 +14,7 @@ def run(settings: ServeSettings, as_json: bool) -> None:
 
     from kvalign.app.commands.demo_ui import free_port
     from kvalign.app.serve.server import serve
-    from kvalign.files import locked
+    from kvalign.foundation.files import locked
 
     if settings.api_key is None and (key := os.environ.get("KVALIGN_API_KEY")):
         settings = dataclasses.replace(settings, api_key=key)

@@ -13,9 +13,9 @@ def run(settings: TuneSettings, as_json: bool) -> None:
 
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.next_steps import of_model, say_next, say_written
-    from kvalign.console import Heading, print_table
-    from kvalign.files import read_checked
+    from kvalign.app.cli.next_steps import of_model, say_next, say_written
+    from kvalign.foundation.console import Heading, print_table
+    from kvalign.foundation.files import read_checked
     from kvalign.training import tune_network
 
     result = tune_network(settings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvalign.app.method_settings import MethodSettings
-from kvalign.errors import UserError
+from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, option
 from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods import check_name
-from kvalign.settings import DEFAULT_MODEL, NUM_SINKS, option
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
@@ -62,7 +62,7 @@ class VerifySettings(MethodSettings):
             UserError: an unknown method, or nothing of that name to import.
         """
         if self.cache is not None:
-            from kvalign.app.imported import imported
+            from kvalign.app.cli.imported import imported
 
             return imported(self.cache)
         check_name(self.method)
@@ -85,9 +85,9 @@ def run(settings: VerifySettings, as_json: bool) -> None:
     import dataclasses
     import json
 
-    from kvalign.app.verified import show
+    from kvalign.app.commands.verified import show
     from kvalign.invariants import verify
-    from kvalign.models import load_model
+    from kvalign.models.architectures import load_model
 
     make = settings.make()
     loaded = load_model(settings.model, settings.device)

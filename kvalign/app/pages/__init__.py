@@ -5,7 +5,7 @@ from importlib import resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvalign.escape import escape_controls
+from kvalign.foundation.escape import escape_controls
 
 
 def render(template: str, **values: object) -> str:

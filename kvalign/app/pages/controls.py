@@ -10,15 +10,15 @@ import gradio as gr
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.app.stream_settings import StreamSettings
-from kvalign.errors import UserError
+from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.cache.sizes import Positions
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import fields_of
 from kvalign.methods import METHODS
 from kvalign.methods.choice import trained_here
-from kvalign.models import LoadedModel
+from kvalign.models.architectures import LoadedModel
 from kvalign.policies import OLDEST, POLICIES
-from kvalign.sampling import Sampling
-from kvalign.settings import fields_of
-from kvalign.sizes import Positions
+from kvalign.streaming.sampling import Sampling
 
 LABELS = {
     "cache_size": "Cache size",

@@ -2,7 +2,7 @@
 shows the places of entries, a strip below it the buffer in which they lie.
 
 One document: no request leaves it, and nothing on it runs but its own script. The script does the
-arithmetic of `kvalign.sizes.CacheSizes`, `kvalign.buffer` and `Reencoding.keep` again;
+arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.buffer` and `Reencoding.keep` again;
 tests/app/test_lanes_in_browser.py compares them.
 """
 
@@ -13,10 +13,10 @@ import typing
 from markupsafe import Markup
 
 from kvalign.app.pages import render, source
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.base import Method
-from kvalign.models import Family, ModelSpec
+from kvalign.models.architectures import Family, ModelSpec
 
 MAX_CACHE_SIZE = 24
 FRAME_CACHE_SIZE = 8  # so few that a phone shows all of them, those that go and the new one

@@ -9,10 +9,10 @@ import gradio as gr
 from kvalign.aligners import Aligner
 from kvalign.app.pages import controls, lanes, render
 from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
-from kvalign.errors import UserError
-from kvalign.eval.words import load_words
-from kvalign.models import load_model
-from kvalign.sizes import CacheSizes
+from kvalign.cache.sizes import CacheSizes
+from kvalign.eval.judging.words import load_words
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import load_model
 
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 # On gpt2-mini streaming-llm leaves entries stale, which the other two do not.

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvalign.health import perplexity_of
 from kvalign.methods import make_method
-from kvalign.scoring import score
+from kvalign.streaming.health import perplexity_of
+from kvalign.streaming.scoring import score
 
 
 class Reread:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvalign.eval.chunks import Chunk
+from kvalign.eval.judging.chunks import Chunk
 
 UNKNOWN = "[…]"
 """What stands for a word that a corpus has as `<unk>`."""

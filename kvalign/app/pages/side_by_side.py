@@ -10,14 +10,14 @@ from typing import Any
 
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.shown_text import Piece, pieces
-from kvalign.errors import UserError
-from kvalign.eval.chunks import Chunk, chunks
-from kvalign.eval.rules import RULES
+from kvalign.eval.judging.chunks import Chunk, chunks
+from kvalign.eval.judging.rules import RULES
+from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.models import LoadedModel
-from kvalign.sampling import Sampling
-from kvalign.text_stream import TextStream
+from kvalign.models.architectures import LoadedModel
+from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.text_stream import TextStream
 
 SHOWN_EVERY_S = 0.12
 LEAST_TOKENS = 200  # shorter texts tell little of a method

@@ -19,7 +19,7 @@ from kvalign.app.serve.errors import RequestError, failed, too_busy
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.row import Row
 from kvalign.app.serve.turn import Turn, free, states_of
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 
 log = logging.getLogger(__name__)

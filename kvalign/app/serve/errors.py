@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvalign.escape import escape_controls
+from kvalign.foundation.escape import escape_controls
 
 _LONGEST = 500  # characters of what is said
 

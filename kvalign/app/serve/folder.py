@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvalign import stream_file
 from kvalign.aligners.base import embedding_fingerprint
-from kvalign.app.conversation import SYSTEM
 from kvalign.app.serve.sessions import Session
 from kvalign.app.serve.turn import free
-from kvalign.errors import UserError
+from kvalign.app.sessions.conversation import SYSTEM
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.sampling import Sampling
-from kvalign.stream_file import SavedStream
-from kvalign.text_stream import STATE
+from kvalign.streaming import stream_file
+from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.stream_file import SavedStream
+from kvalign.streaming.text_stream import STATE
 
 _ID, _TURNS = "session", "turns"
 _WORDS = ("said", "asked", "answer", "finish")

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, digest
 from kvalign.app.serve.wire import Message
-from kvalign.input_ids import encoded
 from kvalign.methods.base import Method
-from kvalign.turns import messages_text, opening_len, turn_ids
+from kvalign.models.input_ids import encoded
+from kvalign.streaming.turns import messages_text, opening_len, turn_ids
 
 
 class Prompts:

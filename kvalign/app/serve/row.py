@@ -8,8 +8,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvalign.generation import History
-from kvalign.sampling import Sampling
+from kvalign.streaming.generation import History
+from kvalign.streaming.sampling import Sampling
 
 _OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 

@@ -21,8 +21,8 @@ from kvalign.app.serve.replies import Events, EventStream, whole
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, parsed
-from kvalign.errors import UserError
-from kvalign.models import LoadedModel
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import LoadedModel
 
 SESSION_HEADER = "x-session-id"
 _LEFT = 499  # what nginx calls a client that has left; nobody reads it

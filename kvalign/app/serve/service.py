@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalign import stream_file
 from kvalign.app.serve.answers import Answers, End, Held, Piece, Put
 from kvalign.app.serve.engine import Engine
 from kvalign.app.serve.errors import RequestError
@@ -21,11 +20,12 @@ from kvalign.app.serve.sessions import InMemory, Session, Sessions
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.models import LoadedModel
-from kvalign.sampling import Sampling
+from kvalign.models.architectures import LoadedModel
+from kvalign.streaming import stream_file
+from kvalign.streaming.sampling import Sampling
 
 MAX_NEW_TOKENS = 2048
 

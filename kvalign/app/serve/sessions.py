@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Message
-from kvalign.errors import UserError
+from kvalign.foundation.errors import UserError
 
 NAMELESS = "~"  # begins the id of a session that no request named
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.stream_settings import StreamSettings
-from kvalign.errors import UserError
-from kvalign.settings import option
+from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.row import Row
-from kvalign.cache import StreamingCache
+from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods.base import Method
 
 State = dict[str, Tensor]

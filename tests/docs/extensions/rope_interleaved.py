@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvalign.rope import Rotation
+from kvalign.models.rope import Rotation
 
 
 class InterleavedRotation(Rotation):

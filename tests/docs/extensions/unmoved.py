@@ -1,7 +1,7 @@
 """`unmoved`: attention sinks and a window, every entry left as it was computed."""
 
+from kvalign.cache.realign import Realigner
 from kvalign.methods.cached import Cached
-from kvalign.realign import Realigner
 
 
 class Unmoved(Cached):

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvalign.eval.evaluation import Column, Document, Evaluation
-from kvalign.eval.settings import ComparisonSettings
-from kvalign.settings import keywords_of, option
+from kvalign.eval.protocol.evaluation import Column, Document, Evaluation
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.foundation.settings import keywords_of, option
 
 if TYPE_CHECKING:
-    from kvalign.models import LoadedModel
+    from kvalign.models.architectures import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class VarietySettings(ComparisonSettings):
 @keywords_of(VarietySettings)
 def variety(settings: VarietySettings, *, loaded: LoadedModel | None = None) -> Document:
     """Measure it: a document with a row for each method and its sizes."""
-    from kvalign.eval.document import document
-    from kvalign.eval.grid import load, make_grid, sizes_of
-    from kvalign.sampling import Sampling
-    from kvalign.text_stream import TextStream
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import load, make_grid, sizes_of
+    from kvalign.streaming.sampling import Sampling
+    from kvalign.streaming.text_stream import TextStream
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)

@@ -1,0 +1,263 @@
+"""Figures of results: drawn once, saved as PNG and SVG, put into pages in the page's colours."""
+
+import io
+import itertools
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from kvalign.eval.protocol.evaluation import FLOOR, Row
+from kvalign.eval.protocol.tables import grouped, label_of
+from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.files import write_whole
+
+INK = "#1b1f24"
+THEME: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvalign", "font.size": 10}
+THEME |= dict.fromkeys(
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+)
+
+# After Okabe and Ito's colours, told apart without red-green vision, and at least 3:1 against
+# white and against near black; a marker each, so that colour is not alone.
+_STYLES = {
+    FLOOR: (INK, "_"),
+    "dense": (INK, "x"),
+    "window": ("#808080", "v"),
+    "streaming-llm": ("#D55E00", "s"),
+    "recompute": ("#1F83C4", "o"),
+    "discard-half": ("#7B61C9", "D"),
+    "table": ("#009E73", "^"),
+    "table-kl": (INK, "*"),
+    "network": ("#C46A9C", "P"),
+    "anchored": ("#C27F00", "X"),
+}
+_OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
+_OTHER_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # the floor alone is "--"
+
+Style = tuple[str, str, Any]  # colour, marker, line style
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method's line: values at x, with the ends of its whiskers if it has any, the lower ones
+    at the values unless given. That of a floor is dashed and has none.
+    """
+
+    label: str
+    style: Style
+    x: list[float]
+    y: list[float]
+    high: list[float] | None = None
+    is_floor: bool = False
+    low: list[float] | None = None
+
+
+def series(
+    rows: Iterable[Row],
+    x: str,
+    y: str,
+    high: str | None = None,
+    styles: Mapping[str, Style] | None = None,
+    low: str | None = None,
+) -> list[Series]:
+    """A line for each method of two columns of its rows, in the styles given by label; `high` and
+    `low` are columns of the ends of whiskers.
+    """
+    rows, lines = list(rows), []
+    styles = styles_of(rows) if styles is None else styles
+    for label, group in grouped(rows, label_of).items():
+        is_floor = group[0]["method"] == FLOOR
+        x_values, y_values = ([row[name] for row in group] for name in (x, y))
+        ends, starts = (
+            [row[name] for row in group] if name and not is_floor else None for name in (high, low)
+        )
+        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor, starts))
+    return lines
+
+
+def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
+    """Lines of perplexities with whiskers: 95 % of the ratio to the reference where rows have one,
+    since that tells methods apart, and else of the perplexity; none where labels were too few.
+    """
+    ends: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        y: float = row["perplexity"]
+        low, high, scale = row["low"], row["high"], 1.0
+        if "ratio_low" in row:
+            low, high, scale = row["ratio_low"], row["ratio_high"], y / row["ratio"]
+        span = (y, y) if high is None else (scale * low, scale * high)
+        ends.setdefault(label_of(row), []).append(span)
+    return [
+        replace(line, low=[low for low, _ in span], high=[high for _, high in span])
+        for line in lines
+        for span in [ends[line.label]]
+    ]
+
+
+def panels_by(
+    name: str,
+    rows: Iterable[Row],
+    title: str,
+    x: str,
+    y: str,
+    high: str | None = None,
+    low: str | None = None,
+) -> dict[str, list[Series]]:
+    """Lines in a panel for each value of a column, which ends the panel's title."""
+    rows = list(rows)
+    styles, groups = styles_of(rows), grouped(rows, name)
+    return {f"{title}{v}": series(group, x, y, high, styles, low) for v, group in groups.items()}
+
+
+def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
+    """The style of each line by its label: colour and marker of its method or its aligner's kind;
+    a second line of these has another marker, and dashes.
+    """
+    styles: dict[str, Style] = {}
+    drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
+    for label, (row, *_) in grouped(rows, label_of).items():
+        name = row.get("aligner_label") or row["aligner"] or row["method"]
+        names = (name, name.partition("-every-")[0], name.partition("-")[0])
+        color, marker = first = next((_STYLES[n] for n in names if n in _STYLES), (INK, "."))
+        dashes = ["--" if row["method"] == FLOOR else "-", *_OTHER_DASHES]
+        again = drawn[first]
+        styles[label] = color, next(markers) if again else marker, dashes[again % len(dashes)]
+        drawn[first] += 1
+    return styles
+
+
+def draw(
+    panels: dict[str, list[Series]],
+    *,
+    x: str,
+    y: str,
+    doubling_x: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
+    names: Sequence[str] = (),
+) -> Figure:
+    """Lines in one panel or several beside each other, which share the y axis and one legend.
+
+    Args:
+        panels: lines by the panel's title.
+        x, y: what the axes say.
+        doubling_x: log axis of base 2 with ticks at the points that double.
+        log_x, log_y: log axes with ticks at round values.
+        names: what stands at x = 0, 1, 2, ... where x has no numbers.
+    """
+    with mpl.rc_context(THEME):
+        num = len(panels)
+        figure = Figure(figsize=(max(6.4, 3.0 * num), 4.4), layout="constrained")
+        all_axes = figure.subplots(1, num, sharey=True, squeeze=False)[0]
+        for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            x_values = [v for line in lines for v in line.x]
+            for number, line in enumerate(lines):
+                apart = 1.012 ** (number - (len(lines) - 1) / 2)  # so that whiskers do not cover
+                is_apart = doubling_x and (line.low or len(set(x_values)) == 1)
+                _draw_line(axes, line, apart if is_apart else 1.0)
+            if doubling_x:
+                _double(axes, x_values)
+            elif log_x:
+                axes.set_xscale("log")
+                _round_ticks(axes.xaxis, x_values)
+            if names:
+                axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+            axes.set_title(escape_controls(title), fontsize=10, parse_math=False)
+            axes.set_xlabel(x)
+            axes.grid(alpha=0.25)
+        if log_y:
+            all_axes[0].set_yscale("log")
+            all_lines = [line for lines in panels.values() for line in lines]
+            y_values = [v for line in all_lines for v in (*line.y, *(line.high or ()))]
+            _round_ticks(all_axes[0].yaxis, y_values)
+        all_axes[0].set_ylabel(y)
+        legends = [axes.get_legend_handles_labels()[0] for axes in all_axes]
+        handles = {handle.get_label(): handle for legend in legends for handle in legend}
+        longest = max(map(len, handles), default=0) + 6  # with its line
+        num_columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+        place: dict[str, Any] = dict(loc="outside lower center", fontsize=8, frameon=False)
+        place |= dict(ncols=num_columns)
+        figure.legend(handles.values(), handles.keys(), **place)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure on white, as PNG or SVG by the path's ending."""
+    with mpl.rc_context(THEME), _any_glyph():
+        undated = {"Date": None} if path.suffix == ".svg" else {}
+        write_whole(path, lambda partial: figure.savefig(partial, dpi=150, metadata=undated))
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """A figure as an <svg> element for a page: no background, ink in the colour of the text around.
+    Its name is unique on the page, so that no two elements have one id.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context(THEME | {"svg.hashsalt": name}), _any_glyph():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    source = buffer.getvalue()
+    source = source[source.index("<svg") :].replace(INK.lower(), "currentColor")
+    source = re.sub(r"<metadata>.*?</metadata>", "", source, flags=re.DOTALL)
+    return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", source)
+
+
+def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
+    style: dict[str, Any] = dict(zip(("color", "marker", "linestyle"), line.style, strict=True))
+    compared = 3 if "(" in line.label else 2  # before what it is compared with
+    style |= dict(zorder=1.5 if line.is_floor else compared)
+    x = [apart * value for value in line.x]
+    if line.high is None:
+        axes.plot(x, line.y, label=line.label, **style)
+        return
+    up = [max(0.0, h - v) for h, v in zip(line.high, line.y, strict=True)]
+    down = [max(0.0, v - low) for v, low in zip(line.y, line.low or line.y, strict=True)]
+    axes.errorbar(x, line.y, [down, up], label="_", capsize=3, elinewidth=1, **style)
+    axes.plot([], [], label=line.label, **style)
+
+
+def _double(axes: Axes, x: list[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    ticks = {v for v in x if math.log2(v).is_integer()} or {min(x), max(x)}
+    ticks |= {255.0} & set(x)  # the largest cache of GPT-2's kin: 256 less the new token
+    if len(ticks) < 3:
+        ticks |= {min(x), max(x)}
+    if len(ticks) < 3:
+        ticks.add((min(ticks) + max(ticks)) / 2)
+    axes.set_xticks(sorted(ticks), [f"{value:.3g}" for value in sorted(ticks)], minor=False)
+
+
+def _round_ticks(axis: Axis, values: list[float]) -> None:
+    """Ticks at round values between the ends of a log axis, three at least and about eight at most;
+    those of a narrow one are even.
+    """
+    low, high = 0.97 * min(values), 1.03 * max(values)
+    steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
+    ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    ticks = ticks[:: max(1, math.ceil(len(ticks) / 8))]
+    if len(ticks) < 4:
+        even = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ticks = [tick for tick in even if low <= tick <= high]
+    axis.set_ticks(ticks, labels=[f"{tick:.6g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
+@contextmanager
+def _any_glyph() -> Iterator[None]:
+    """A model's name may have letters that the font of the plots has not: boxes, no complaint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield

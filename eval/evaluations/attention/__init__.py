@@ -1,0 +1,195 @@
+"""What queries look at before anything is evicted and long after: are there attention sinks, and
+what takes their place?
+
+    before   the last steps of the first C + 1 tokens: nothing is evicted
+    after    steps C tokens later: of the first input nothing is left but the sinks a method keeps
+
+Language models put much of their attention on the first tokens, whatever these are, since softmax
+must put it somewhere (Xiao et al. 2024, StreamingLLM, figure 2): without them a window breaks.
+Whether a model does so, and whether the oldest entry of a window takes over, is a mean of attention
+weights over texts, by layer, head and place.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Drawing,
+    Evaluation,
+    Section,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_HELD, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.architectures import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSettings(ComparisonSettings):
+    """Show what attention goes to, by layer, head and place: before anything is evicted, and when
+    the sinks are gone.
+
+    Example:
+        kvalign eval attention --cache-sizes 32 --num-texts 4
+    """
+
+    methods: tuple[str, ...] = option(
+        ("window", "streaming-llm", "kvalign"),
+        help="methods, comma-separated; those of the default that lack an aligner are left out",
+    )
+    corpus: str = option(
+        "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
+    )
+    num_texts: int = option(
+        16, help="pieces of the text that are read side by side", at_least=2, at_most=MOST_HELD
+    )
+    num_steps: int = option(8, help="steps watched of each, before and after", at_least=1)
+    plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_plot(self.plot)
+        fewest = 22 + self.num_steps  # so that the first watched step fills the bins
+        if min(self.cache_sizes) < fewest:
+            raise UserError(
+                f"--cache-sizes must be at least {fewest} for --num-steps {self.num_steps}, got "
+                f"{min(self.cache_sizes)}: the first step that is watched must see 24 entries"
+            )
+
+
+@keywords_of(AttentionSettings)
+@progress.shown_as("eval attention")
+def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method read the same texts, and average what its queries look at.
+
+    Returns:
+        A document whose rows have the sizes, `COLUMNS` and their intervals (shares in %, means over
+        texts, heads and the layers after the second), seconds, and `before` and `after`: by_entry,
+        the mean weight of an entry in % for each layer and bin, heads together (bins: the first 4
+        entries, 16 parts of those between, the latest 4), and by_head, the share of the first 4
+        entries in % for each layer and head.
+
+    Raises:
+        UserError: a corpus shorter than the texts.
+    """
+    from kvalign.eval.evaluations.attention.rows import read_texts, row
+    from kvalign.eval.evaluations.attention.weights import num_tokens, watch
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    ids = read_texts(loaded, settings)
+    rows = []
+    num_each = max(settings.cache_sizes) + 2 * settings.num_steps
+    for method, bar in in_turn(methods, num_each, "steps"):
+        start = time.perf_counter()
+        texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
+        before, after = watch(method, texts, settings.num_steps, bar.update)
+        rows.append(row(method, before, after) | {"seconds": time.perf_counter() - start})
+    result = document("eval attention", settings, rows, started=started)
+    if settings.plot:
+        from kvalign.eval.drawing.plots import save
+        from kvalign.eval.evaluations.attention.pictures import by_place
+
+        save(by_place(result), settings.plot)
+    return result
+
+
+LAYERS = "% of the attention of the layers after the second; 95 % over texts"
+
+
+def _share(title: str, weight: int, name: str) -> Column:
+    return Column(title, 1, "", LAYERS, ends=(f"{name}_low", f"{name}_high"), weight=weight)
+
+
+COLUMNS = {
+    "first_before": _share("first entry, before", 4, "first_before"),
+    "first_after": _share("after", 6, "first_after"),
+    "four_before": _share("first four, before", 3, "four_before"),
+    "four_after": _share("after", 5, "four_after"),
+    "latest_before": _share("latest four, before", 1, "latest_before"),
+    "latest_after": _share("after", 2, "latest_after"),
+}
+BY_LAYER = (
+    "The share of the first four entries in each layer. A sink is a line far above what an even "
+    "spread over all entries would give."
+)
+
+
+ENDS = {
+    name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
+    for column in COLUMNS.values()
+    for name in column.ends or ()
+}
+
+
+WHEN = ("before", "after")
+
+
+class Attention(Evaluation):
+    settings = AttentionSettings
+    run = staticmethod(attention)
+    heading = "Attention"
+    about = (
+        "What queries look at: mean attention weights over texts, before anything is evicted, and "
+        "when everything but a method's sinks has been. The first entry of a window is its oldest. "
+        "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
+    )
+    columns = COLUMNS
+    more_columns = ENDS
+    row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
+    settings_read = ("corpus", "num_texts", "num_steps")
+
+    def check(self, document: Document) -> None:
+        for part in ("by_entry", "by_head"):
+            maps = [row[when].get(part, []) for row in document["rows"] for when in WHEN]
+            shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
+            if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
+                raise UserError(f"rows: {part} must be maps of the same shape before and after")
+            if not all(math.isfinite(x) for one in maps for shares in one for x in shares):
+                raise UserError(f"rows: {part} must hold finite numbers")
+
+    @property
+    def summary_columns(self) -> Mapping[str, Column]:
+        return {"first_after": replace(COLUMNS["first_after"], title="on first entry, %", weight=1)}
+
+    def title(self, document: Document) -> str:
+        settings = document["settings"]
+        num = f"{settings['num_texts']} texts of {settings['corpus']}"
+        return f"{super().title(document)}, {num}, {settings['num_steps']} queries each"
+
+    def figure(self, document: Document) -> Drawing:
+        from kvalign.eval.drawing.conclusions import sinks
+        from kvalign.eval.evaluations.attention.pictures import by_place
+
+        caption = "Attention by layer and place, and of the first four by head: "
+        return by_place(document), caption + self.title(document), sinks(document["rows"])
+
+    def sections(self, documents: Documents) -> list[Section]:
+        title = "Attention on the first entries"
+        lines = Section.of(documents, title, BY_LAYER, self._by_layer, suffix="-layers")
+        return [*super().sections(documents), lines]
+
+    def _by_layer(self, document: Document) -> Drawing:
+        from kvalign.eval.drawing.conclusions import sink_layers
+        from kvalign.eval.evaluations.attention.pictures import by_layer
+
+        caption = f"Share of the first four entries, by layer: {self.title(document)}"
+        return by_layer(document), caption, sink_layers(document["rows"])
+
+
+EVALUATION = Attention()

@@ -1,0 +1,118 @@
+"""What queries look at: the attention weights of a model's layers, as a method streams.
+
+transformers' own eager attention computes them; a hook on each layer's attention keeps those of the
+last query alone, so no more than one layer's are held at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvalign.cache.realign import OnRead
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.reencoding import Reencoding
+
+EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
+NUM_MIDDLE = 16  # bins of those between
+FEWEST = 2 * EDGE + NUM_MIDDLE  # entries that fill the bins
+
+
+def num_tokens(cache_size: int, num_steps: int) -> int:
+    """Tokens of a text that `watch` feeds."""
+    return 2 * cache_size + 1 + num_steps
+
+
+def watch(
+    method: Method, ids: Tensor, num_steps: int, on_steps: Callable[[int], object] = lambda n: None
+) -> tuple[Tensor, Tensor]:
+    """Feed ids [B, 2 C + 1 + num_steps], and watch the last steps before anything is evicted, which
+    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted.
+
+    Returns:
+        Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps, of each
+        bin (`in_bins`) the mean weight of an entry.
+
+    Raises:
+        UserError: too many tokens for a method that does not evict.
+    """
+    method = readable(method)
+    method.reset()
+    size = method.sizes.cache_size
+    first, ours, between, last = ids.split([size + 1 - num_steps, num_steps, size, num_steps], 1)
+    method.feed(first)
+    before = _step(method, ours, on_steps)
+    if isinstance(method, Reencoding):
+        method.feed(between)
+        on_steps(size)
+    else:
+        for one in between.split(1, 1):
+            method.feed(one)
+            on_steps(1)
+    return before, _step(method, last, on_steps)
+
+
+def _step(method: Method, ids: Tensor, on_steps: Callable[[int], object]) -> Tensor:
+    """The mean over steps, one a token of ids [B, T]."""
+    total = torch.zeros((), dtype=torch.float64)
+    with watched(method.model) as found:
+        for one in ids.split(1, 1):
+            method.feed(one)
+            total = total + in_bins(torch.stack(found, 1))
+            found.clear()
+            on_steps(1)
+    return total / ids.shape[1]
+
+
+def in_bins(weights: Tensor) -> Tensor:
+    """Weights [..., S], S >= FEWEST, as means over bins [..., FEWEST]: each of the first and of the
+    last `EDGE` entries has one, those between share `NUM_MIDDLE` of equal width.
+    """
+    weights = weights.double().cpu()
+    middle = weights[..., EDGE:-EDGE].tensor_split(NUM_MIDDLE, -1)
+    means = torch.stack([part.mean(-1) for part in middle], -1)
+    return torch.cat([weights[..., :EDGE], means, weights[..., -EDGE:]], -1)
+
+
+@contextmanager
+def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Within it each pass of the model adds the weights of its last query to the list: [B, H, S] a
+    layer.
+    """
+    config, found = model.config, list[Tensor]()
+    name = config._attn_implementation
+
+    def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        found.append(output[1][:, :, -1])
+
+    handles = [module.register_forward_hook(keep) for module in attention_of(model)]
+    config._attn_implementation = "eager"  # the others return no weights
+    try:
+        yield found
+    finally:
+        config._attn_implementation = name
+        for handle in handles:
+            handle.remove()
+
+
+def attention_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that return attention's output and weights, one a layer."""
+    named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    inner = {part for module in named for part in module.modules() if part is not module}
+    found = [module for module in named if module not in inner]  # GPT-Neo has one in another
+    assert len(found) == model.config.num_hidden_layers
+    return found
+
+
+def readable(method: Method) -> Method:
+    """The method, its entries written where the model's own attention reads them: to rounding the
+    same as placed on read.
+    """
+    if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
+        method.places_by, method.is_exact = method.cache.realigner.moving, False
+        method.reset()
+    return method

@@ -1,0 +1,252 @@
+"""Time and memory of streaming methods: all in one process, taking turns.
+
+Time to the first token and time per token are measured apart, since a prompt is read at once and
+with room in the cache, and what follows step by step with the cache full; memory is measured when
+no clock runs. The steps of a method are whole periods from one eviction to the next: what a stream
+pays is their mean. The bare step (`bare_step.py`) is timed among the methods.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.evaluation import (
+    FLOOR,
+    Column,
+    Document,
+    Documents,
+    Drawing,
+    Evaluation,
+    Row,
+    Section,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_ROWS, MOST_SEED, MOST_THREADS, keywords_of, option
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.models.architectures import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySettings(ComparisonSettings):
+    """Time to the first token, time per token once the cache is full, and peak memory. Methods take
+    turns, so that a busy moment hits all; the bare step, without any eviction, is the floor.
+
+    `--model shape:distilgpt2` (gpt2, smollm2-135m) takes random weights: they do not change speed.
+
+    Example:
+        kvalign eval latency --cache-sizes 32 --num-trials 2 --trial-len 4
+    """
+
+    aligner_kinds: tuple[str, ...] | None = option(
+        None,
+        help="untrained kinds of kvalign in place of trained ones, a row each: table, network, "
+        "anchored (default, where no aligner is named or at hand: table,network)",
+    )
+    reference: str = option(
+        "streaming-llm",
+        help="method to give each row's ratio to; where the default is not among --methods, their "
+        "first",
+    )
+    batch_sizes: tuple[int, ...] = option(
+        (1,), help="streams at once, comma-separated", at_least=1, at_most=MOST_ROWS
+    )
+    prompts: str = option(
+        "own",
+        help="what the first token follows: own, mt-bench, or a .jsonl file of turns; a shape: "
+        "model, which has no tokenizer, ignores it",
+    )
+    prompt_len: int = option(
+        64,
+        help="random tokens that the first token of a shape: model follows",
+        at_least=1,
+        at_most=MOST_ROWS,
+    )
+    generate: int = option(
+        0,
+        help="the paper's protocol instead: tokens drawn after the first of each trial's prompt, "
+        "from an empty cache, top 20, drawing on the clock (the paper: 5000); 0: full caches, fed "
+        "random tokens",
+        at_least=0,
+    )
+    num_trials: int = option(10, help="turns of each method; with --generate prompts", at_least=1)
+    trial_len: int = option(
+        20,
+        help="tokens timed in a turn; somewhat more to make whole periods from one eviction to "
+        "the next, and from one copy of a buffer to the next",
+        at_least=1,
+    )
+    num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
+    compile: bool = option(
+        False, help="compile every method's step (torch.compile); the bare step stays as it is"
+    )
+    seed: int = option(0, help="seed of weights, tokens and draws", at_least=0, at_most=MOST_SEED)
+    plot: Path | None = option(
+        None,
+        help="also draw tokens/s over batch sizes, of one batch size the time per token over "
+        "cache sizes (.png or .svg)",
+        writes="file",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference not in self.methods and "reference" not in self.changed():
+            object.__setattr__(self, "reference", self.methods[0])
+        if self.reference not in self.methods:
+            raise UserError(f"--reference {self.reference} is not among --methods")
+        if self.aligner and self.aligner_kinds:
+            raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
+        check_plot(self.plot)
+
+
+@keywords_of(LatencySettings)
+@progress.shown_as("eval latency")
+def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Measure the bare step and every method at every cache size and batch size.
+
+    Returns:
+        A document whose rows have the sizes, num_steps (calls timed, without the first tokens), and
+        `COLUMNS`; those of the bare step, method "bare", come before the methods' of the same cache
+        and batch size, by which all ratios are. Times per token are those of a step divided by the
+        batch size; ttft_ms is from an empty cache to the logits after a prompt, for all streams
+        together, median over the trials; peak_mb (10^6 bytes) from an empty cache through a first
+        input of cache_size + 1 tokens and 3 steps, None where the device does not tell.
+
+    Raises:
+        UserError: a method that ends before so many tokens.
+    """
+    import torch
+
+    from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
+    from kvalign.eval.evaluations.latency.rows import measure, num_turns
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import make_grid
+
+    started = time.perf_counter()
+    num_threads = torch.get_num_threads()
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    try:
+        settings, model, prompts = load_with_prompts(settings, loaded)
+        methods = make_grid(settings, model, untrained_aligners(model, settings))
+        if settings.compile:
+            methods = [method.compile() for method in methods]
+        rows: list[Row] = []
+        with progress.shown_as("timing") as bar:
+            bar.expect(num_turns(settings, len(methods)), "turns")
+            for cache_size in dict.fromkeys(settings.cache_sizes):
+                group = [method for method in methods if method.sizes.cache_size == cache_size]
+                for batch_size in settings.batch_sizes:
+                    rows += measure(group, prompts, batch_size, settings, bar)
+        result = document("eval latency", settings, rows, started=started)
+    finally:
+        torch.set_num_threads(num_threads)
+    if settings.plot:
+        from kvalign.eval.drawing.plots import save
+
+        drawn = EVALUATION.batches_figure(result)
+        save(drawn[0] if drawn else _by_size(result), settings.plot)
+    return result
+
+
+BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
+COLUMNS = {
+    "batch_size": Column("batch", weight=6, is_key=True),
+    "mean_ms": Column(
+        "ms/token", 2, "lower", "mean of whole periods: what a stream pays", weight=4
+    ),
+    "median_ms": Column("median ms", 2, "lower", "half of the steps are faster"),
+    "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
+    "max_ms": Column("worst ms", 2, "lower", "the slowest step", True),
+    "ratio": Column(
+        "ratio", 3, "lower", "mean by the reference's mean on the same work", by_reference=True
+    ),
+    "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True, weight=5),
+    "bare_ratio": Column("median by bare", 3, "lower", f"median {BARE}", True),
+    "tokens_per_s": Column(
+        "tokens/s", 1, "higher", "of all streams together, by the mean", True, weight=2
+    ),
+    "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits", weight=2),
+    "peak_mb": Column("peak MB", 1, "lower", "most memory held beyond the weights", True),
+}
+MORE_COLUMNS = {"p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster")}
+BATCHES = (
+    "Tokens a second of all streams together, by the mean time of a step. A line that climbs with "
+    "the bare step's shares the reading of the weights among its streams; one that flattens has "
+    "work that each stream pays for."
+)
+
+
+class Latency(Evaluation):
+    settings = LatencySettings
+    above_0 = ("batch_size", "mean_ms", "median_ms", "p99_ms", "ratio", "tokens_per_s")
+    run = staticmethod(latency)
+    heading = "Time per token"
+    about = (
+        "Eviction and realignment in the clock, methods taking turns in one process (the paper's "
+        "figure 4). Lines are means over whole periods from one eviction to the next, so the "
+        "refills of discard-half count in full; whiskers reach to the 99th percentile. The bare "
+        "step, one pass over C + 1 entries with nothing evicted, is the floor of methods that see "
+        "as many. The first token is timed apart: of a prompt longer than the cache, recompute and "
+        "discard-half read only what they keep."
+    )
+    in_summary = ("mean_ms", "bare_mean_ratio", "ttft_ms", "peak_mb")
+    columns = COLUMNS
+    more_columns = MORE_COLUMNS
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """The methods' of the first batch size."""
+        rows = document["rows"]
+        first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
+        return [row for row in first if row["method"] != FLOOR]
+
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.drawing.conclusions import cost
+
+        rows = document["rows"]
+        if len({row["cache_size"] for row in rows}) == 1:
+            return None
+        caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
+        return _by_size(document), caption, cost(rows)
+
+    def batches_figure(self, document: Document) -> Drawing | None:
+        """Tokens a second over batch sizes, if there are several: a panel a cache size."""
+        from kvalign.eval.drawing.conclusions import by_batch
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        title, rows = self.title(document), document["rows"]
+        if (
+            len({row["batch_size"] for row in rows if "tokens_per_s" in row}) < 2
+        ):  # older ones lack it
+            return None
+        panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
+        x, y = "batch size (streams)", "tokens/s (higher is better)"
+        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+        return figure, f"Tokens a second over batch sizes: {title}", by_batch(rows)
+
+    def sections(self, documents: Documents) -> list[Section]:
+        batches = Section.of(
+            documents, "Tokens a second", BATCHES, self.batches_figure, suffix="-batches"
+        )
+        return [*super().sections(documents), batches]
+
+
+def _by_size(document: Document) -> Figure:
+    """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
+    from kvalign.eval.drawing.plots import draw, panels_by
+
+    title, figures = EVALUATION.title(document), ("cache_size", "mean_ms", "p99_ms")
+    panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
+    x = "cache size (entries)"
+    y = "ms/token (lower is better)\nbars: to the 99th percentile"
+    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+
+
+EVALUATION = Latency()

@@ -1,0 +1,102 @@
+"""What `kvalign eval latency` times: a model with prompts, and aligners that need no training."""
+
+import logging
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvalign.aligners import KINDS, Aligner, new_config
+from kvalign.cache.sizes import num_evicted_of
+from kvalign.data_gen.prompts import conversations
+from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.timing import random_ids
+from kvalign.eval.protocol.grid import load, trained_for
+from kvalign.foundation.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.methods.choice import lack_of_aligner
+from kvalign.models.architectures import LoadedModel, check_device, spec_of
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KINDS = ("table", "network")
+SHAPE_PREFIX = "shape:"
+SMOLLM2 = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
+SMOLLM2 |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)
+SHAPES = {
+    "distilgpt2": dict(model_type="gpt2", n_layer=6, n_head=12, n_embd=768, vocab_size=50257),
+    "gpt2": dict(model_type="gpt2", n_layer=12, n_head=12, n_embd=768, vocab_size=50257),
+    "smollm2-135m": dict(model_type="llama", tie_word_embeddings=True, **SMOLLM2),
+}
+
+
+def random_model(
+    shape: str, device: str = "cpu", dtype: str = "float32", seed: int = 0
+) -> PreTrainedModel:
+    """A random model of a well-known shape: weights do not change speed, so none are downloaded.
+
+    Raises:
+        UserError: unknown shape, or a device that this machine does not have.
+    """
+    if shape not in SHAPES:
+        raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
+    check_device(device)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**SHAPES[shape])
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_with_prompts(
+    settings: LatencySettings, loaded: LoadedModel | None
+) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
+    """The settings, the model that they name, and prompts [1, T] for the first token to follow."""
+    rng = torch.Generator().manual_seed(settings.seed)
+    if loaded is None and settings.model.startswith(SHAPE_PREFIX):
+        shape = settings.model.removeprefix(SHAPE_PREFIX)
+        model = random_model(shape, settings.device, settings.dtype, settings.seed)
+        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
+    texts = [turns[0] for turns in conversations(settings.prompts)]
+    settings, loaded = load(settings, loaded)
+    prompts = []
+    for text in texts:
+        ids = loaded.tokenizer(text, verbose=False)["input_ids"]
+        if ids:
+            prompts.append(torch.tensor([ids], device=loaded.model.device))
+        else:
+            log.warning("no token in prompt %r: random ones are taken for it", text[:40])
+            prompts.append(random_ids(loaded.model, 1, settings.prompt_len, rng))
+    return settings, loaded.model, prompts
+
+
+def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
+    """Of the kinds asked for, or where no trained one is at hand: aligners that change nothing and
+    take as long as those that do. None where trained ones are taken, or no method takes any.
+    """
+    if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
+        return None
+    at_hand = not lack_of_aligner(model) or trained_for(settings, model)
+    if at_hand and not settings.aligner_kinds:
+        return None
+    spec, sizes = spec_of(model.config, settings.model), settings.cache_sizes
+    aligners = []
+    for kind in settings.aligner_kinds or DEFAULT_KINDS:
+        cls = KINDS.find(kind)
+        sinks = settings.num_sinks or (cls.default_num_sinks,)
+        shifts = {
+            num_evicted_of(asked, size - num_sinks)
+            for size in sizes
+            for num_sinks in sinks
+            for asked in settings.num_evicted or (1,)
+        }
+        config = new_config(
+            kind,
+            model,
+            spec,
+            chunk_len=max(sizes) + max(settings.realign_every),
+            num_sinks=sinks[0],
+            shifts=tuple(shifts),
+            sizes=dict(cls.default_sizes),
+        )
+        aligners.append(cls(config).requires_grad_(False).eval())
+    return aligners

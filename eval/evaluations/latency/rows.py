@@ -1,0 +1,82 @@
+"""Rows of `kvalign eval latency`: every method and the bare step, by the clock and by memory."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.peak_memory import peak_bytes
+from kvalign.eval.evaluations.latency.timed_generation import num_rounds, time_generation
+from kvalign.eval.evaluations.latency.timing import filling, time_first, time_steps
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import sizes_of
+from kvalign.foundation.progress import Bar
+from kvalign.methods.base import Method
+
+
+def num_turns(settings: LatencySettings, num_methods: int) -> int:
+    """Turns that `measure` counts for so many methods: first tokens, others, memory."""
+    per_trial = 1 + num_rounds(settings) if settings.generate else 2
+    num_floors = len(set(settings.cache_sizes))
+    per_method = settings.num_trials * per_trial + 1
+    return (num_methods + num_floors) * len(settings.batch_sizes) * per_method
+
+
+def measure(
+    methods: list[Method],
+    prompts: list[Tensor],
+    batch_size: int,
+    settings: LatencySettings,
+    bar: Bar,
+) -> list[Row]:
+    """A row for the bare step and one for each method, at one cache size and one batch size; `bar`
+    counts turns.
+    """
+    reference = 1 + [method.name for method in methods].index(settings.reference)
+    methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
+    inputs = [ids.repeat(batch_size, 1) for ids in prompts]
+    if settings.generate:
+        first, steps = time_generation(methods, inputs, settings, bar)
+    else:
+        first = time_first(methods, inputs, settings, bar)
+        steps = time_steps(methods, batch_size, settings, bar)
+    per_token = [1e3 / batch_size * seconds for seconds in steps]  # ms
+    means = [times.mean() for times in per_token]
+    medians = [np.median(times) for times in per_token]
+    return [
+        {
+            **sizes_of(method),
+            "batch_size": batch_size,
+            "num_steps": len(times),
+            "mean_ms": mean,
+            "median_ms": median,
+            "p90_ms": np.quantile(times, 0.9),
+            "p99_ms": np.quantile(times, 0.99),
+            "max_ms": times.max(),
+            "ratio": mean / means[reference],
+            "bare_mean_ratio": mean / means[0],
+            "bare_ratio": median / medians[0],
+            "tokens_per_s": 1e3 / mean,
+            "ttft_ms": 1e3 * np.median(to_first),
+            "peak_mb": _peak_mb(method, batch_size, settings.seed, bar),
+        }
+        for method, to_first, times, mean, median in zip(
+            methods, first, per_token, means, medians, strict=True
+        )
+    ]
+
+
+def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
+    """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
+    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
+
+    def work() -> None:
+        for ids in inputs:
+            method.feed(ids)
+
+    method.reset()
+    peak = peak_bytes(method.model.device, work)
+    method.reset()
+    bar.update(1)
+    return None if peak is None else peak / 1e6

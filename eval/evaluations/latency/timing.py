@@ -1,0 +1,118 @@
+"""Methods on the clock, taking turns: a busy moment of the machine hits all of them.
+
+A round is one turn of each method, in an order drawn for that round. Devices are synchronised
+before the clock is read.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.cache.cache_layer import slack_of
+from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.protocol.grid import title_of
+from kvalign.foundation.progress import Bar
+from kvalign.methods.base import Method
+from kvalign.methods.reencoding import Reencoding
+
+
+def num_steps(method: Method, settings: LatencySettings) -> int:
+    """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
+    next, so that what is done once a period has its share.
+
+    A streaming cache copies its buffers to the front once in a quarter of its entries: steps are
+    that many times a whole number, too. Methods that re-encode have nothing of the kind to wait
+    for, and `recompute`, whose steps are slow and all alike, is spared it.
+    """
+    least = settings.num_trials * settings.trial_len
+    if not isinstance(method, Reencoding):
+        between_copies = slack_of(method.sizes)
+        least = -(-least // between_copies) * between_copies
+    period = method.sizes.num_evicted
+    return -(-least // period) * period
+
+
+def time_first(
+    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
+) -> list[np.ndarray]:
+    """Seconds from an empty cache to the logits after a whole prompt, ids [B, T] each, of which
+    trial i takes prompts[i % len(prompts)]: [num_trials] of each method.
+    """
+    for method in methods:
+        warm_up(method, prompts[:1])
+    seconds: list[list[float]] = [[] for _ in methods]
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
+        methods[i].reset()
+        ids = prompts[trial % len(prompts)]
+        seconds[i].append(clocked(methods[i].model, methods[i].feed, ids))
+    return [np.array(times) for times in seconds]
+
+
+def time_steps(
+    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
+) -> list[np.ndarray]:
+    """Seconds of each step of one token a stream, drawing left out: [num_steps] of each method.
+
+    Caches are full: whatever a method evicts, realigns or re-encodes is part of its step.
+    """
+    model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
+    for method in methods:
+        warm_up(method, filling(method, batch_size, rng))
+    seconds: list[list[float]] = [[] for _ in methods]
+    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
+        so_far = num_steps(methods[i], settings) * (trial + 1) // settings.num_trials
+        while len(seconds[i]) < so_far:
+            ids = random_ids(model, batch_size, 1, rng)
+            seconds[i].append(clocked(model, methods[i].feed, ids))
+    return [np.array(times) for times in seconds]
+
+
+def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:
+    """Feed an empty cache off the clock."""
+    method.reset()
+    for ids in inputs:
+        method.feed(ids)
+
+
+def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
+    """Random ids that fill a cache and make it evict: [B, cache_size + 1], then [B, 1] thrice."""
+    lens = (method.sizes.cache_size + 1, 1, 1, 1)
+    return [random_ids(method.model, batch_size, num_tokens, rng) for num_tokens in lens]
+
+
+def random_ids(
+    model: PreTrainedModel, num_rows: int, num_tokens: int, rng: torch.Generator
+) -> Tensor:
+    """[num_rows, num_tokens] int64 on the model's device."""
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens), generator=rng)
+    return ids.to(model.device)
+
+
+def rounds(
+    methods: Sequence[Method], num_rounds: int, bar: Bar, *seeds: int
+) -> Iterator[tuple[int, int]]:
+    """Number of the round and index of the method whose turn it is; `bar` counts turns."""
+    for number in range(num_rounds):
+        for i in np.random.default_rng((*seeds, number)).permutation(len(methods)):
+            bar.phase(title_of(methods[i]))
+            yield number, i
+            bar.update(1)
+
+
+def clocked(model: PreTrainedModel, work: Callable[..., object], *args: Any) -> float:
+    """Seconds that `work(*args)` takes."""
+    _synchronise(model)
+    start = time.perf_counter()
+    work(*args)
+    _synchronise(model)
+    return time.perf_counter() - start
+
+
+def _synchronise(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

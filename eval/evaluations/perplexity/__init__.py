@@ -1,0 +1,327 @@
+"""Perplexity of streaming methods, by one protocol for all.
+
+    ids     0 1 ... C | C+1 C+2 ... C+num_tokens
+            first input  labels, one at a time
+
+exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
+scores a text step by step, or by a faster way with the same result: a batch of windows at once
+where it re-encodes clean windows anyway (`recompute`, `discard-half`), whole segments in the
+relative form where its realignment starts from birth (`window`, `streaming-llm`, `kvalign` with a
+table). So `seconds` is the harness's time and no measure of a method's speed, unless every method
+was made to step (`--stepwise`); `kvalign eval latency` measures it best.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Drawing,
+    Evaluation,
+    Row,
+    Section,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import keywords_of, option
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.eval.protocol.tables import Table
+    from kvalign.models.architectures import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(ComparisonSettings):
+    """Compare methods on perplexity, lower is better: at one cache size on the same labels. Between
+    cache sizes the labels are shifted, since the first input is C + 1 tokens.
+
+    Example:
+        kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
+    """
+
+    corpus: str = option(
+        "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
+    )
+    num_tokens: int = option(2000, help="labels to score", at_least=1)
+    reference: str | None = option(
+        None,
+        help="method to give each row's ratio to, with its 95 % interval; of several aligners or "
+        "--num-sinks the first",
+    )
+    keep: Path | None = option(
+        None,
+        help="folder that keeps the loss of each token (Parquet); what it has is not rerun",
+        writes="folder",
+    )
+    stepwise: bool = option(
+        False, help="one step a token even where a faster way gives the same figures"
+    )
+    plot: Path | None = option(
+        None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference and self.reference not in self.methods:
+            raise UserError(f"--reference {self.reference} is not among --methods")
+        check_plot(self.plot)
+
+
+@keywords_of(PerplexitySettings)
+@progress.shown_as("eval perplexity")
+def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Score every method at every cache size and number evicted.
+
+    Returns:
+        A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
+        nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
+        labels are too few), quarters (perplexity of each quarter of the labels), segments (see
+        `kvalign.eval.protocol.statistics.by_segment`; with a reference each has its ratio, too),
+        bigrams (recall slices: `bigrams.slices`, with a reference their ratios), seconds.
+
+    Raises:
+        UserError: a corpus shorter than the largest cache and the labels.
+    """
+    from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
+    from kvalign.eval.evaluations.perplexity.loss_store import about_kept
+    from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import load, make_grid
+    from kvalign.foundation.runs import keeping
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    ids = read_ids(loaded, settings)
+    with keeping(lambda: about_kept(settings.keep)):
+        rows = score_methods(methods, ids, settings)
+    hint_at_wrong_text(rows, methods, loaded, settings.corpus)
+    result = document("eval perplexity", settings, rows, started=started)
+    if settings.plot:
+        from kvalign.eval.drawing.plots import save
+
+        save(_by_size(result), settings.plot)
+    return result
+
+
+COLUMNS = {
+    "num_labels": Column("labels", weight=0),
+    "perplexity": Column(
+        "perplexity",
+        2,
+        "lower",
+        "exp of the mean loss of the labels; 95 %, moving-block bootstrap over them",
+        ends=("low", "high"),
+        by_reference=True,
+        weight=6,
+    ),
+    "ratio": Column(
+        "ratio",
+        3,
+        "lower",
+        "by the reference's, on the same labels; 95 %, paired moving blocks",
+        is_optional=True,
+        ends=("ratio_low", "ratio_high"),
+        by_reference=True,
+        weight=7,
+    ),
+    "drift": Column(
+        "drift",
+        3,
+        "",
+        "ratio in the last quarter of the labels by that in the first",
+        True,
+        weight=3,
+    ),
+}
+MORE_COLUMNS = {
+    "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
+    "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
+    "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
+    "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
+    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
+    "seconds": Column("total s", 1, "lower", "time of the whole run"),
+}
+DRIFT = (
+    "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
+    "by the reference's on the same labels where there is one, which takes the text's own ups and "
+    "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
+    "tables is the ratio in the last quarter of the labels by that in the first. An error that is "
+    "compounded climbs in both."
+)
+RECALL = (
+    "Labels that end a bigram which the text had before, by how far back that was last, in cache "
+    "sizes, and those whose bigram is new (Arora et al. 2023). Who has the place in sight can copy "
+    "what followed; perplexity over all labels hides who has lost it. Beyond C nobody has."
+)
+TOTAL_TIME = (
+    "Every method made to step token by token, as it does when it generates (the paper's figure "
+    "3); a point is one cache size. To the lower left is better."
+)
+TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
+
+
+class Perplexity(Evaluation):
+    settings = PerplexitySettings
+    run = staticmethod(perplexity)
+    heading = "Perplexity"
+    about = (
+        "exp(mean loss) over the same labels for every method at one cache size, after a first "
+        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows of "
+        "equal sinks: recompute and window keep none unless asked to."
+    )
+    in_summary = ("perplexity", "ratio", "drift")
+    columns = COLUMNS
+    more_columns = MORE_COLUMNS
+    row_fields = (("segments", list[dict[str, float]]),)
+    row_options = (("bigrams", list[dict[str, float | None]]),)
+    above_0 = ("num_labels", "perplexity", "ratio", "seconds")
+    settings_read = ("corpus", "reference", "stepwise")
+
+    def check(self, document: Document) -> None:
+        judged, reference = _judged(document), document["settings"]["reference"]
+        of_ratio = {"ratio", "ratio_low", "ratio_high"}
+        of_row = {"high"} | (of_ratio if reference else set())
+        of_slice = {"from", "to", "num_labels", "perplexity", "low", "high", *of_row}
+        for row in document["rows"]:
+            has_ratio, slices = of_ratio & row.keys(), row.get("bigrams") or []
+            _check_names("rows", [row], of_row | (of_ratio if has_ratio else set()))
+            _check_names("rows.segments", row["segments"] or [{}], {"end", judged})
+            _check_names("rows.bigrams", slices, of_slice)
+            filled = [one for one in slices if one[judged] is not None]
+            figures = [row["ratio"]] if has_ratio else []
+            figures += [one[name] for one in row["segments"] for name in ("end", judged)]
+            figures += [one[judged] for one in filled] + [one["num_labels"] for one in filled]
+            if not all(figure is not None and 1e-15 < figure < 1e15 for figure in figures):
+                raise UserError("rows: ratios, segments and bigrams need figures above 0")
+            for one, by in [(x, end) for x in (row, *filled) for end in ("", "ratio_")]:
+                ends = [one.get(f"{by}low"), one.get(f"{by}high")]
+                is_whole = all(end is not None and abs(end) < 1e15 for end in ends)
+                if not (is_whole or ends[1] is None):
+                    raise UserError("rows: an interval needs two finite ends, or none above")
+        all_slices = [row["bigrams"] for row in document["rows"] if row.get("bigrams")]
+        if len({tuple((x["from"], x["to"]) for x in slices) for slices in all_slices}) > 1:
+            raise UserError("rows.bigrams: each row needs the same slices")
+
+    def chosen(self, documents: Documents) -> Documents:
+        """Less those that stepped through a text for their times alone, while another scored more
+        of it.
+        """
+        settings = {name: document["settings"] for name, document in documents.items()}
+        scored = {(s["model"], s["corpus"]) for s in settings.values() if not s["stepwise"]}
+        return {
+            name: documents[name]
+            for name, s in settings.items()
+            if not s["stepwise"] or (s["model"], s["corpus"]) not in scored
+        }
+
+    def title(self, document: Document) -> str:
+        num_labels = document["rows"][0]["num_labels"]
+        return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
+
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.drawing.conclusions import by_size
+
+        rows, reference = document["rows"], document["settings"]["reference"]
+        if len({row["cache_size"] for row in rows}) == 1:
+            return None
+        caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
+        return _by_size(document), caption, by_size(rows, reference)
+
+    def sections(self, documents: Documents) -> list[Section]:
+        from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, tables
+
+        chosen = self.chosen(documents)
+        stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
+        drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
+        recall = Section.of(chosen, "Recall", RECALL, figure, tables, suffix="-recall")
+        title = "Perplexity against total time"
+        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
+        return [*super().sections(chosen), drift, recall, timed]
+
+    def _drift(self, document: Document) -> Drawing | None:
+        from kvalign.eval.drawing.conclusions import by_drift
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        settings, judged = document["settings"], _judged(document)
+        points = [
+            row | {"end": segment["end"], "y": segment[judged]}
+            for row in document["rows"]
+            if len(row["segments"]) > 1
+            for segment in row["segments"]
+        ]
+        if not points:
+            return None
+        reference = settings["reference"]
+        x, y = "cache sizes since it filled", "perplexity"
+        y += f" by {reference}'s" if reference else ""
+        panels = panels_by("cache_size", points, "C = ", "end", "y")
+        figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+        caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+        rows = [row for row in document["rows"] if row["method"] != reference]
+        return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
+
+    def _by_time(self, document: Document) -> Drawing:
+        from kvalign.eval.drawing.conclusions import by_time
+        from kvalign.eval.drawing.plots import draw, series, with_intervals
+
+        title, rows = self.title(document), document["rows"]
+        lines = with_intervals(series(rows, "seconds", "perplexity"), rows)
+        x, y = "total time, s", "perplexity (lower is better)"
+        figure = draw({title: lines}, x=x, y=y, log_x=True, log_y=True)
+        caption = f"Perplexity against total time: {title}; {_bars(document)}"
+        return figure, caption, by_time(rows)
+
+    def _time_tables(self, document: Document) -> list[Table]:
+        from kvalign.eval.protocol.tables import tables_by_cache
+
+        reference = document["settings"]["reference"]
+        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS, reference)
+
+
+def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
+    if any(needed - one.keys() for one in found):
+        raise UserError(f"{where}: each needs {' and '.join(sorted(needed))}")
+
+
+def _bars(document: Document) -> str:
+    """What the whiskers of its perplexities are."""
+    reference = document["settings"]["reference"]
+    if any(row["high"] is None for row in document["rows"]):
+        return "no bars: too few labels"
+    return "bars: 95 %" + (
+        f" of the ratio to {reference}'s, not of each by itself" if reference else ""
+    )
+
+
+def _judged(document: Document) -> str:
+    """What tells of drift: the ratio where there is a reference."""
+    return "ratio" if document["settings"]["reference"] else "perplexity"
+
+
+def _by_size(document: Document) -> Figure:
+    """Perplexity (log scale) against cache size, a line with intervals a method."""
+    from kvalign.eval.drawing.plots import draw, series, with_intervals
+
+    rows = document["rows"]
+    lines = with_intervals(series(rows, "cache_size", "perplexity"), rows)
+    x, y = "cache size (entries)", "perplexity (lower is better)"
+    return draw(
+        {f"{EVALUATION.title(document)}\n{_bars(document)}": lines},
+        x=x,
+        y=y,
+        doubling_x=True,
+        log_y=True,
+    )
+
+
+EVALUATION = Perplexity()

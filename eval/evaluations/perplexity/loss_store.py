@@ -1,0 +1,112 @@
+"""A folder that keeps the loss of every scored token, one Parquet file for each method and size.
+
+A file is named by everything that its numbers depend on, so a run takes from the folder what an
+earlier one has left there, however that ended. A longer run serves a shorter one.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import checked, write_whole
+from kvalign.methods.base import Method
+from kvalign.streaming.health import MOST_LOSS
+
+
+class _Metadata(BaseModel):
+    """What is written into the Parquet file beside its columns."""
+
+    key: dict[str, Any]
+    seconds: float
+
+
+def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
+    """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
+
+    Raises:
+        UserError: a file of that name which is damaged or of another key.
+    """
+    path = _path(folder, key)
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
+        tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
+        if not (nll.double().abs() <= MOST_LOSS).all():
+            raise ValueError("its losses are no numbers, or no model's")
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it") from error
+    if metadata.key != json.loads(json.dumps(key)):
+        raise UserError(f"{path} holds other figures: delete it")
+    common = min(len(tokens), len(labels))
+    if not torch.equal(tokens[:common], labels[:common].cpu()):
+        return None  # another text with the same beginning
+    return (nll[: len(labels)], metadata.seconds) if common == len(labels) else None
+
+
+def write_losses(
+    folder: Path, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float
+) -> None:
+    """Keep the losses of labels [N] and the labels themselves."""
+    path = _path(folder, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {"token": labels.cpu().numpy(), "nll_nats": nll.float().cpu().numpy()},
+        metadata={b"kvalign": json.dumps({"key": key, "seconds": seconds}).encode()},
+    )
+    write_whole(path, lambda partial: pq.write_table(table, partial, write_page_checksum=True))
+
+
+def about_kept(folder: Path | None) -> str:
+    """What a folder has for an interrupted run."""
+    num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
+    return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""
+
+
+def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
+    """What the losses of `method` on ids [1, N] depend on."""
+    model = method.model
+    weight = model.get_input_embeddings().weight
+    weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
+    aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
+    # What was not there before is left out where it says nothing, so that older files still serve.
+    if sizes["realign_every"] == 1:
+        del sizes["realign_every"]
+    if method.sizes.is_oldest:
+        for name in ("policy", "num_recent", "positions"):
+            del sizes[name]
+    return {
+        "method": method.name,
+        "aligner": aligner and aligner.label,  # not its name, which depends on those beside it
+        **sizes,
+        "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
+        "model_type": method.spec.model_type,
+        "model_sha256": _digest(weights),
+        "dtype": str(model.dtype),
+        "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
+        "stepwise": stepwise,
+    }
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _path(folder: Path, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    sizes = f"C{key['cache_size']}-s{key['num_sinks']}-k{key['num_evicted']}"
+    label = "-".join(filter(None, (key["method"], key["aligner"])))
+    return folder / f"{label}-{sizes}-{digest}.parquet"

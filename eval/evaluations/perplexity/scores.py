@@ -1,0 +1,146 @@
+"""The losses of every method on the same labels, and the figures that are made of them."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
+from kvalign.eval.evaluations.perplexity.bigrams import distances, slices
+from kvalign.eval.evaluations.perplexity.loss_store import key_of, read_losses, write_losses
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import in_turn, sizes_of
+from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.methods.base import Method
+from kvalign.models.architectures import LoadedModel
+from kvalign.models.opening import begun, opening_ids
+from kvalign.streaming.health import check_losses
+from kvalign.streaming.scoring import score, score_stepwise
+
+
+def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
+    """The first tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 of the largest
+    cache, on the model's device. What the tokenizer puts before a text, as a sink token, takes the
+    place of the first of them, so that models with and without one have the same labels.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    progress.phase(f"reading {settings.corpus}")
+    ids: list[int] = []
+    largest, num_labels = max(settings.cache_sizes), settings.num_tokens
+    num_ids = largest + 1 + num_labels
+    for piece in token_pieces(settings.corpus, loaded.tokenizer, "test"):
+        ids += piece
+        if len(ids) >= num_ids:
+            tokens = torch.tensor([ids[:num_ids]], device=loaded.model.device)
+            return begun(tokens, opening_ids(loaded.tokenizer))
+    most = len(ids) - largest - 1
+    smaller = f"--num-tokens {most} at most" if most > 0 else "smaller --cache-sizes"
+    raise UserError(
+        f"corpus {settings.corpus!r} is too short: it has {len(ids)} tokens, {num_ids} are needed "
+        f"for --num-tokens {num_labels} after a first input of {largest + 1} (--cache-sizes "
+        f"{largest}): name a longer text, or {smaller}"
+    )
+
+
+def score_methods(
+    methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
+) -> list[Row]:
+    """A row for each method, of the losses of the `num_tokens` labels that follow its first input
+    in ids [1, N] int64.
+    """
+    rows, losses, num_labels = [], [], settings.num_tokens
+    score_with = score_stepwise if settings.stepwise else score
+    for method, bar in in_turn(methods, num_labels, "labels"):
+        scored = ids[:, : method.sizes.first_input_len + num_labels]
+        labels, key = scored[0, -num_labels:], key_of(method, scored, settings.stepwise)
+        if settings.keep and (kept := read_losses(settings.keep, key, labels)):
+            nll, seconds = kept
+            bar.skip(num_labels)
+        else:
+            start = time.perf_counter()
+            nll = score_with(method, scored, bar.update)
+            seconds = time.perf_counter() - start
+            check_losses(nll, method)
+            if settings.keep:
+                write_losses(settings.keep, key, labels, nll, seconds)
+        losses.append(nll.cpu())
+        rows.append(_row(method, losses[-1], seconds))
+    if settings.reference:
+        compare(rows, losses, settings.reference)
+    slice_bigrams(rows, losses, ids[0].tolist(), settings.reference)
+    return rows
+
+
+def _row(method: Method, nll: Tensor, seconds: float) -> Row:
+    mean = nll.double().mean().item()
+    low, high = interval(nll)
+    return {
+        **sizes_of(method),
+        "num_labels": len(nll),
+        "nll_nats": mean,
+        "perplexity": math.exp(mean),
+        "low": low,
+        "high": high,
+        "quarters": by_quarter(nll),
+        "segments": by_segment(nll, method.sizes.cache_size),
+        "seconds": seconds,
+    }
+
+
+def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
+    """Add to each row how its losses [N] compare with those of the reference of the same sizes, or
+    of the same cache if there is none: ratio, its interval, drift, and the ratio of each segment.
+    """
+    for row, nll in zip(rows, losses, strict=True):
+        size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
+        quarters = by_quarter(difference)
+        low, high = interval(difference)
+        row |= {
+            "ratio": math.exp(difference.double().mean().item()),
+            "ratio_low": low,
+            "ratio_high": high,
+            "drift": quarters[-1] / quarters[0],
+        }
+        for segment, other in zip(row["segments"], by_segment(difference, size), strict=True):
+            segment["ratio"] = other["perplexity"]
+
+
+_OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions")
+
+
+def slice_bigrams(
+    rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
+) -> None:
+    """Add `bigrams` to each row, the slices of its losses [N], which follow a first input of C + 1
+    ids; with a reference each has its ratio and the ends of that, too.
+    """
+    far = distances(ids)
+    for row, nll in zip(rows, losses, strict=True):
+        size = row["cache_size"]
+        of_labels = far[size + 1 :][: len(nll)]
+        row["bigrams"] = slices(nll, of_labels, size)
+        if reference is None:
+            continue
+        difference = nll - _base(row, rows, losses, reference)
+        for one, other in zip(row["bigrams"], slices(difference, of_labels, size), strict=True):
+            names = {"ratio": "perplexity", "ratio_low": "low", "ratio_high": "high"}
+            one |= {name: other[of] for name, of in names.items()}
+
+
+def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
+    """The reference's losses that a row is compared with: of its first sinks and policy, those of
+    as many evicted at once if there are.
+    """
+    bases, size = zip(rows, losses, strict=True), row["cache_size"]
+    same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
+    first = [same[0][0].get(name) for name in _OF_REFERENCE]
+    same = [(r, x) for r, x in same if [r.get(name) for name in _OF_REFERENCE] == first]
+    closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
+    return closest[0]

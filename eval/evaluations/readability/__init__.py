@@ -1,0 +1,263 @@
+"""What streaming methods write, and how it reads: one passage for each prompt, method and setting;
+or how texts read that are written already, by any program.
+
+All methods start from the same prompts with the same seed of the draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Panel,
+    Passage,
+    Piece,
+    Plot,
+    Row,
+    Section,
+)
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import flag, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.architectures import LoadedModel
+
+NAME = "readability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadabilitySettings(WritingSettings):
+    """Let methods continue prompts, or take texts that are written, and judge them: dictionary
+    words in chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself.
+    Writes a page, report.html, with each chunk green or red, and strips of them as PNG and SVG.
+
+    Example:
+        kvalign eval readability --cache-sizes 32 --max-new-tokens 40
+    """
+
+    text: tuple[str, ...] | None = option(
+        None, help="text files to judge, comma-separated, by whatever written; no model is loaded"
+    )
+    num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
+    no_repeat_ngram_sizes: tuple[int, ...] = option(
+        (0, 2),
+        help="never repeat an n-gram of this many tokens of the model, a run each; 0: off",
+        at_least=0,
+    )
+    out: Path | None = option(
+        None,
+        help="folder for the page, its figures and the results (default: readability, or "
+        "readability-2, ... where that is taken; with --json none)",
+        writes="folder",
+    )
+    open: bool = option(False, help="open the page in a browser")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        idle = self.changed().keys() - {"text", "rule", "out", "open"}
+        if self.text and idle:
+            flags = ", ".join(sorted(map(flag, idle)))
+            raise UserError(f"--text judges what is written: {flags} would have no effect")
+
+
+@keywords_of(ReadabilitySettings)
+@progress.shown_as("eval readability")
+def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method continue every prompt, and measure the passages; or measure texts. Writes a
+    page if `out` names a folder for it.
+
+    Returns:
+        A document with `prompts` (the texts continued), `rule` (name, about), `word_list` (name,
+        num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), and the
+        measures of `kvalign.eval.judging.fluency.judge`; of a text its name is the method, and what
+        only a model that wrote it can have is None or missing.
+
+    Raises:
+        UserError: `out` has results already; a text that cannot be read.
+    """
+    from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
+    from kvalign.eval.evaluations.readability.written_texts import TextSettings, of_texts
+
+    out = settings.out or (free_folder() if settings.open else None)
+    in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
+    texts = TextSettings(text=settings.text, rule=settings.rule) if settings.text else None
+    if out and not is_free(out, NAME, (texts or settings).command_line(f"eval {NAME}")):
+        raise UserError(f"{out} has results of {NAME} already: name another --out")
+    document = of_texts(texts) if texts else _of_methods(settings, loaded)
+    if out:
+        write_page(document, out, NAME, in_browser)
+    return document
+
+
+def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
+    from kvalign.data_gen.prompts import conversations
+    from kvalign.eval.judging.fluency import judge
+    from kvalign.eval.judging.rules import RULES
+    from kvalign.eval.judging.words import load_words
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
+    from kvalign.streaming.text_stream import TextStream
+
+    started = time.perf_counter()
+    prompts = [turns[0] for turns in conversations(settings.prompts)]
+    prompts = settings.first(prompts, "num_prompts")
+    words, rule = load_words(), RULES[settings.rule]
+    settings, loaded = load(settings, loaded)
+    runs = list(itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts))))
+    num_tokens = len(runs) * settings.max_new_tokens
+    rows = []
+    for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "tokens"):
+        for ngram, number in runs:
+            sampling = settings.sampling(no_repeat_ngram_size=ngram)
+            stream = TextStream(loaded.tokenizer, method, sampling)
+            stream.feed(prompts[number])
+            prompt_ids, before = list(stream.ids), bar.n
+            for _ in stream:
+                bar.update(before + len(stream.token_ids) - bar.n)
+            bar.update(before + settings.max_new_tokens - bar.n)
+            rows.append(
+                sizes_of(method)
+                | {"no_repeat_ngram_size": ngram, "prompt": number}
+                | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
+            )
+    more = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
+    return document("eval readability", settings, rows, started=started, **more)
+
+
+CHUNK = tuple[int, int, int, int, bool]  # start, end, tokens, tokens known, readable
+COLUMNS = {
+    "no_repeat_ngram_size": Column(
+        "no repeated n-gram", about="of the model's tokens", is_optional=True, is_key=True
+    ),
+    "num_readable": Column("readable chunks", is_optional=True),
+    "num_chunks": Column("chunks", is_optional=True, weight=2),
+    **MEAN_COLUMNS,
+}
+ABOUT_TEXTS = (
+    "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
+    "repetition, of 4-grams of words, stands beside it."
+)
+
+
+class Readability(JudgedText):
+    by = ("no_repeat_ngram_size",)
+    settings = ReadabilitySettings
+    run = staticmethod(readability)
+    heading = "Readability"
+    about = (
+        "Every method continues the same prompts with the same seed. The rule counts words and no "
+        "sense, so repetition, of 4-grams of words, stands beside it; the n-grams that a run never "
+        "repeats are of the model's tokens. Means over the prompts; the passages are below."
+    )
+    in_summary = ("readable", "repetition")
+    columns = COLUMNS
+    row_fields = (
+        ("prompt", int),
+        ("text", str),
+        ("chunks", list[CHUNK]),
+        *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
+    )
+    row_options = (("num_chunks", int), ("no_repeat_ngram_size", int))
+    document_fields = (("prompts", list[str]), *JUDGED_BY)
+
+    def check(self, document: Document) -> None:
+        if not all(0 <= row["prompt"] < len(document["prompts"]) for row in document["rows"]):
+            raise UserError("rows.prompt: must be the index of one of `prompts`")
+
+    def chosen(self, documents: Documents) -> Documents:
+        """Less those of texts, which no method here has written."""
+        return {name: one for name, one in documents.items() if one["settings"]["model"]}
+
+    def about_one(self, document: Document) -> str:
+        return self.about if document["settings"]["model"] else ABOUT_TEXTS
+
+    def rows(self, document: Document) -> list[Row]:
+        return super().rows(document) if document["settings"]["model"] else document["rows"]
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Those of the first n-gram rule."""
+        first = document["rows"][0]["no_repeat_ngram_size"]
+        return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
+
+    def sections(self, documents: Documents) -> list[Section]:
+        """One, with a figure for each cache size and prompt: the strips of all methods."""
+        from kvalign.eval.evaluations.readability.strips import figures
+
+        plots = [
+            Plot(f"{name}{ending}", *drawn)
+            for name, document in documents.items()
+            for ending, drawn in figures(document).items()
+        ]
+        return [dataclasses.replace(one, plots=plots) for one in super().sections(documents)]
+
+    def panels(self, document: Document) -> list[Panel]:
+        """One for each cache size, n-gram rule and prompt; texts share one."""
+        from kvalign.eval.protocol.tables import grouped
+
+        model, same = document["settings"]["model"], ("cache_size", *self.by, "prompt")
+        groups = grouped(document["rows"], itemgetter(*same))
+        return [
+            Panel(
+                f"{model}, C = {cache_size}, prompt {prompt + 1}{setting_of(ngram)}"
+                if model
+                else "texts",
+                document["prompts"][prompt],
+                _passages(rows),
+            )
+            for (cache_size, ngram, prompt), rows in groups.items()
+        ]
+
+    def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
+        """With a folder for the page."""
+        from kvalign.eval.evaluations.readability.page import free_folder
+
+        return dataclasses.replace(settings, out=settings.out or free_folder())
+
+    def show(self, document: Document, settings: ReadabilitySettings) -> None:
+        """The passages in colour, where they can be seen; the tables; where the page is."""
+        from kvalign.eval.report.page import PAGE
+        from kvalign.eval.report.terminal import print_passages
+
+        print_passages(self.panels(document))
+        super().show(document, settings)
+        print(f"report: {settings.out and settings.out / PAGE}")
+
+
+def setting_of(ngram: int | None) -> str:
+    """What the title of passages says of the n-gram rule they were drawn by."""
+    return f", no repeated {ngram}-gram" if ngram else ""
+
+
+def _passages(rows: list[Row]) -> list[Passage]:
+    """Those of rows side by side, called by their methods alone where these differ."""
+    from kvalign.eval.protocol.tables import label_of, method_name
+
+    names = [method_name(row) for row in rows]
+    if len(set(names)) < len(names):
+        names = [label_of(row) for row in rows]
+    return [_passage(row, name, label_of(row)) for row, name in zip(rows, names, strict=True)]
+
+
+def _passage(row: Row, name: str, label: str) -> Passage:
+    text, chunks = row["text"], row["chunks"]
+    starts = [*(chunk[0] for chunk in chunks), len(text)]  # a piece reaches to the next one's start
+    if chunks and chunks[-1][1] < len(text.rstrip()):  # the rule judges whole chunks alone
+        starts[-1] = chunks[-1][1]
+    spans = zip(chunks, itertools.pairwise(starts), strict=True)
+    pieces = [Piece(text[start:end], *chunk[2:]) for chunk, (start, end) in spans]
+    head, tail = text[: starts[0]], text[starts[-1] :]
+    return Passage(name, label, row["readable"], head, pieces, tail)
+
+
+EVALUATION = Readability()

@@ -1,0 +1,182 @@
+"""Recall: facts in an endless stream, and questions for what a key was given last.
+
+    k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
+
+The stream of `kvalign.data_gen.facts`, for the models that were trained on it (`recall-gpt2`,
+`recall-llama`; `kvalign pretrain --corpus recall` makes more). An answer is one token, and right if
+it is the most likely one. What counts is the distance of the fact: the tokens from it to the
+question. Up to C it lies in the cache of a method that keeps the last C entries; beyond it is
+forgotten, and one answer in eight is right by chance. Questions whose answer was told a second
+time, by an answer since, are not counted.
+
+Perplexity hides what this shows: how much of a cache a method can read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
+from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_HELD, MOST_SEED, keywords_of, option
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.models.architectures import LoadedModel
+
+
+MOST_STREAMS = 2**12  # each is made token by token
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallSettings(ComparisonSettings):
+    """Ask for facts of an endless stream: how much of its cache a method can read.
+
+    Example:
+        kvalign eval recall --cache-sizes 32 --num-questions 20
+    """
+
+    model: str = option(
+        "recall-gpt2", help="recall-gpt2, recall-llama, or the folder of a model trained likewise"
+    )
+    num_questions: int = option(
+        2000,
+        help="questions for each quarter of the cache, and beyond it",
+        at_least=1,
+        at_most=MOST_HELD,
+    )
+    seed: int = option(
+        1, help="seed of the stream, the same for each method", at_least=0, at_most=MOST_SEED
+    )
+    num_streams: int = option(
+        1,
+        help="streams side by side, each with its part of the questions: faster for what steps",
+        at_least=1,
+        at_most=MOST_STREAMS,
+    )
+    relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
+    plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_plot(self.plot)
+        if (least := min(self.cache_sizes)) < len(QUARTERS):
+            raise UserError(
+                f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
+                f"of a cache, got {least}"
+            )
+
+
+@keywords_of(RecallSettings)
+@progress.shown_as("eval recall")
+def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method read the same streams at a cache size, and count right answers by distance.
+
+    Returns:
+        A document whose rows have the sizes, `COLUMNS`, each with the ends of its 95 % interval
+        (NAME_low, NAME_high), num_questions, seconds.
+
+    Raises:
+        UserError: a model that was not trained on such streams.
+    """
+    from kvalign.eval.evaluations.recall.scores import check_words, read_stream, score_method
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    check_words(loaded)
+    methods = make_grid(settings, loaded.model)
+    progress.phase("making the streams")
+    sizes = dict.fromkeys(settings.cache_sizes)
+    streams = {size: read_stream(size, settings, loaded.model.device) for size in sizes}
+    longest = max(stream.ages.numel() for stream in streams.values())
+    rows = []
+    for method, bar in in_turn(methods, longest, "tokens"):
+        stream = streams[method.sizes.cache_size]
+        rows.append(score_method(method, stream, bar.update))
+        bar.skip(longest - stream.ages.numel())
+    result = document("eval recall", settings, rows, started=started)
+    if settings.plot:
+        from kvalign.eval.drawing.plots import save
+
+        save(_by_distance(result), settings.plot)
+    return result
+
+
+QUARTERS = ("newest", "second", "third", "oldest")
+"""The parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
+BEYOND = "beyond"
+"""Distances above C, up to 3 C / 2."""
+MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
+"""Where a part is drawn: its distance over C."""
+
+
+def _share(
+    name: str, title: str, distances: str, weight: int, better: Literal["higher", ""] = "higher"
+) -> Column:
+    about = f"right answers by questions at distances {distances}; 95 %, Wilson"
+    return Column(title, 3, better, about, ends=(f"{name}_low", f"{name}_high"), weight=weight)
+
+
+COLUMNS = {
+    "accuracy": _share("accuracy", "recall", "up to C", 6),
+    "newest": _share("newest", "newest quarter", "up to C / 4", 2),
+    "second": _share("second", "second", "above that, up to C / 2", 2),
+    "third": _share("third", "third", "above that, up to 3 C / 4", 2),
+    "oldest": _share("oldest", "oldest quarter", "above that, up to C", 5),
+    BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
+}
+MORE_COLUMNS = {
+    f"{name}_{end}": Column(f"{column.title} {word}", 3, about="Wilson")
+    for name, column in COLUMNS.items()
+    for end, word in (("low", "from"), ("high", "to"))
+}
+
+
+class Recall(Evaluation):
+    settings = RecallSettings
+    run = staticmethod(recall)
+    heading = "Recall"
+    about = (
+        "A stream of facts (key k now has value v) and of questions for the value that a key was "
+        "given last, by a model trained to answer them; one answer in eight is right by chance. A "
+        "cache of C entries holds facts up to C tokens back, and as many less as it has sinks. "
+        "Columns are shares of right answers by the quarter in which the fact lies."
+    )
+    in_summary = ("accuracy", "oldest")
+    columns = COLUMNS
+    more_columns = MORE_COLUMNS
+    settings_read = ("relative_to_cache",)
+
+    def figure(self, document: Document) -> Drawing:
+        from kvalign.eval.drawing.conclusions import recalled
+
+        caption = f"Right answers against the distance of the fact: {self.title(document)}"
+        return _by_distance(document), f"{caption}; bars: 95 %", recalled(document["rows"])
+
+
+def _by_distance(document: Document) -> Figure:
+    """Accuracy against distance: a panel for each cache size, a line with intervals a method."""
+    from kvalign.eval.drawing.plots import draw, panels_by
+
+    relative = document["settings"]["relative_to_cache"]
+    points = [
+        row
+        | {"distance": middle * (1 if relative else row["cache_size"]), "right": row[part]}
+        | {"low": row[f"{part}_low"], "high": row[f"{part}_high"]}
+        for row in document["rows"]
+        for part, middle in MIDDLES.items()
+    ]
+    panels = panels_by("cache_size", points, "C = ", "distance", "right", "high", "low")
+    x = "distance of the fact" + (" over C" if relative else ", tokens")
+    return draw(panels, x=x, y="right answers")
+
+
+EVALUATION = Recall()

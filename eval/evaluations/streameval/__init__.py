@@ -1,0 +1,152 @@
+"""StreamEval: values registered in an endless text, each asked for some lines later.
+
+    line 9: REGISTER_CONTENT is <48213>
+    line 10: REGISTER_CONTENT is <70125>
+    What is the REGISTER_CONTENT of line 8? <31744>
+    line 11: REGISTER_CONTENT is <96581>
+
+After StreamingLLM (Xiao et al. 2024, figures 8 and 9, table 7), whose authors released neither
+texts nor code; the form is that of LongEval's line retrieval (Li et al. 2023).
+
+An answer is the number and its `>`. It is scored by teacher forcing: each of its tokens is compared
+with the most likely one given the right tokens before it. All are right if and only if greedy
+decoding writes the answer, so `accuracy` is exact match; the text stays the same for all methods;
+and the NLL of the answer grades models that never write it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, Row
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import MOST_HELD, MOST_SEED, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.architectures import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamEvalSettings(ComparisonSettings):
+    """Ask for values registered some lines back in an endless stream: how far back a method, and
+    the model itself, can read.
+
+    Example:
+        kvalign eval streameval --num-lines 20 --distances 0,5
+    """
+
+    distances: tuple[int, ...] = option(
+        (0, 5, 10, 20, 40),
+        help="lines back to ask for, a row each, comma-separated; 0: the latest line",
+        at_least=0,
+    )
+    num_lines: int = option(
+        200, help="lines of the stream, a value each", at_least=1, at_most=MOST_HELD
+    )
+    query_every: int = option(10, help="lines from one query to the next", at_least=1)
+    seed: int = option(
+        0,
+        help="seed of the values, the same for each method and distance",
+        at_least=0,
+        at_most=MOST_SEED,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        last = self.num_lines - self.num_lines % self.query_every
+        if last <= max(self.distances):
+            raise UserError(
+                f"--num-lines {self.num_lines} and --query-every {self.query_every} put the last "
+                f"query after line {last}, which must exceed the largest of --distances "
+                f"({max(self.distances)}): raise --num-lines"
+            )
+
+
+@keywords_of(StreamEvalSettings)
+@progress.shown_as("eval streameval")
+def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method read one stream a distance, and score its answers.
+
+    Returns:
+        A document whose rows have the sizes, `COLUMNS` (means over the queries: distance_tokens
+        from the value's end to its answer, in_cache if its line is wholly seen by the step that
+        begins the answer, answer_nll_nats of an answer), num_queries, seconds.
+
+    Raises:
+        UserError: a stream too long for a method that does not evict.
+    """
+    from kvalign.eval.evaluations.streameval.scores import (
+        check_fits,
+        encode,
+        num_queries,
+        pieces,
+        score,
+    )
+    from kvalign.eval.protocol.document import document
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    texts = (
+        pieces(settings.num_lines, settings.query_every, distance, settings.seed)
+        for distance in dict.fromkeys(settings.distances)
+    )
+    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
+    for method in methods:
+        check_fits(method, streams)
+    num_all = sum(map(num_queries, streams))
+    rows = [
+        score(method, stream, bar.update)
+        for method, bar in in_turn(methods, num_all, "queries")
+        for stream in streams
+    ]
+    return document("eval streameval", settings, rows, started=started)
+
+
+COLUMNS = {
+    "distance_lines": Column("lines back", weight=6, is_key=True),
+    "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
+    # No merit as long as no answer is right: it is low for what guesses digits well.
+    "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
+    "in_cache": Column("in cache", 2, about="share of queries whose line is still kept"),
+    "distance_tokens": Column("tokens back", 1, about="from the value to its answer"),
+}
+
+
+class StreamEval(Evaluation):
+    settings = StreamEvalSettings
+    run = staticmethod(streameval)
+    heading = "StreamEval"
+    about = (
+        "Lines that register a number, and every few lines a query for the one some lines back. "
+        "An answer is right if greedy decoding gives it exactly; its loss tells models that cannot "
+        "do it apart. What is no longer in the cache cannot be answered by any method."
+    )
+    in_summary = ("accuracy", "answer_nll_nats")
+    columns = COLUMNS
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """Means over the distances."""
+        from kvalign.eval.protocol.tables import means
+
+        return means(document["rows"], self.in_summary)
+
+    def figure(self, document: Document) -> Drawing | None:
+        from kvalign.eval.drawing.conclusions import answers
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        title, rows = self.title(document), document["rows"]
+        x, y = "distance_lines", "answer_nll_nats"
+        if len({row[x] for row in rows}) == 1:
+            return None
+        panels = panels_by("cache_size", rows, f"{title}, C = ", x, y)
+        figure = draw(panels, x="lines back", y="loss of the right answer, nats")
+        return figure, f"Loss of the right answer against distance: {title}", answers(rows)
+
+
+EVALUATION = StreamEval()

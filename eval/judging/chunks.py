@@ -1,0 +1,101 @@
+"""How a passage reads: the paper's rule for chunks of words, and what that rule does not see.
+
+The paper (KV-Align 2024) cuts a passage into chunks of 10 NLTK tokens and calls a chunk readable
+if at least half of them are dictionary words or end a sentence. Text that repeats one word for
+ever passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
+2020).
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from nltk.stem.snowball import SnowballStemmer
+
+from kvalign.eval.judging.rules import Rule
+from kvalign.eval.judging.word_tokens import token_spans
+
+CHUNK_LEN = 10  # NLTK tokens
+MAX_PHRASE_LEN = 4  # tokens of a phrase that may run
+
+_STEM = functools.lru_cache(maxsize=2**16)(SnowballStemmer("english").stem)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a passage: text[start:end], and how many of its tokens the rule knows."""
+
+    start: int
+    end: int
+    num_tokens: int
+    num_known: int
+
+    @property
+    def is_readable(self) -> bool:
+        return 2 * self.num_known >= self.num_tokens
+
+
+def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
+    """Whether a token, lower-cased, or its Snowball stem is a word, or it is one of the rule's
+    marks.
+    """
+    token = token.lower()
+    return token in rule.marks or token in words or _STEM(token) in words
+
+
+def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
+    """A passage in chunks of 10 tokens; what is left over at its end is one more, or none if the
+    rule says so.
+    """
+    spans = [(*span, is_known(text[slice(*span)], words, rule)) for span in token_spans(text)]
+    num_judged = len(spans) if rule.judges_rest else len(spans) // CHUNK_LEN * CHUNK_LEN
+    parts = [spans[i : i + CHUNK_LEN] for i in range(0, num_judged, CHUNK_LEN)]
+    return [
+        Chunk(part[0][0], part[-1][1], len(part), sum(known for *_, known in part))
+        for part in parts
+    ]
+
+
+def distinct(tokens: Sequence[str], n: int) -> float:
+    """Distinct n-grams by all n-grams: 1 where nothing repeats, and for a text without any."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def longest_run(tokens: Sequence[str]) -> int:
+    """Tokens of the longest stretch that only repeats a phrase of at most 4 tokens, said at least
+    twice; 0: no phrase follows itself.
+    """
+    longest = 0
+    for period in range(1, MAX_PHRASE_LEN + 1):
+        same = 0
+        for i in range(period, len(tokens)):
+            same = same + 1 if tokens[i] == tokens[i - period] else 0
+            if same >= period:
+                longest = max(longest, same + period)
+    return longest
+
+
+def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
+    """A passage and how it reads.
+
+    Returns:
+        num_chunks, num_readable (chunks), readable (their share), distinct_1, distinct_2,
+        repetition (share of 4-grams that occurred before), longest_run, text, and chunks: lists of
+        start and end in the text, tokens, tokens known, and whether the chunk is readable.
+    """
+    pieces = chunks(text, words, rule)
+    tokens = [text[start:end].lower() for start, end in token_spans(text)]
+    num_readable = sum(chunk.is_readable for chunk in pieces)
+    return {
+        "num_chunks": len(pieces),
+        "num_readable": num_readable,
+        "readable": num_readable / len(pieces) if pieces else 0.0,
+        "distinct_1": distinct(tokens, 1),
+        "distinct_2": distinct(tokens, 2),
+        "repetition": 1 - distinct(tokens, 4),
+        "longest_run": longest_run(tokens),
+        "text": text,
+        "chunks": [[*astuple(chunk), chunk.is_readable] for chunk in pieces],
+    }

@@ -1,0 +1,125 @@
+"""What the evaluations of text share: how methods write, by which rule it is judged, and the
+columns of that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.protocol.evaluation import Column, Document, Documents, Evaluation, Row, Section
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.verdicts import share_interval
+from kvalign.foundation.settings import MOST_SEED, flag, option
+
+if TYPE_CHECKING:
+    from kvalign.streaming.sampling import Sampling
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingSettings(ComparisonSettings):
+    """Base of the settings of the evaluations of what methods write: how, and how it is judged."""
+
+    prompts: str = option("own", help="what to continue: own, mt-bench, or a .jsonl file of turns")
+    max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
+    top_k: int = option(
+        20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
+    )
+    rule: str = option(
+        "paper",
+        help="what is readable: the paper's text, or what its authors ran (a comma counts, a last "
+        "chunk of fewer than 10 tokens does not)",
+        choices=tuple(RULES),
+    )
+    seed: int = option(
+        0, help="seed of the draws, the same for each method", at_least=0, at_most=MOST_SEED
+    )
+
+    def first(self, texts: Sequence[str], name: str) -> list[str]:
+        """The first of the prompts or turns, as many as the setting of that name says; a warning
+        where there are fewer.
+        """
+        wanted = getattr(self, name)
+        if len(texts) < wanted:
+            log.warning(
+                "%s %d: %s has %d, all are taken", flag(name), wanted, self.prompts, len(texts)
+            )
+        return list(texts[:wanted])
+
+    def sampling(self, **more: Any) -> Sampling:
+        from kvalign.streaming.sampling import Sampling
+
+        same = {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "seed")}
+        return Sampling(**same, **more)
+
+
+MEASURES = {
+    "readable": Column(
+        "readable",
+        3,
+        "higher",
+        "share of chunks, half of whose tokens are words; 95 %, chunks taken as independent",
+        ends=("readable_low", "readable_high"),
+        weight=4,
+    ),
+    "distinct_1": Column("distinct-1", 3, about="different words by all words"),
+    "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
+    "repetition": Column(
+        "repetition", 3, "lower", "share of 4-grams of words that were there before", weight=3
+    ),
+    "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
+    "dense_perplexity": Column(
+        "dense perplexity", 1, about="under the model, nothing evicted", is_optional=True, weight=2
+    ),
+}
+MEAN_COLUMNS = {"num_passages": Column("passages", is_optional=True, weight=0), **MEASURES}
+COUNTS = ("num_readable", "num_chunks")
+JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
+
+
+class JudgedText(Evaluation):
+    """Base of the evaluations of what methods write: tables have the means over all passages that
+    are alike in `by`.
+    """
+
+    by: ClassVar[tuple[str, ...]] = ()
+
+    def title(self, document: Document) -> str:
+        model = document["settings"]["model"]
+        return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
+
+    def about_one(self, document: Document) -> str:
+        """What was done for it."""
+        return self.about
+
+    def rows(self, document: Document) -> list[Row]:
+        from kvalign.eval.protocol.tables import means
+
+        rows = means(document["rows"], MEASURES, self.by, COUNTS)
+        for row in rows:
+            if interval := share_interval(row["readable"], row["num_chunks"]):
+                row["readable_low"], row["readable_high"] = interval
+        return rows
+
+    def sections(self, documents: Documents) -> list[Section]:
+        """As of any evaluation, with the rules and the word lists that the documents used."""
+        lines = [self.about_one(document) for document in documents.values()]
+        lines += [judged_by(document) for document in documents.values()]
+        about = " ".join(dict.fromkeys(lines))
+        return [Section.of(documents, self.heading, about, self.figure, self.tables)]
+
+
+def judged_by(document: Document) -> str:
+    """The rule and the word list of a document, in words."""
+    rule, words = document["rule"], document["word_list"]
+    num_words, sha256 = words.get("num_words"), words.get("sha256")
+    return (
+        f"Rule {rule.get('name')}: {rule.get('about')} Word list: {words.get('name')}, "
+        f"{num_words} words, SHA-256 {sha256}."
+    )

@@ -1,0 +1,71 @@
+"""What counts as an English word: the `words` corpus of NLTK, the same on every machine.
+
+That is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of Basic
+English, capitals and all: no plurals, few inflected forms. It is made of the list in the package
+english-words and of the hundred words in which the two differ, so nothing is fetched; its SHA-256
+is checked, recorded in documents and shown.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from kvalign.foundation.errors import UserError
+
+NAME = "words corpus of NLTK"
+SHA256 = "631329862b26a1b4b11c06245c00be415664637e943f98fa81d93406c6de4c3b"  # of its sorted lines
+_PACKAGE = "english-words==2.0.2"
+
+_ONLY_NLTKS = """
+Ahtena administerd behaviour box colour harbour humour plied plies potatoes stucturelessness
+transvaal
+"""
+_ONLY_THE_PACKAGES = """
+Austria Colleen Massachusetts Transvaal acknowledgement acknowledgment admin administered
+agelast agita alphanumeric amp antidisestablishmentarianism beaut betise bibelot bled
+bohrium booboisie bouleversement caesium cel checkout children congeries cooperate
+doppelganger downlink dubnium dysphemism einsteinium eudemonia fatwa fermium firewall fond
+fug geese hahnium hassium haunted hid hirofumi honcho instantiate joliotium katzenjammer kid
+kurchatovium lawrencium lice lido limo logo lookup meitnerium mendelevium mercury moll
+nielsbohrium nobelium nosh oldie placeholder potage preexist pukka rale redid redone
+relocatable rutherfordium sass seaborgium segue sitzmark software spam spillikin spillover
+structurelessness themself tom trademark unwriteable uplink upload wimp wok workload
+"""
+
+
+@dataclass(frozen=True)
+class WordList:
+    name: str
+    words: frozenset[str]
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the words, sorted, a line each."""
+        return hashlib.sha256(
+            "".join(f"{word}\n" for word in sorted(self.words)).encode()
+        ).hexdigest()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"name": self.name, "num_words": len(self.words), "sha256": self.sha256}
+
+
+@functools.cache
+def load_words() -> WordList:
+    """The word list.
+
+    Raises:
+        UserError: the package english-words is here in a version with other words.
+    """
+    from english_words import get_english_words_set
+
+    packaged = get_english_words_set(["web2"])
+    words = (packaged - set(_ONLY_THE_PACKAGES.split())) | set(_ONLY_NLTKS.split())
+    found = WordList(NAME, frozenset(words))
+    if found.sha256 != SHA256:
+        raise UserError(
+            f"the word list is not the pinned one (SHA-256 {found.sha256[:12]}..., needed "
+            f"{SHA256[:12]}...): pip install {_PACKAGE}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What all evaluations share: settings, the grid of methods, the document of results."""

@@ -1,0 +1,80 @@
+"""The document that every evaluation ends in: rows, the command that made them, and where.
+
+    {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
+     "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
+
+`--json` prints it, `kvalign eval run` keeps one a cell, with what it `changed` of the suite's flags
+and variables; `kvalign report` reads them.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import kvalign
+from kvalign.foundation.settings import Settings
+
+
+def document(
+    kind: str, settings: Settings, rows: list[dict[str, Any]], *, started: float, **more: Any
+) -> dict[str, Any]:
+    """Rows (values that JSON knows) of the command `kind` with all that is needed to make them
+    again, and further entries; `started` is `time.perf_counter()` when the work began.
+    """
+    return {
+        "kind": kind,
+        "command": settings.command_line(kind),
+        "settings": settings.as_dict(),
+        "environment": environment(getattr(settings, "device", None)),
+        "rows": rows,
+        "seconds": time.perf_counter() - started,
+        **more,
+    }
+
+
+def environment(device: str | None = "cpu") -> dict[str, str | int]:
+    """Versions of what computes, the commit (if run from a checkout), the processor or GPU and its
+    threads; without a device no model has run, and torch is not asked.
+    """
+    packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
+    found: dict[str, str | int] = {
+        **{name: version(name) for name in packages},
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "device": _processor(),
+        "cores": os.cpu_count() or 1,
+    }
+    if device is None:
+        return found
+    import torch
+
+    if device.startswith("cuda"):
+        found["device"] = torch.cuda.get_device_name(device)
+    elif device != "cpu":
+        found["device"] = device
+    return found | {"threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    try:
+        names = re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return platform.processor() or platform.machine()
+    return names[1].strip() if names else platform.machine()
+
+
+def _commit() -> str:
+    """The checkout's commit, or "" for an installed package."""
+    folder = Path(kvalign.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

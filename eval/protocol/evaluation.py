@@ -1,0 +1,247 @@
+"""What an evaluation is. `kvalign.eval.evaluations` has one a file; the command line, suites and
+the report know each by its `Evaluation` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from kvalign.eval.protocol.settings import ComparisonSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvalign.eval.protocol.tables import Table
+
+Row = dict[str, Any]
+Document = dict[str, Any]
+Documents = Mapping[str, Document]
+"""Documents of one evaluation by their names."""
+
+Fields = tuple[tuple[str, Any], ...]
+"""Names and types."""
+
+SIZES = (
+    "method",
+    "aligner",
+    "aligner_label",
+    "aligner_path",
+    "aligner_revision",
+    "cache_size",
+    "num_sinks",
+    "num_evicted",
+    "realign_every",
+    "policy",
+    "num_recent",
+    "positions",
+)
+"""What tells a row of results from others, the first columns of every evaluation: the method; its
+aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes, the last three of what
+takes a policy. Rows of older documents lack the label, path, revision, `realign_every` and those.
+"""
+
+FLOOR = "bare"
+"""`method` of a row that is no method's but a floor under all: marked as one, never the best."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of results.
+
+    Attributes:
+        title: its heading.
+        digits: decimals of its figures; None: text.
+        better: which direction is; "": it is a description.
+        about: what the figure is.
+        is_optional: a row may lack it.
+        ends: names of the ends of its interval in a row: shown beside it, and where intervals
+            overlap none is the best.
+        by_reference: the reference is what it is measured by, so that is never the best.
+        weight: where there is no room columns of less are left out first.
+        is_key: it tells rows of one method apart, so it stays where its entries differ.
+    """
+
+    title: str
+    digits: int | None = 0
+    better: Literal["lower", "higher", ""] = ""
+    about: str = ""
+    is_optional: bool = False
+    ends: tuple[str, str] | None = None
+    by_reference: bool = False
+    weight: int = 1
+    is_key: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        return self.digits is not None
+
+    def text(self, value: Any) -> str:
+        return "" if value is None else f"{value:.{self.digits}f}"
+
+    def interval(self, row: Row) -> tuple[float, float] | None:
+        """Its interval in a row, if it has one; infinite where labels were too few."""
+        low, high = (row.get(name) for name in self.ends or ("", ""))
+        return None if low is None else (low, math.inf if high is None else high)
+
+
+class Plot(NamedTuple):
+    """A figure, its file name without ending, what it shows, for those who cannot see it, and what
+    is seen in it, in a sentence made of its numbers.
+    """
+
+    name: str
+    figure: Figure
+    caption: str
+    conclusion: str = ""
+
+
+Drawing = tuple["Figure", str] | tuple["Figure", str, str]
+"""A figure, its caption and, if there is one, its conclusion: what follows a plot's name."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; `names` are those of the documents it is made of."""
+
+    title: str
+    about: str
+    names: list[str]
+    plots: list[Plot]
+    tables: list[Table]
+
+    @classmethod
+    def of(
+        cls,
+        documents: Documents,
+        title: str,
+        about: str,
+        figure: Callable[[Document], Drawing | None],
+        tables: Callable[[Document], list[Table]] = lambda document: [],
+        suffix: str = "",
+    ) -> Section:
+        """A figure and tables of each document, as far as there are; a plot is called by the
+        document's name and the suffix.
+        """
+        drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
+        plots = [Plot(name, *one) for name, one in drawn.items() if one]
+        all_tables = [table for document in documents.values() for table in tables(document)]
+        return cls(title, about, list(documents), plots, all_tables)
+
+
+class Piece(NamedTuple):
+    """A chunk of a passage with what follows it up to the next."""
+
+    text: str
+    num_tokens: int
+    num_known: int
+    is_readable: bool
+
+
+class Passage(NamedTuple):
+    """What one method wrote: text before the first chunk, the chunks, and text that is in none."""
+
+    method: str
+    label: str
+    readable: float
+    head: str
+    pieces: list[Piece]
+    tail: str = ""
+
+
+class Panel(NamedTuple):
+    """The passages of all methods for one prompt, side by side."""
+
+    title: str
+    prompt: str
+    passages: list[Passage]
+
+
+class Evaluation:
+    """One evaluation: what can be set, what it measures, and how that is shown.
+
+    Attributes:
+        settings: the class of its settings.
+        run: from settings to the document.
+        columns: what its tables show, by the name in a row.
+        more_columns: what else it measures.
+        heading, about: of its section of the report.
+        in_summary: names of the columns that the report's summary shows, too.
+        row_fields, document_fields: what else is read of a row and of a document, and its type.
+        row_options: what a row may have besides.
+        above_0: names of the figures that are divided by, or stand on an axis without a zero.
+        settings_read: names of the settings that are read of a document, beside `model`.
+    """
+
+    settings: ClassVar[type[ComparisonSettings]]
+    run: ClassVar[Callable[..., Document]]
+    columns: ClassVar[Mapping[str, Column]]
+    more_columns: ClassVar[Mapping[str, Column]] = {}
+    heading: ClassVar[str]
+    about: ClassVar[str]
+    in_summary: ClassVar[tuple[str, ...]] = ()
+    row_fields: ClassVar[Fields] = ()
+    row_options: ClassVar[Fields] = ()
+    above_0: ClassVar[tuple[str, ...]] = ()
+    document_fields: ClassVar[Fields] = ()
+    settings_read: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def all_columns(self) -> Mapping[str, Column]:
+        return {**self.columns, **self.more_columns}
+
+    @property
+    def summary_columns(self) -> Mapping[str, Column]:
+        return {name: self.columns[name] for name in self.in_summary}
+
+    def check(self, document: Document) -> None:
+        """Raise UserError for what the types of its fields do not say."""
+
+    def chosen(self, documents: Documents) -> Documents:
+        """Those whose figures stand in the summary."""
+        return documents
+
+    def rows(self, document: Document) -> list[Row]:
+        """The rows of its tables: those of the document, or their means."""
+        return document["rows"]
+
+    def summary_rows(self, document: Document) -> list[Row]:
+        """The rows of the summary: one for each method and its sizes."""
+        return self.rows(document)
+
+    def title(self, document: Document) -> str:
+        """What its tables are of."""
+        return str(document["settings"]["model"])
+
+    def tables(self, document: Document) -> list[Table]:
+        """A table for each cache size."""
+        from kvalign.eval.protocol.tables import tables_by_cache
+
+        reference = document["settings"].get("reference")
+        return tables_by_cache(self.title(document), self.rows(document), self.columns, reference)
+
+    def figure(self, document: Document) -> Drawing | None:
+        """A figure for the report, what it shows and what is seen in it, if there is one."""
+        return None
+
+    def sections(self, documents: Documents) -> list[Section]:
+        """Its parts of the report; those without a plot or a table are left out."""
+        return [Section.of(documents, self.heading, self.about, self.figure, self.tables)]
+
+    def panels(self, document: Document) -> list[Panel]:
+        """Passages to show side by side."""
+        return []
+
+    def prepared(self, settings: Any) -> Any:
+        """The settings for a run whose results are shown and not printed as a document."""
+        return settings
+
+    def show(self, document: Document, settings: Any) -> None:
+        """Print what a run with the prepared settings has found."""
+        from kvalign.eval.report.terminal import print_meanings, print_tables
+
+        print_tables(tables := self.tables(document))
+        print_meanings(tables)

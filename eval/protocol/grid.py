@@ -1,0 +1,195 @@
+"""The model of a comparison, and its methods: every one asked for, at every size."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner
+from kvalign.eval.protocol.aligner_names import names_of
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.foundation import progress
+from kvalign.methods import METHODS, make_method
+from kvalign.methods.base import Method
+from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
+from kvalign.models.architectures import LoadedModel, load_model, spec_of
+from kvalign.policies import OLDEST
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=ComparisonSettings)
+
+
+def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
+    """The settings and the model that they name; or one that is loaded already, and the settings
+    that name it.
+    """
+    _check_sizes(settings)
+    if loaded is None:
+        return settings, load_model(settings.model, settings.device, settings.dtype)
+    model = loaded.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    named: dict[str, Any] = dict(model=loaded.spec.name, device=str(model.device), dtype=dtype)
+    return dataclasses.replace(settings, **named), loaded
+
+
+def _check_sizes(settings: ComparisonSettings) -> None:
+    """Raise UserError for sizes that do not fit, as far as neither model nor aligner says them."""
+    sinks, evicted = settings.num_sinks or (None,), settings.num_evicted or (None,)
+    for name, num_sinks, num_evicted in product(settings.methods, sinks, evicted):
+        cls, asked = METHODS[name], {"num_sinks": num_sinks, "num_evicted": num_evicted}
+        free: dict[str, Any] = {size: x for size, x in asked.items() if size not in cls.fixed}
+        for cache_size in () if cls.takes_aligner else settings.cache_sizes:
+            cls.sizes_for(cache_size, **free)
+
+
+def make_grid(
+    settings: ComparisonSettings,
+    model: PreTrainedModel,
+    aligners: Sequence[Aligner | str] | None = None,
+) -> list[Method]:
+    """Methods at every cache size, number of sinks and number evicted, with every policy; of
+    `kvalign` one for each aligner: those given, or else those that the settings name, what ships,
+    or what was trained here. Where there is none, the default methods are those that need none.
+    Each method is there once, and no two aligners have one name.
+
+    Raises:
+        UserError: as `kvalign.make_method`.
+    """
+    aligners = aligners or _named(settings, model)
+    left_out = set() if aligners else _left_out(settings, model)
+    methods = [
+        make_method(
+            name,
+            model,
+            cache_size=cache_size,
+            num_sinks=num_sinks,
+            num_evicted=num_evicted,
+            realign_every=realign_every,
+            aligner=aligner,
+            warn=False,
+            **which,
+        )
+        for cache_size in settings.cache_sizes
+        for num_evicted in settings.num_evicted or (None,)
+        for num_sinks in settings.num_sinks or (None,)
+        for name in settings.methods
+        if (name, cache_size) not in left_out
+        for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
+        for realign_every in (settings.realign_every if METHODS[name].takes_aligner else (None,))
+        for which in _policies(settings, METHODS[name])
+    ]
+    # What was asked for twice is wanted once; so is `discard-half`, which evicts what it does at
+    # any setting.
+    methods = list({tuple(sizes_of(method).values()): method for method in methods}.values())
+    for method, name in zip(methods, names_of(list(map(sizes_of, methods))), strict=True):
+        method.aligner_name = name
+    return methods
+
+
+def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:
+    """Which entries a method evicts, and where it leaves the others: each that was asked for, but
+    for positions that leave an aligner nothing to do, unless they are all that was asked for.
+    """
+    if not cls.takes_policy:
+        return [{}]
+    kinds: Sequence[str] = settings.positions
+    if cls.takes_aligner and "compact" in kinds:
+        kinds = ["compact"]
+    return [
+        {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
+        for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
+    ]
+
+
+def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
+    """The aligners that the settings name, or what was trained here, each once, whatever it is
+    called; none: the shipped one, or no method takes any.
+    """
+    if not any(METHODS.find(name).takes_aligner for name in settings.methods):
+        return []
+    names: dict[Path, str] = {}
+    for name in settings.aligner or _at_hand(settings, model):
+        names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
+    return [Aligner.from_pretrained(name) for name in names.values()]
+
+
+def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str]:
+    """What was trained here, where none ships; that is said."""
+    trained = trained_for(settings, model)
+    if trained is None:
+        return ()
+    log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
+    return (str(trained),)
+
+
+def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
+    """What was trained here, where none ships; where methods are named, even if it did not help."""
+    if not lack_of_aligner(model):
+        return None
+    asked = "methods" in settings.changed()
+    return trained_here(model, settings.model, at_least="any" if asked else "used")
+
+
+def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
+    """Which of the default methods lack an aligner at which cache sizes, unless asked for."""
+    if "methods" in settings.changed():
+        return set()
+    asked = getattr(settings, "reference", None)
+    lacking = {
+        (name, size): why
+        for size in settings.cache_sizes
+        for name, why in obstacles(model, cache_size=size).items()
+        if name in settings.methods and name != asked
+    }
+    for name, why in dict.fromkeys((name, why) for (name, _), why in lacking.items()):
+        if spec_of(model.config).family == "learned":
+            todo = f"{how_to_train(model, max(settings.cache_sizes))} makes one"
+        else:
+            todo = "streaming-llm needs none here"
+        log.warning("%s is left out: %s (%s; --aligner names one)", name, why, todo)
+    return set(lacking)
+
+
+def sizes_of(method: Method) -> Row:
+    """What tells a method's row from others (`SIZES`): the first columns of every table of
+    results.
+    """
+    aligner: Aligner | None = getattr(method, "aligner", None)
+    return {
+        "method": method.name,
+        "aligner": method.aligner_name,
+        "aligner_label": aligner and aligner.label,
+        "aligner_path": aligner and aligner.source,
+        "aligner_revision": aligner and aligner.revision,
+        "cache_size": method.sizes.cache_size,
+        "num_sinks": method.sizes.num_sinks,
+        "num_evicted": method.sizes.num_evicted,
+        "realign_every": method.sizes.realign_every if aligner else None,
+        "policy": method.sizes.policy if method.takes_policy else None,
+        "num_recent": method.sizes.num_recent if method.takes_policy else None,
+        "positions": method.sizes.positions if method.takes_policy else None,
+    }
+
+
+def in_turn(
+    methods: Sequence[Method], num_each: int, units: str
+) -> Iterator[tuple[Method, progress.Bar]]:
+    """Each method, and the progress bar, which expects `num_each` units of work a method."""
+    with progress.shown_as("eval") as bar:
+        bar.expect(len(methods) * num_each, units)
+        for method in methods:
+            bar.phase(title_of(method))
+            yield method, bar
+
+
+def title_of(method: Method) -> str:
+    """What a progress bar calls it."""
+    policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
+    return f"{method.title}{policy} C={method.sizes.cache_size}"

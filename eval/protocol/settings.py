@@ -1,0 +1,75 @@
+"""What can be set for every evaluation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from kvalign.cache.sizes import Positions, num_evicted_of
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import (
+    NUM_EVICTED,
+    NUM_RECENT,
+    NUM_SINKS,
+    POLICY,
+    POSITIONS,
+    ModelSettings,
+    option,
+)
+from kvalign.methods import METHODS
+from kvalign.policies import OLDEST, POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings(ModelSettings):
+    """Base of the settings of the evaluations: which methods, at which sizes."""
+
+    num_sinks: tuple[int, ...] | None = option(
+        None, help=f"{NUM_SINKS}; several, comma-separated", at_least=0
+    )
+    methods: tuple[str, ...] = option(
+        ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
+        help="methods, comma-separated; those of the default that lack an aligner are left out",
+    )
+    aligner: tuple[str, ...] | None = option(
+        None,
+        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped; "
+        "where none is, the newest in kvalign-data/MODEL)",
+    )
+    cache_sizes: tuple[int, ...] = option(
+        (64,), help="entries the cache keeps, sinks included, comma-separated", at_least=1
+    )
+    num_evicted: tuple[str, ...] | None = option(
+        None,
+        help=f"{NUM_EVICTED}; several, comma-separated",
+    )
+    realign_every: tuple[int, ...] = option(
+        (1,),
+        help="evicted entries after which kvalign moves those that stay, comma-separated",
+        at_least=1,
+    )
+    policy: tuple[str, ...] = option(
+        (OLDEST,),
+        help=f"{POLICY}; several, comma-separated",
+        choices=POLICIES,
+    )
+    num_recent: tuple[int, ...] | None = option(
+        None, help=f"{NUM_RECENT}; several, comma-separated", at_least=0
+    )
+    positions: tuple[str, ...] = option(
+        ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.methods:
+            if name not in METHODS:
+                raise UserError(unknown("method", name, METHODS))
+        for number in self.num_evicted or ():
+            num_evicted_of(number, 2)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise UserError for a --plot that cannot be drawn."""
+    if path and path.suffix not in (".png", ".svg"):
+        raise UserError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")

@@ -1,0 +1,96 @@
+"""How sure a perplexity is, and whether it drifts: from the loss of each token.
+
+Neighbouring tokens are alike, so the bootstrap draws blocks of them, which may overlap and begin
+anywhere: moving blocks (Künsch 1989).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvalign.eval.protocol.verdicts import MIN_LABELS
+
+BLOCK_FACTOR = 8  # blocks of 8 n^(1/3) labels: 217 of 20 000, 100 of 2000
+NUM_DRAWS = 2000
+CONFIDENCE = 0.95
+
+
+def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
+    """95 % interval of exp(mean) of nll [N], in nats; of a paired difference: of the ratio.
+
+    Each draw is blocks up to N labels, the last one cut. Labels at the ends are in fewer blocks, so
+    draws are centred at the mean itself; and within N labels blocks vary less about that than about
+    the true mean, by sqrt(1 - L / N), which is taken out.
+
+    The block length L grows as N^(1/3), at which the error of the variance is least (Künsch 1989;
+    Hall, Horowitz & Jing 1995). The factor is high: a text's topics bind losses weakly but over
+    hundreds of tokens, and the automatic choice of Politis & White (2004), which looks where
+    autocorrelations end, takes them for none. Of 1000 AR(1) streams with coefficient 0.5 the
+    intervals of 20 000, 2000 and 200 labels covered the truth in 94, 92 and 89 of a hundred. Fewer
+    labels than 200 give one without an upper end, None: JSON knows no infinity.
+    """
+    num_labels = len(nll)
+    if num_labels < MIN_LABELS:
+        return 0.0, None
+    nll = nll.double()
+    sums = torch.cat([nll.new_zeros(1), nll.cumsum(0)])
+    block_len = round(BLOCK_FACTOR * num_labels ** (1 / 3))
+    num_blocks, num_starts = math.ceil(num_labels / block_len), num_labels - block_len + 1
+    last_len = num_labels - block_len * (num_blocks - 1)
+    lengths = torch.tensor([block_len] * (num_blocks - 1) + [last_len])
+    rng = torch.Generator().manual_seed(seed)
+    starts = torch.randint(num_starts, (NUM_DRAWS, num_blocks), generator=rng)
+    means = (sums[starts + lengths] - sums[starts]).sum(1) / num_labels
+    block, last = (sums[n : n + num_starts] - sums[:num_starts] for n in (block_len, last_len))
+    expected = ((num_blocks - 1) * block.mean() + last.mean()) / num_labels
+    draws = nll.mean() + (means - expected) / math.sqrt(1 - block_len / num_labels)
+    tail = (1 - CONFIDENCE) / 2
+    ends = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    low, high = ends.exp().tolist()
+    return low, high
+
+
+def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
+    """Perplexity as the stream goes on, of nll [N]: segments in units of the cache size.
+
+    They end at 1, 2, 4, 8, ... cache sizes after the cache filled, since what compounds with each
+    eviction shows within the first few; a last piece shorter than half its segment joins the one
+    before. Of a paired difference: the ratio.
+
+    Returns:
+        Dicts of `start`, `end` (cache sizes since the cache filled) and `perplexity`.
+    """
+    ends = [cache_size]
+    while ends[-1] < len(nll):
+        ends.append(2 * ends[-1])
+    if len(ends) > 1 and len(nll) < 3 * ends[-2] // 2:
+        ends.pop()
+    ends[-1] = len(nll)
+    starts = [0, *ends[:-1]]
+    return [
+        {
+            "start": start / cache_size,
+            "end": end / cache_size,
+            "perplexity": nll[start:end].double().mean().exp().item(),
+        }
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def by_quarter(nll: Tensor) -> list[float]:
+    """Perplexity of each quarter of the labels [N], in order."""
+    return [part.double().mean().exp().item() for part in nll.tensor_split(4) if len(part)]
+
+
+def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean of values [N] that are independent, N >= 2: a bootstrap, widened by
+    sqrt(N / (N - 1)) since draws of N vary less about their mean than about the true one.
+    """
+    num = len(values)
+    rng = torch.Generator().manual_seed(seed)
+    draws = values.double()[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)
+    draws = values.double().mean() + (draws - values.double().mean()) * math.sqrt(num / (num - 1))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high

@@ -1,0 +1,146 @@
+"""Rows of results and the tables made of them, for pages and terminals."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
+from typing import Any, Literal
+
+from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row
+from kvalign.eval.protocol.verdicts import MIN_LABELS, apart
+from kvalign.foundation.console import Entry
+from kvalign.policies import OLDEST
+
+METHOD = Column("method", digits=None)
+TOO_FEW = (
+    f"No intervals: they take {MIN_LABELS} labels or more (--num-tokens), and without them no "
+    "difference is told from chance."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of entries; `note` says what a reader would ask of them."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Entry]]
+    note: str = ""
+
+
+def table(
+    title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
+) -> Table:
+    """A table of rows of results, the best method of every column marked; a column that none of
+    them has a value of is left out. The `reference` is not in the running where others are measured
+    by it.
+    """
+    shown = [METHOD]
+    lines = [[Entry(label_of(row))] for row in rows]
+    for name, column in columns.items():
+        values = [row.get(name) for row in rows]
+        if any(value is not None for value in values):
+            shown.append(column)
+            out = {FLOOR, reference if column.by_reference else None}
+            judged = [None if row["method"] in out else row.get(name) for row in rows]
+            intervals = [column.interval(row) for row in rows]
+            marked = best(judged, column.better, intervals)
+            for i, (line, value) in enumerate(zip(lines, values, strict=True)):
+                line.append(Entry(column.text(value), i in marked, _range(column, intervals[i])))
+    too_few = any(
+        interval and not math.isfinite(interval[1])
+        for column in columns.values()
+        for interval in map(column.interval, rows)
+    )
+    return Table(title, shown, lines, TOO_FEW if too_few else "")
+
+
+def _range(column: Column, interval: tuple[float, float] | None) -> str:
+    """An interval as it stands beside its figure; that of the reference by itself is none."""
+    if interval is None or not math.isfinite(interval[1]) or interval[0] == interval[1]:
+        return ""
+    return "\N{EN DASH}".join(map(column.text, interval))
+
+
+def tables_by_cache(
+    title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
+) -> list[Table]:
+    """One table a cache size, so that the best is among methods which keep as much; texts that no
+    method wrote have none.
+    """
+    return [
+        table(f"{title}, C = {cache_size}" if cache_size else title, group, columns, reference)
+        for cache_size, group in grouped(rows, "cache_size").items()
+    ]
+
+
+def best(
+    values: list[Any],
+    better: Literal["lower", "higher", ""],
+    intervals: Sequence[tuple[float, float] | None] = (),
+) -> set[int]:
+    """Indices of the best values; none where no direction is better, all are alike, or the best
+    one's interval overlaps another's.
+    """
+    known = [value for value in values if value is not None]
+    if not better or len(set(known)) < 2:
+        return set()
+    top = min(known) if better == "lower" else max(known)
+    found = {i for i, value in enumerate(values) if value == top}
+    spans = {i: span for i, span in enumerate(intervals) if span and values[i] is not None}
+    best_spans = [spans.pop(i) for i in found & spans.keys()]
+    others = [*spans.values(), *best_spans[1:]]
+    overlap = any(not apart(best_spans[0], other) for other in others if best_spans)
+    return set() if overlap else found
+
+
+def label_of(row: Row) -> str:
+    """What a row is called on a page: method, aligner, sinks, how many it evicts at once, and by
+    which policy; a text by its file's name.
+    """
+    if row["method"] == FLOOR:
+        return "bare step (floor)"
+    if row["num_sinks"] is None:
+        return row["method"]
+    evicted = row["num_evicted"]
+    several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
+    recent = row.get("num_recent") or 0
+    is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
+    newest = "" if is_usual else f", {recent} newest stay"
+    return f"{method_name(row)}, {row['num_sinks']} sinks{several}{newest}"
+
+
+def method_name(row: Row) -> str:
+    name = f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
+    policy = row.get("policy") or OLDEST
+    kept = " positions kept" if row.get("positions") == "keep" else ""
+    return f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
+
+
+def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by one of their values or what a function says of them, in the order of the first."""
+    key = itemgetter(by) if isinstance(by, str) else by
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def means(
+    rows: Iterable[Row],
+    figures: Collection[str],
+    by: Collection[str] = (),
+    sums: Collection[str] = (),
+) -> list[Row]:
+    """One row for all of one method, its sizes and the values of `by`: the figures' means, the sums
+    of others, and the number of rows as `num_passages`.
+    """
+    same = (*SIZES, *by)
+    return [
+        {name: group[0].get(name) for name in same}
+        | {"num_passages": len(group)}
+        | {name: fmean(row[name] for row in group) for name in figures}
+        | {name: sum(row[name] for row in group) for name in sums}
+        for group in grouped(rows, lambda row: tuple(map(row.get, same))).values()
+    ]

@@ -1,0 +1,89 @@
+"""What numbers allow to say of a method beside the reference: plain rules, one place for their
+limits, and how figures are put in words.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from kvalign.eval.protocol.evaluation import Row
+
+MIN_LABELS = 200  # fewer have no interval
+GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it says nothing
+FAR = 1.25  # a ratio above it is a failure, not a price
+DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
+DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
+MIN_CHUNKS = 10  # fewer tell nobody apart
+
+
+MEANING = (
+    "As good: the 95 % interval of the ratio holds 1 or lies below it, and ends below "
+    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1; failing: and the ratio is above {FAR:g}."
+)
+
+
+class Verdict(Enum):
+    """Of a ratio to the reference and its 95 % interval."""
+
+    GOOD = "as good"  # the interval holds 1, narrowly, or lies below
+    OPEN = "not told apart"  # it holds 1 and reaches far above
+    WORSE = "worse"  # it lies above 1
+    FAILS = "fails"  # and the ratio far above
+    UNKNOWN = "unknown"  # there is no interval
+
+
+def verdict(row: Row) -> Verdict:
+    """Of a row with `ratio`, `ratio_low`, `ratio_high`."""
+    low, high = row.get("ratio_low"), row.get("ratio_high")
+    if low is None or high is None:
+        return Verdict.UNKNOWN
+    if low > 1:
+        return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE
+    return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
+
+
+def drifts(row: Row) -> bool:
+    """Whether an error adds up: the ratio grows from quarter to quarter, each of enough labels."""
+    enough = row["num_labels"] >= DRIFT_LABELS
+    is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
+    return enough and is_worse and (row.get("drift") or 0.0) >= DRIFT
+
+
+def share_interval(share: float, total: int) -> tuple[float, float] | None:
+    """95 % interval of a share of so many (Wilson 1927), taken as independent; None of nothing."""
+    if not total:
+        return None
+    z = 1.96
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    root = math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
+    reach = z * root / (1 + z * z / total)
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two intervals have nothing in common."""
+    return one[1] < other[0] or other[1] < one[0]
+
+
+def readable_apart(one: Row, other: Row) -> bool:
+    """Whether two shares of readable chunks differ: of enough chunks, by their intervals."""
+    if min(one["num_chunks"], other["num_chunks"]) < MIN_CHUNKS:
+        return False
+    ends = [share_interval(row["readable"], row["num_chunks"]) for row in (one, other)]
+    return bool(ends[0] and ends[1] and apart(ends[0], ends[1]))
+
+
+def spread(values: Iterable[float], digits: int) -> str:
+    """The smallest and the largest of figures, or the one that all are."""
+    texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
+    return " to ".join([*texts][:: max(1, len(texts) - 1)])
+
+
+def in_words(label: str) -> str:
+    """What a row is called, in a sentence."""
+    return label.replace(", ", " with ", 1)
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

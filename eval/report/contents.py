@@ -1,0 +1,124 @@
+"""What a report shows of a folder of results: a summary, each evaluation's sections, passages, and
+the paper's figures beside ours.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.protocol.aligner_names import identity_of, renamed
+from kvalign.eval.protocol.evaluation import Column, Panel, Row, Section
+from kvalign.eval.protocol.tables import METHOD, Table, grouped, method_name, table
+from kvalign.eval.report import sweeps
+from kvalign.eval.report.results_folder import Results
+from kvalign.eval.report.suite_file import PaperTable
+from kvalign.foundation.console import Entry
+from kvalign.foundation.errors import UserError
+
+
+def summary(results: Results) -> list[Table]:
+    """The chief figures of all evaluations side by side: a table for each model and cache size that
+    more than one of them has measured.
+
+    Documents of one evaluation and one subject (`Evaluation.title`: a text, a word list) are put
+    together; of rows of one method with the same aligner and sizes, and of subjects, the first
+    counts. Aligners are named anew beside all that a table has.
+    """
+    columns = {
+        f"{name}.{key}": _prefixed(name, column)
+        for name, evaluation in EVALUATIONS.items()
+        for key, column in evaluation.summary_columns.items()
+    }
+    references: dict[str, str | None] = {}
+    # By model and size, by evaluation: what was measured first, and its rows by what they are of.
+    measured: dict[tuple[str, int], dict[str, tuple[str, dict[Hashable, Row]]]] = {}
+    for name, evaluation in EVALUATIONS.items():
+        for document in evaluation.chosen(results.of(name)).values():
+            subject, settings = evaluation.title(document), document["settings"]
+            if any(column.by_reference for column in evaluation.summary_columns.values()):
+                references.setdefault(settings["model"], settings.get("reference"))
+            by_size = grouped(evaluation.summary_rows(document), "cache_size")
+            for cache_size, rows in by_size.items():
+                by_name = measured.setdefault((document["settings"]["model"], cache_size), {})
+                first, by_identity = by_name.setdefault(name, (subject, {}))
+                if first == subject:
+                    by_identity |= {identity_of(row): row for row in rows} | by_identity
+    most = max(map(len, measured.values()), default=0)
+    tables = []
+    for (model, cache_size), by_name in measured.items():
+        lines: dict[Hashable, Row] = {}
+        for name, (_, by_identity) in by_name.items():
+            for identity, row in by_identity.items():
+                figures = {f"{name}.{key}": value for key, value in row.items()}
+                lines[identity] = figures | lines.get(identity, row)
+        if len(by_name) > 1 or most == 1:
+            title, reference = f"{model}, C = {cache_size}", references.get(model)
+            tables.append(table(title, renamed(lines.values()), columns, reference))
+    return tables
+
+
+def _prefixed(name: str, column: Column) -> Column:
+    """A column of an evaluation where the rows' figures have its name before theirs."""
+    ends = column.ends and (f"{name}.{column.ends[0]}", f"{name}.{column.ends[1]}")
+    return replace(column, ends=ends)
+
+
+def sections(results: Results) -> list[Section]:
+    """Those that have something to show: sweeps, then the evaluations in their order."""
+    tuning = Section("Tuning", sweeps.ABOUT, [], [], sweeps.tables(results.sweeps))
+    parts = [
+        tuning,
+        *(s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))),
+    ]
+    return [section for section in parts if section.plots or section.tables]
+
+
+def panels(results: Results) -> list[Panel]:
+    """The passages of all documents that have some."""
+    return [
+        panel
+        for name, evaluation in EVALUATIONS.items()
+        for document in results.of(name).values()
+        for panel in evaluation.panels(document)
+    ]
+
+
+def paper_tables(results: Results) -> list[Table]:
+    """Those that the suite lists (`paper:` of its file): a row a method, and for every cache size
+    the paper's figure and ours; "not run" where there is none.
+
+    Raises:
+        UserError: the suite names a metric that its cell does not measure.
+    """
+    paper = results.suite.paper
+    tuning = [sweeps.beside(paper.sweeps, results.sweeps)] if paper.sweeps else []
+    return [*tuning, *(_beside(one, results) for one in paper.tables)]
+
+
+def _beside(paper: PaperTable, results: Results) -> Table:
+    document = results.documents.get(paper.cell)
+    name = document["kind"].removeprefix("eval ") if document else ""
+    column = _column(paper, name)
+    rows = EVALUATIONS[name].rows(document) if document else []
+    ours = {  # of several settings of a method the first
+        (method_name(row), row["cache_size"]): row.get(paper.metric) for row in reversed(rows)
+    }
+    columns, lines = [METHOD], {method: [Entry(method)] for method in paper.rows}
+    for size in dict.fromkeys(size for figures in paper.rows.values() for size in figures):
+        columns.append(Column(f"C = {size}, paper", column.digits, column.better))
+        columns.append(Column("ours", column.digits, column.better, column.about))
+        for method, figures in paper.rows.items():
+            for figure in (figures.get(size), ours.get((method, size))):
+                lines[method].append(Entry(column.text(figure) or "not run"))
+    return Table(paper.title, columns, list(lines.values()))
+
+
+def _column(paper: PaperTable, name: str) -> Column:
+    """The column of a metric in the evaluation of that name, or in any if it has not been run."""
+    for evaluation in [EVALUATIONS[name]] if name in EVALUATIONS else EVALUATIONS.values():
+        if column := evaluation.all_columns.get(paper.metric):
+            return column
+    raise UserError(
+        f"the suite's paper table {paper.title!r} names the metric {paper.metric!r}, which "
+        f"{paper.cell} does not measure"
+    )

@@ -1,0 +1,96 @@
+"""One self-contained page of all results in a folder: no request leaves it, nothing on it runs but
+its own script, and text of models and users is data.
+"""
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvalign.eval.drawing.plots import inline_svg, save
+from kvalign.eval.protocol.evaluation import Plot, Row, Section
+from kvalign.eval.protocol.verdicts import MEANING
+from kvalign.eval.report.contents import panels, paper_tables, sections, summary
+from kvalign.eval.report.findings import findings
+from kvalign.eval.report.results_folder import Results, read
+from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.files import write_text
+from kvalign.methods import METHODS
+
+PAGE = "report.html"
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write report.html and plots/*.png, *.svg into a folder of results.
+
+    Args:
+        folder: of `kvalign eval run`, or with a .json file for each document of an evaluation.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        NotFoundError: no folder, or none with results.
+        UserError: a file in it that is no document, or a damaged suite.
+    """
+    folder = Path(folder)
+    results = read(folder)
+    contents = sections(results)
+    page = render(results, contents)
+    (folder / "plots").mkdir(exist_ok=True)
+    for section in contents:
+        for plot in section.plots:
+            for ending in (".png", ".svg"):
+                save(plot.figure, folder / "plots" / f"{plot.name}{ending}")
+    write_text(folder / PAGE, page)
+    return folder / PAGE
+
+
+def render(results: Results, contents: list[Section]) -> str:
+    """The page's source, with these sections of the results."""
+    loader = PackageLoader("kvalign.eval.report")
+    templates = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"escape_controls": escape_controls, "svg": _svg}
+    style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    used = {row["method"] for d in results.documents.values() for row in d["rows"]}
+    return templates.get_template("report.html").render(
+        suite=results.suite,
+        documents=results.documents,
+        changed=[
+            *filter(None, dict.fromkeys(d.get("changed") for d in results.documents.values()))
+        ],
+        findings=findings(results),
+        meaning=MEANING,
+        summary=summary(results),
+        sections=contents,
+        panels=panels(results),
+        paper_tables=paper_tables(results),
+        methods={name: METHODS.find(name).about for name in METHODS if name in used},
+        csv={name: _link(document["rows"]) for name, document in results.documents.items()},
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def _svg(plot: Plot) -> Markup:
+    """A figure in the page; our own drawing, so it is not escaped."""
+    return Markup(inline_svg(plot.figure, plot.name))
+
+
+def _link(rows: list[Row]) -> str:
+    """A link that holds the rows as CSV, without the columns that hold lists or passages."""
+    table = pd.DataFrame(rows, dtype=object).drop(columns="text", errors="ignore")
+    nested = table.map(lambda value: isinstance(value, list | tuple | dict)).any()
+    text = table.loc[:, ~nested].to_csv(index=False, lineterminator="\n")
+    return "data:text/csv;base64," + base64.b64encode(text.encode()).decode()

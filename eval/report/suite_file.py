@@ -1,0 +1,101 @@
+"""The file of a suite: named commands, and the paper's figures that belong to them."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import checked
+
+OUT = "{out}"  # in a command: the folder of the results, which may be moved
+
+
+class Step(BaseModel, extra="forbid"):
+    """One command of a suite; what it prints is kept under its name."""
+
+    name: str
+    command: str
+
+
+class PaperTable(BaseModel, extra="forbid"):
+    """Figures of the paper, by method and cache size; the suite's `cell` measures the same, as the
+    column `metric` of its rows.
+    """
+
+    title: str
+    cell: str
+    metric: str
+    rows: dict[str, dict[int, float]]
+
+
+class PaperSweep(BaseModel, extra="forbid"):
+    """The best trial of a sweep of the paper; the suite's preparation `cell` (a `kvalign tune`)
+    makes the same sweep. `best` has figures by the names of `kvalign.eval.report.sweeps.FIGURES`.
+    """
+
+    cell: str
+    best: dict[str, float]
+
+
+class Paper(BaseModel, extra="forbid"):
+    """What the paper says of what a suite measures."""
+
+    source: str = ""
+    notes: list[str] = []
+    sweeps: list[PaperSweep] = []
+    tables: list[PaperTable] = []
+
+
+class Suite(BaseModel, frozen=True, extra="forbid"):
+    """A suite: `cells` are its evaluations, `prepare` what they need, in order.
+
+    `{name}` in a command stands for one of `variables`, `{out}` for the folder of the results.
+    """
+
+    title: str = ""
+    about: str = ""
+    variables: dict[str, str] = {}
+    prepare: list[Step] = []
+    cells: list[Step]
+    paper: Paper = Paper()
+
+    def words(self, step: Step, changed: dict[str, str]) -> list[str]:
+        """A step's command in words, its variables filled in; {out} stays.
+
+        Raises:
+            ValueError: a quotation without an end, or a variable that the suite has not.
+        """
+        values = self.variables | changed
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in values and match[1] != "out":
+                raise ValueError(f"the suite has no variable {match[1]!r}")
+            return values.get(match[1], match[0])
+
+        return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(step.command)]
+
+
+def filled_in(command: str, out: Path) -> str:
+    """A command with the folder of the results for {out}, as a shell takes it."""
+    try:
+        words = shlex.split(command) if OUT in command else []
+    except ValueError:  # of a file that is not ours
+        words = []
+    return shlex.join(word.replace(OUT, str(out)) for word in words) or command
+
+
+def parse_suite_text(text: str, name: str) -> Suite:
+    """The suite that a YAML text describes; `name` is that of the suite or its file, for messages.
+
+    Raises:
+        UserError: it is no YAML, or a field is missing or wrong; the message names it.
+    """
+    try:
+        values: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"suite {name} is not YAML: {' '.join(str(error).split())}") from None
+    return checked(Suite, values, f"suite {name}")

@@ -1,0 +1,1 @@
+"""The command line: from words to a command and its settings."""

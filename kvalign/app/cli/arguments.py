@@ -1,0 +1,122 @@
+"""The arguments of a command: a parser made of its settings, and the flags of all commands."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from kvalign.foundation.names import nearest
+from kvalign.foundation.settings import Settings, fields_of, flag, without_none
+
+S = TypeVar("S", bound=Settings)
+
+JSON = "print one JSON document in place of text"
+DEBUG = "show the whole traceback of an error"
+
+
+def parse(
+    cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
+) -> tuple[S, bool]:
+    """Parse the arguments of a command; wrong use prints one line and exits with code 2.
+
+    Args:
+        cls: the settings to make; its docstring is the help.
+        argv: the words after the command.
+        prog: the command, for messages.
+        has_json: whether the command takes `--json`.
+        about: further text of the help.
+
+    Returns:
+        the settings, and whether `--json` was given.
+    """
+    help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
+    parser = OneLineParser(
+        prog=prog,
+        description="\n\n".join(filter(None, (help_text.strip(), about))),
+        epilog=example and "example:\n  " + example.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    arguments = add_arguments(parser, cls, has_json=has_json)
+    given = vars(parser.parse_args(argv))
+    values = {name: given[name] for name in arguments if given[name] is not None}
+    for name, value in values.items():
+        if typing.get_origin(arguments[name][2]) is tuple:
+            values[name] = tuple(item for part in value for item in part)
+    return cls(**values), bool(given.get("json"))
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *classes: type[Settings], has_json: bool = True
+) -> dict[str, tuple[argparse.Action, dataclasses.Field, Any]]:
+    """Make a parser take the fields of settings, `--json` and `--debug`.
+
+    Returns:
+        by field, once: its action, itself, and its type without `| None`.
+    """
+    arguments = {}
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for field in fields_of(cls):
+            if field.name not in arguments:
+                hint = without_none(hints[field.name])
+                name = field.name if field.metadata["positional"] else flag(field.name)
+                action = parser.add_argument(name, **_argument(field, hint))
+                arguments[field.name] = (action, field, hint)
+    if has_json:
+        parser.add_argument("--json", action="store_const", const=True, help=JSON)
+    parser.add_argument("--debug", action="store_const", const=True, help=DEBUG)
+    return arguments
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        if (given := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
+            near := nearest(given[1].replace("-", "_"), self._names())
+        ):
+            message += f"; did you mean {flag(near)}?"
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _names(self) -> list[str]:
+        """The flags, as names."""
+        return [name[2:].replace("-", "_") for name in self._option_string_actions]
+
+
+def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
+    the dataclass.
+    """
+    help_text = field.metadata["help"].replace("%", "%%")
+    required = field.default is dataclasses.MISSING
+    if not required and field.default not in (None, False):
+        default = field.default
+        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text += f" (default: {default})"
+    if hint is bool and field.default is not False:
+        return {"action": argparse.BooleanOptionalAction, "help": help_text}
+    if hint is bool:
+        return {"action": "store_const", "const": True, "help": help_text}
+    kind = str if hint is Path else hint  # Path("") would be this folder
+    if field.metadata["positional"]:
+        return {"type": kind, "help": help_text, "metavar": field.name.upper()}
+    words: dict[str, Any] = {"help": help_text, "required": required}
+    if field.metadata["choices"]:
+        words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return {"action": "append", "type": _comma_separated(item), **words}
+    return {"type": kind, **words}
+
+
+def _comma_separated(item: type) -> Any:
+    def parse_items(text: str) -> list:
+        return [item(part.strip()) for part in text.split(",") if part.strip()]
+
+    parse_items.__name__ = f"comma-separated {item.__name__}"  # what argparse shows in its error
+    return parse_items

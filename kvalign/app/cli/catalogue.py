@@ -1,0 +1,107 @@
+"""The commands, by what they are for: a line each. Nothing heavy is imported to list them.
+
+A command is a module of `kvalign.app.commands` with
+
+- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
+  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
+- `run(settings, as_json)`, which imports what is heavy inside;
+- `HAS_JSON = False` where there is nothing to print as JSON.
+
+`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import Settings
+
+GROUPS = {
+    "stream": {
+        "generate": "stream text past the context length with any method",
+        "chat": "hold one endless conversation in the terminal",
+        "serve": "many endless streams behind the interface of OpenAI's API",
+        "demo-ui": "watch methods write side by side, on a page served here",
+        "lanes": "a page that shows the cache step by step, for any method",
+    },
+    "train": {
+        "gen-data": "record KV caches before and after eviction",
+        "train": "train an aligner on text or on recorded caches",
+        "tune": "sweep the networks' sizes and learning rate with Ray Tune",
+        "import-published": "make an aligner of the networks that the paper's authors publish",
+        "pretrain": "train a small reference language model from scratch",
+    },
+    "evaluate": {
+        **{f"eval {name}": about for name, about in ABOUT.items()},
+        "verify": "put a cache and a model to what every streaming cache must keep to",
+        "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
+        "report": "a page, plots and tables of the results in a folder",
+    },
+    "look around": {
+        "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
+        "models": "models at hand, and the architectures that are supported",
+        "methods": "ways to stream",
+        "aligners": "aligners at hand: for which model, of which kind, trained on what",
+        "corpora": "texts to train and evaluate on",
+        "completion": "a script for the shell that completes commands, flags and names",
+    },
+}
+FAMILY = "eval"
+"""The word that begins the names of commands of two words."""
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, by its name: `eval perplexity`."""
+
+    name: str
+
+    @property
+    def has_json(self) -> bool:
+        return getattr(self._module, "HAS_JSON", True)
+
+    def settings_for(self, args: Sequence[str] = ()) -> type[Settings]:
+        """The class of its settings when it is called with these arguments.
+
+        Raises:
+            UserError: arguments that name none.
+        """
+        if hasattr(self._module, "settings_for"):
+            return self._module.settings_for(args)
+        return self._module.SETTINGS
+
+    def all_settings(self) -> dict[str, type[Settings]]:
+        """The classes of its settings by kind; a command of one kind has it under ""."""
+        if hasattr(self._module, "all_settings"):
+            return self._module.all_settings()
+        return {"": self.settings_for()}
+
+    def run(self, settings: Settings, as_json: bool) -> None:
+        self._module.run(settings, as_json)
+
+    @property
+    def _module(self) -> Any:
+        if self.name.startswith("eval ") and (name := self.name[5:]) in EVALUATIONS:
+            from kvalign.app.commands.evaluation import EvaluationCommand
+
+            return EvaluationCommand(EVALUATIONS[name])
+        module = self.name.replace(" ", "_").replace("-", "_")
+        return importlib.import_module(f"kvalign.app.commands.{module}")
+
+
+def find(words: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command that words begin with, and the words after it.
+
+    Raises:
+        UserError: no such command; the message names the nearest.
+    """
+    num_words = 2 if words[0] == FAMILY else 1
+    name = " ".join(words[:num_words])
+    if name not in COMMANDS:
+        raise UserError(unknown("command", name, COMMANDS))
+    return Command(name), list(words[num_words:])

@@ -1,0 +1,115 @@
+"""Completion of the command line, by argcomplete: at TAB the shell runs `kvalign` with the line in
+the environment, and gets what may come next.
+
+Commands and flags are read from their `Settings`, names from the registries. Nothing heavy is
+imported.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import argcomplete
+from argcomplete.completers import ChoicesCompleter, FilesCompleter
+
+from kvalign import checkpoints
+from kvalign.aligners.kinds import KINDS
+from kvalign.app.cli.arguments import add_arguments
+from kvalign.app.cli.catalogue import COMMANDS, Command
+from kvalign.app.inventory.listing import suites
+from kvalign.data_gen import corpora, prompts
+from kvalign.methods import AUTO, METHODS
+from kvalign.models import fetched
+
+Completer = Callable[..., Iterable[str]]
+
+
+def complete(**options: typing.Any) -> None:
+    """Answer the shell that asks and end the process.
+
+    Args:
+        options: as `argcomplete.autocomplete` takes them.
+    """
+    argcomplete.autocomplete(parser(), always_complete_options=False, **options)
+
+
+def parser() -> argparse.ArgumentParser:
+    """One parser of all commands, whose arguments know what they may be given."""
+    root = argparse.ArgumentParser("kvalign")
+    groups = {"": root.add_subparsers()}
+    for command, about in COMMANDS.items():
+        group, _, name = command.rpartition(" ")
+        if group not in groups:
+            groups[group] = groups[""].add_parser(group, help="evaluate").add_subparsers()
+        one = Command(command)
+        arguments = add_arguments(
+            groups[group].add_parser(name, help=about),
+            *one.all_settings().values(),
+            has_json=one.has_json,
+        )
+        for action, field, hint in arguments.values():
+            if hint is not bool:
+                action.completer = _completer(field, hint)  # type: ignore[attr-defined]
+    return root
+
+
+def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
+    """What may be given for a field. One idea has one name in all commands, so the name tells."""
+    names = field.metadata["choices"] or _names().get(field.name)
+    if field.name == "method" and field.default == AUTO:
+        names = (AUTO, *METHODS)
+    if names:
+        return _listed(names) if typing.get_origin(hint) is tuple else _named(names)
+    return FilesCompleter() if hint is Path else ChoicesCompleter({})
+
+
+@functools.cache
+def _names() -> dict[str, tuple[str, ...]]:
+    """By field, the names that it may be given."""
+    methods, texts = tuple(METHODS), _typed(corpora.NAMES)
+    return {
+        "model": (*checkpoints.MODELS, *fetched.MODELS),
+        "aligner": checkpoints.ALIGNERS,
+        "aligner_kind": tuple(KINDS),
+        "aligner_kinds": tuple(KINDS),
+        "method": methods,
+        "methods": methods,
+        "reference": methods,
+        "corpus": texts,
+        "eval_corpus": texts,
+        "prompts": _typed(prompts.NAMES),
+        "suite": tuple(sorted(suites())),
+    }
+
+
+def _typed(specs: Iterable[str]) -> tuple[str, ...]:
+    """What of specifications is typed as it stands: `hub:` of `hub:NAME[:CONFIG]`."""
+    starts = (re.match("[^A-Z]*", spec) for spec in specs)
+    return tuple(start[0] for start in starts if start and start[0])
+
+
+def _named(names: Iterable[str]) -> Completer:
+    """Names, and files where no name begins so: a model, an aligner, a corpus may be either."""
+
+    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
+        start = re.match("(marked:)?(text:)?", prefix)[0]  # type: ignore[index]
+        if prefix == start != "" or not any(name.startswith(prefix) for name in names):
+            return [start + path for path in FilesCompleter()(prefix.removeprefix(start))]
+        return [name for name in names if name.startswith(prefix)]
+
+    return offer
+
+
+def _listed(names: Iterable[str]) -> Completer:
+    """Names and files, comma-separated."""
+    one = _named(names)
+
+    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
+        before, comma, last = prefix.rpartition(",")
+        return [before + comma + name for name in one(prefix=last)]
+
+    return offer

@@ -1,0 +1,186 @@
+"""The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
+
+Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed, by the machine's
+fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `kill`. An error is
+one line. Help answers at once: what is heavy is imported by the command that runs.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvalign.app.cli import catalogue
+from kvalign.app.cli.arguments import parse
+from kvalign.app.cli.catalogue import COMMANDS, GROUPS
+from kvalign.app.cli.next_steps import say_stopped
+from kvalign.foundation import progress
+from kvalign.foundation.errors import RunError, UserError, is_of_a_path
+from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.settings import check_outputs
+
+_HELP = ("-h", "--help")
+# Characters of a message: a value that came may be of any length.
+_LONGEST = 1000
+# What torch says on a CPU, in place of MemoryError.
+_ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
+# What tokenizers says of the machine, in an Exception.
+_OF_RUST = re.compile(r"\(os error \d+\)$")
+_USAGE = """usage: kvalign COMMAND [--help] [flags]
+
+KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
+
+{commands}
+with any command:
+  --help    its flags, and an example
+  --debug   the whole traceback of an error
+
+example:
+  kvalign generate --model gpt2-mini --cache-size 64 --prompt "The history of the island"
+"""
+
+
+@contextmanager
+def _kill_is_ctrl_c() -> Iterator[None]:
+    """Let `kill` end a command as Ctrl-C does: with a word on what is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_kill_is_ctrl_c()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
+        from kvalign.app.cli.completion import complete
+
+        complete()
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if args[:1] == ["--debug"]:
+        del args[0]
+    _open_streams()
+    os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(levelname)s: %(message)s",
+        handlers=[progress.LogHandler()],
+    )
+    name, flags_of = "", set[str]()
+    try:
+        if (code := _help(args)) is not None:
+            return code
+        command, flags = catalogue.find(args)
+        name = command.name
+        cls = command.settings_for(flags)
+        flags_of = cls.flags()
+        settings, as_json = parse(cls, flags, f"kvalign {name}", has_json=command.has_json)
+        check_outputs(settings)
+        command.run(settings, as_json)
+    except SystemExit as end:  # argparse's --help and errors, or a command that says how it ended
+        return int(end.code or 0)
+    except KeyboardInterrupt as stop:
+        say_stopped(name, stop, args, flags_of)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code, message = explain(error)
+        message = escape_controls(" ".join(_in_flags(message, flags_of).split()))
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        print(f"kvalign {name}".strip() + f": error: {message}", file=sys.stderr)
+        return code
+    return 0
+
+
+def _open_streams() -> None:
+    """Give Python what the shell has closed, as `2>&-` does: it prints to stdout without stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _help(args: Sequence[str]) -> int | None:
+    """Print what is asked of no command, or of no full one, and return the exit code; None for a
+    command.
+    """
+    if not args or args[0] in _HELP:
+        print(usage(), end="", file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args == [catalogue.FAMILY] or args in [[catalogue.FAMILY, word] for word in _HELP]:
+        print(family_usage(), end="", file=sys.stdout if args[1:] else sys.stderr)
+        return 0 if args[1:] else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print("kvalign", version("kvalign"))
+        return 0
+    return None
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and message of an error that ended a command."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, RunError):
+        return 1, str(error)
+    if is_of_a_path(error):
+        return 2, str(error)
+    if isinstance(error, OSError) or _OF_RUST.search(str(error)):  # the machine's, as a full disk
+        return 1, f"{error}; what was finished is kept"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return 1, f"not enough memory: {error}".removesuffix(": ")
+    if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
+        return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
+        from kvalign.app.inventory.requirements import how_to_install
+
+        return 2, f"it needs {package}: {how_to_install(package)}"
+    fault = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return 1, (
+        f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
+        "prints with --debug"
+    )
+
+
+def _in_flags(message: str, flags: Collection[str]) -> str:
+    """A message that begins with a setting by the name that Python has for it, in flags."""
+    by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
+    by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
+    if message.partition(" ")[0] not in by_name:
+        return message
+    return re.sub(r"\b\w+_\w+\b", lambda word: by_name.get(word[0], word[0]), message)
+
+
+def family_usage() -> str:
+    """What `kvalign eval` alone prints: the commands that begin so."""
+    family = f"{catalogue.FAMILY} "
+    names = [name for name in COMMANDS if name.startswith(family)]
+    width = max(map(len, names)) + 2
+    lines = [f"  {name:{width}}{COMMANDS[name]}" for name in names]
+    commands = "\n".join(lines)
+    return f"usage: kvalign {family}COMMAND [--help] [flags]\n\n{commands}\n"
+
+
+def usage() -> str:
+    """What `kvalign --help` prints: the commands by what they are for."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = []
+    for title, group in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}{about}" for name, about in group.items()), ""]
+    return _USAGE.format(commands="\n".join(lines))

@@ -1,0 +1,51 @@
+"""What a command says at its end, on stderr: the one to go on with."""
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from kvalign.foundation.errors import Interrupted
+from kvalign.foundation.escape import escape_controls
+from kvalign.foundation.settings import DEFAULT_MODEL
+
+# In the environment of a suite's cell, for which the run speaks.
+PART_OF_RUN = "KVALIGN_PART_OF_RUN"
+
+
+def say_next(*words: str | Path) -> None:
+    """Name a command, by the words after `kvalign`."""
+    _say(f"next: {shlex.join(['kvalign', *map(str, words)])}")
+
+
+def say_written(*paths: Path | None) -> None:
+    """Name what was written beside what is printed."""
+    for path in filter(None, paths):
+        _say(f"wrote {path}")
+
+
+def say_stopped(
+    name: str, stop: KeyboardInterrupt, args: Sequence[str], flags: Collection[str]
+) -> None:
+    """Say what Ctrl-C left of a command that has these flags, and how to go on with that."""
+    kept = ""
+    if isinstance(stop, Interrupted):
+        kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
+    elif "--keep" in flags:
+        kept = "; nothing was kept: with --keep FOLDER what is finished is"
+    elif "--out" in flags:
+        kept = "; nothing was kept: the same command begins anew"
+    if sys.stderr.isatty() and PART_OF_RUN not in os.environ:
+        print(file=sys.stderr)  # the terminal has shown ^C
+    _say(f"kvalign {name}".rstrip() + f": interrupted{kept}")
+
+
+def _say(line: str) -> None:
+    if PART_OF_RUN not in os.environ:
+        print(escape_controls(line), file=sys.stderr)
+
+
+def of_model(model: str) -> Iterable[str]:
+    """The flag that names a model, where it is not the default."""
+    return [] if model == DEFAULT_MODEL else ["--model", model]

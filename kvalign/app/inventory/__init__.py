@@ -1,0 +1,1 @@
+"""What is at hand here: what the listings and `kvalign doctor` know."""

@@ -1,0 +1,187 @@
+"""What `kvalign doctor` looks for: packages, devices, the hub and its cache, models, aligners,
+corpora and word lists. Nothing is fetched and nothing changed.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from kvalign import checkpoints
+from kvalign.app.inventory import listing
+from kvalign.app.inventory.requirements import how_to_install, installed, requirements
+from kvalign.foundation import hub, memory
+from kvalign.foundation.errors import UserError
+from kvalign.models import fetched
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked for.
+
+    Attributes:
+        group: the heading it stands under.
+        state: `missing` where it could be had, `wrong` where it is here and cannot be used.
+        found: what was found, or what is wrong.
+        todo: what to do about it; empty where all is well.
+        required: whether KV-Align cannot work without it.
+    """
+
+    group: str
+    name: str
+    state: Literal["ok", "missing", "wrong"]
+    found: str
+    todo: str = ""
+    required: bool = False
+
+    @property
+    def message(self) -> str:
+        """What was found, and what to do about it."""
+        return f"{self.found}: {self.todo}" if self.todo else self.found
+
+
+def packages() -> Iterator[Check]:
+    """Python, then every package that this one names, by the extra that brings it."""
+    package = metadata.metadata("kvalign")
+    yield Check("packages", "kvalign", "ok", package["Version"], required=True)
+    python, supported = sys.version.split()[0], SpecifierSet(package["Requires-Python"])
+    todo = "install a supported Python"
+    yield _in_range("packages", "python", python, supported, todo, required=True)
+    for extra, needed in requirements():
+        group = f"packages of kvalign[{extra}]" if extra else "packages"
+        version, todo = installed(needed.name), how_to_install(needed.name)
+        if version is None:
+            yield Check(group, needed.name, "missing", "not installed", todo, not extra)
+        else:
+            yield _in_range(group, needed.name, version, needed.specifier, todo, not extra)
+
+
+def devices() -> Iterator[Check]:
+    import torch
+
+    count, threads = os.cpu_count(), torch.get_num_threads()
+    yield Check("devices", "cpu", "ok", f"{count} cores, {threads} threads", required=True)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            about = f"{device.name}, {memory.size(device.total_memory)}"
+            yield Check("devices", f"cuda:{index}", "ok", about)
+    elif torch.version.cuda:
+        todo = "see whether nvidia-smi lists one; cpu works without"
+        yield Check("devices", "cuda", "missing", "torch sees no such device", todo)
+    else:
+        todo = "with an NVIDIA GPU, install torch's CUDA build (pytorch.org); cpu works without"
+        yield Check("devices", "cuda", "missing", f"torch {torch.__version__} has no CUDA", todo)
+    if torch.backends.mps.is_available():
+        yield Check("devices", "mps", "ok", "Apple GPU")
+    elif sys.platform == "darwin":
+        todo = "it takes macOS 12.3 on Apple silicon; cpu works without"
+        yield Check("devices", "mps", "missing", "torch sees no such device", todo)
+
+
+def machine() -> Iterator[Check]:
+    disk = shutil.disk_usage(Path.cwd())
+    free, total = map(memory.size, (disk.free, disk.total))
+    yield Check("machine", "disk", "ok", f"{free} free here of {total}")
+    if (num_bytes := memory.free_bytes()) is not None:
+        yield Check("machine", "memory", "ok", f"{memory.size(num_bytes)} free here")
+
+
+def hub_and_cache() -> Iterator[Check]:
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    if hub.is_reachable():
+        yield Check("hub", "hub", "ok", constants.ENDPOINT)
+    else:
+        off = "is off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
+        todo = "connect, or use folders and what is ok below"
+        yield Check("hub", "hub", "missing", f"{constants.ENDPOINT} {off}", todo)
+    try:
+        size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
+    except CacheNotFound:
+        size = "empty"
+    yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
+
+
+def models() -> Iterator[Check]:
+    rows = listing.models()
+    yield from _shipped("models", checkpoints.MODELS, rows)
+    for row in rows:
+        about = f"{row['where']}, {row['architecture']}, {row['positions']} positions"
+        yield Check("models", row["name"], "ok", about)
+    for name in sorted(set(fetched.MODELS) - {row["name"] for row in rows}):
+        source, todo = fetched.MODELS[name], fetched.how_to_fetch(name)
+        where = f"not in {fetched.cache_dir()} ({fetched.MOVED_BY} moves it)"
+        yield Check("models", name, "missing", where, f"{todo} ({source.size}, {source.licence})")
+    if not any(row["where"] == "cached" for row in rows):
+        todo = "--model HUB_ID fetches one; kvalign models lists the architectures"
+        yield Check("models", "from the hub", "missing", "none in the cache", todo)
+
+
+def aligners() -> Iterator[Check]:
+    rows = listing.aligners()
+    yield from _shipped("aligners", checkpoints.ALIGNERS, rows)
+    for row in rows:
+        about = f"{row['where']}, {row['label']} for {row['base_model']}"
+        yield Check("aligners", row["name"], "ok", about)
+
+
+def corpora() -> Iterator[Check]:
+    from kvalign.data_gen.corpora import SPECS
+    from kvalign.data_gen.hub_dataset import HUB
+    from kvalign.data_gen.python_docs import python_docs
+
+    next(python_docs("train"))
+    yield Check("corpora", "python-docs", "ok", SPECS["python-docs"])
+    in_cache = dict(listing.cached("dataset"))
+    for name, corpus in HUB.items():
+        if not installed("datasets"):
+            todo = how_to_install("datasets")
+            yield Check("corpora", name, "missing", "datasets is not installed", todo)
+        elif Path(corpus.name).is_dir():
+            yield Check("corpora", name, "ok", f"in the folder {corpus.name}")
+        elif hub.is_reachable():
+            yield Check("corpora", name, "ok", corpus.about)
+        else:
+            copy = in_cache.get(corpus.name)
+            why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
+            todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
+            yield Check("corpora", name, "missing", why, todo)
+
+
+def word_lists() -> Iterator[Check]:
+    from kvalign.eval.judging.words import NAME, load_words
+
+    package = "english-words"
+    if not installed(package):
+        yield Check(
+            "word lists", NAME, "missing", f"{package} is not here", how_to_install(package)
+        )
+        return
+    try:
+        yield Check("word lists", NAME, "ok", f"SHA-256 {load_words().sha256}")
+    except UserError as error:
+        found, _, todo = str(error).partition(": ")
+        yield Check("word lists", NAME, "wrong", found, todo)
+
+
+def _in_range(
+    group: str, name: str, version: str, supported: SpecifierSet, todo: str, required: bool
+) -> Check:
+    """A version that is here: ok, or outside what is supported."""
+    if supported.contains(version, prereleases=True):
+        return Check(group, name, "ok", version, required=required)
+    return Check(group, name, "wrong", f"{version}, supported is {supported}", todo, required)
+
+
+def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Iterator[Check]:
+    for name in sorted(set(names) - {row["name"] for row in rows}):
+        todo = "reinstall kvalign"
+        yield Check(group, name, "wrong", "shipped, and its files cannot be read", todo, True)

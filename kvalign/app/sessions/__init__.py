@@ -1,0 +1,1 @@
+"""Streams and conversations of the command line."""

@@ -1,0 +1,79 @@
+"""What can be typed in a conversation that is no turn: `/help`, `/save talk.safetensors`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.app.sessions.conversation import SYSTEM
+from kvalign.foundation.errors import ExistsError, UserError
+from kvalign.foundation.registry import unknown
+
+if TYPE_CHECKING:
+    from kvalign.app.sessions.conversation import Conversation
+
+COMMANDS = {
+    "/help": "this list",
+    "/tokens": "how long the conversation is, and what of it is in the cache",
+    "/system": "what --system said: it begins the conversation, and stays",
+    "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
+    "/reset": "begin anew, with the same --system",
+    "/exit": "leave, as Ctrl-D does",
+}
+
+
+def is_command(line: str) -> bool:
+    """Whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
+    return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
+
+
+def obey(line: str, conversation: Conversation) -> str:
+    """Do what a command says, except `/exit`, and answer.
+
+    Raises:
+        UserError: an unknown command, or one that cannot be done.
+    """
+    name, _, rest = line.partition(" ")
+    names = [usage.split()[0] for usage in COMMANDS]
+    if name not in names:
+        raise UserError(unknown("command", name, names))
+    if name == "/save":
+        return _save(conversation, rest.strip())
+    if rest.strip():
+        if name == "/system":
+            raise UserError("a conversation begins with it: kvalign chat --system TEXT")
+        raise UserError(f"{name} takes nothing, got {rest.strip()!r}")
+    if name == "/tokens":
+        return _tokens(conversation)
+    if name == "/system":
+        none = "none: kvalign chat --system TEXT begins with one"
+        return conversation.stream.notes.get(SYSTEM, none)
+    if name == "/reset":
+        conversation.stream.reset()
+        until = (
+            f"; {conversation.path} is written after the next answer" if conversation.path else ""
+        )
+        return f"the conversation begins anew{until}"
+    return "\n".join(f"{usage:14}{about}" for usage, about in COMMANDS.items())
+
+
+def _save(conversation: Conversation, name: str) -> str:
+    path = Path(name) if name else conversation.path
+    if path is None:
+        raise UserError("/save needs a file: /save talk.safetensors")
+    if path != conversation.path and path.exists():
+        raise ExistsError(f"{path} exists: name another file")
+    conversation.stream.save(path)
+    conversation.path = path
+    return f"saved: {path}; it goes on with {conversation.to_go_on()}"
+
+
+def _tokens(conversation: Conversation) -> str:
+    stream = conversation.stream
+    num_fed, num_evicted = stream.num_fed, stream.num_evicted
+    return (
+        f"{len(stream.ids)} tokens; in the cache: {num_fed - num_evicted}, of "
+        f"{stream.method.sizes.cache_size} at most; evicted: {num_evicted}; "
+        f"not fed yet: {len(stream.ids) - num_fed}"
+    )

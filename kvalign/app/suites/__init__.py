@@ -1,0 +1,1 @@
+"""Suites of evaluations, run cell by cell into a folder."""

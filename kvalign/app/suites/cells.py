@@ -1,0 +1,151 @@
+"""From a suite's text to its cells: variables filled in, flags overridden, commands checked."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalign.app.cli import catalogue
+from kvalign.app.cli.arguments import parse
+from kvalign.app.inventory.listing import suites
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.report.suite_file import Suite, parse_suite_text
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_text
+
+MAX_NAME = 100  # letters of a cell's name: it is a file's
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One command of a suite.
+
+    Attributes:
+        name: unique in the suite; its document is NAME.json.
+        command: as `Settings.command_line` writes it, `kvalign` first; {out} stands for the folder
+            of the results, which may be moved.
+        is_preparation: other cells need it; what it prints may be any JSON document.
+    """
+
+    name: str
+    command: str
+    is_preparation: bool = False
+
+
+def read_suite(name: str) -> str:
+    """The text of a shipped suite or of a file.
+
+    Raises:
+        UserError: no such suite.
+    """
+    shipped = suites()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.exists():
+        return read_text(path)
+    raise UserError(f"no suite {name!r} (known: {', '.join(sorted(shipped))}; or a .yaml file)")
+
+
+def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
+    """The cells of a suite, preparations first, their commands checked.
+
+    Args:
+        text: as `kvalign.eval.report.suite_file` reads it.
+        name: of the suite, for messages.
+        override: flags that replace those of the cells which know them; with another --model a cell
+            loses the aligners that it names.
+        variables: NAME=VALUE of the suite's variables that change.
+
+    Raises:
+        UserError: anything that is wrong in it, a flag to override that no cell has, or a variable
+            that the suite has not.
+    """
+    suite = parse_suite_text(text, name)
+    changed = _changed(suite, variables, name)
+    steps = [*suite.prepare, *suite.cells]
+    if not suite.cells:
+        raise UserError(f"suite {name} has no cells: nothing would be run")
+    if len({step.name.casefold() for step in steps}) < len(steps):  # files, on any system
+        raise UserError(f"suite {name} has two cells of one name")
+    new = _flags(_split("--override", override))
+    cells, known = [], set[str]()
+    for number, step in enumerate(steps):
+        if not step.name.replace("-", "").isalnum() or len(step.name) > MAX_NAME:
+            raise UserError(
+                f"suite {name}: a cell's name has at most {MAX_NAME} letters, digits and -, got "
+                f"{step.name!r:.80}"
+            )
+        where = f"suite {name}, cell {step.name}"
+        try:
+            words = suite.words(step, changed)
+            _check_kind(words, number < len(suite.prepare))
+            command, known_flags = _overridden(words, new, where)
+        except ValueError as error:  # shlex's, too
+            raise UserError(f"{where}: {error}") from error
+        cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
+        known |= known_flags
+    if useless := set(new) - known:
+        raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
+    return cells
+
+
+def _check_kind(words: list[str], is_preparation: bool) -> None:
+    """Raise UserError for a command whose document is no use to a suite."""
+    if not words:
+        raise UserError("its command is empty")
+    command = catalogue.find(words)[0]
+    if is_preparation and not command.has_json:
+        raise UserError(f"{command.name} prints no document, so it prepares nothing")
+    evaluations = {f"{catalogue.FAMILY} {name}" for name in EVALUATIONS}
+    if not is_preparation and command.name not in evaluations:
+        raise UserError(f"{command.name} is no evaluation: put what others need under prepare")
+    if own := {"-h", "--help", "--json", "--debug"} & set(words):
+        raise UserError(f"leave out {', '.join(sorted(own))}: a suite sees to that")
+
+
+def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
+    """The values of `variables`, a text of NAME=VALUE."""
+    changed = {}
+    for word in _split("--variables", variables):
+        variable, equals, value = word.partition("=")
+        if not equals or variable not in suite.variables:
+            known = ", ".join(suite.variables) or "none"
+            raise UserError(
+                f"--variables takes NAME=VALUE of suite {name}'s variables ({known}), got {word!r}"
+            )
+        changed[variable] = value
+    return changed
+
+
+def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
+    """A command, checked, with those of the new flags that it knows, and all that it knows."""
+    command, words = catalogue.find(words)
+    known = command.settings_for(words).flags()
+    of_cell = _flags(words)
+    if new.get("--model", of_cell.get("--model")) != of_cell.get("--model"):
+        of_cell.pop("--aligner", None)  # of another model
+    flags = of_cell | {flag: values for flag, values in new.items() if flag in known}
+    words = [word for flag, values in flags.items() for word in (flag, *values)]
+    settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
+    return settings.command_line(command.name), known
+
+
+def _split(flag: str, text: str) -> list[str]:
+    """The words of a flag's text, as a shell sees them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text!r}: {error}") from None
+
+
+def _flags(words: list[str]) -> dict[str, list[str]]:
+    """Flags, each with the words after it."""
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            values = flags[word] = []
+        elif flags:
+            values.append(word)
+        else:
+            raise UserError(f"flags begin with --, got {word!r}")
+    return flags

@@ -1,0 +1,125 @@
+"""Suites: a file of named commands, each a cell whose result is kept in a folder as one document.
+
+Each cell runs in a process of its own, so that its memory and its threads are measured alone, and
+its command can be repeated by hand. A cell is finished when its document exists: a run that was
+interrupted goes on with the next one, and `eval perplexity --keep` within its cell.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvalign.app.cli.next_steps import PART_OF_RUN
+from kvalign.app.commands.eval_run import RunSettings
+from kvalign.app.suites.cells import Cell, parse_suite, read_suite
+from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
+from kvalign.eval.report.suite_file import filled_in
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.foundation.files import locked, read_json, write_text
+from kvalign.foundation.runs import keeping
+
+
+def run_suite(settings: RunSettings) -> dict[str, str]:
+    """Run the cells that the folder lacks, preparations first and in order.
+
+    Returns:
+        for each cell `run`, or `kept` if it was finished before.
+
+    Raises:
+        UserError: an unknown or wrong suite, a wrong command in it, or a folder with the results
+            of another suite; before any work.
+        RunError: a cell failed; finished cells are kept.
+    """
+    text = read_suite(settings.suite)
+    cells = parse_suite(text, settings.suite, settings.override, settings.variables)
+    missing = [cell for cell in cells if not is_finished(cell, settings.out)]
+    path = settings.out / SUITE_FILE
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"{settings.out} has the results of another suite: name another --out")
+
+    def kept() -> str:
+        return _kept(cells, settings.out)
+
+    with locked(settings.out, kept), keeping(kept):
+        write_text(path, text)
+        try:
+            _run(missing, settings)
+        except UserError as error:
+            if kept():
+                raise RunError(str(error)) from error
+            raise
+    return {cell.name: "run" if cell in missing else "kept" for cell in cells}
+
+
+def _run(cells: list[Cell], settings: RunSettings) -> None:
+    """Run cells and keep what they print; with `ray` the evaluations run side by side."""
+    changed = " ".join(filter(None, (settings.variables, settings.override)))
+    parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
+    for number, cell in enumerate(cells, 1):
+        if cell not in parallel:
+            place = f"{number} of {len(cells)}"
+            command = filled_in(cell.command, settings.out)
+            print(f"== {place}, {cell.name}: {command}", file=sys.stderr)
+            keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
+    if parallel:
+        from kvalign.app.suites.on_ray import run_on_ray
+
+        for cell, output in run_on_ray(parallel, settings):
+            keep(cell, settings.out, output, changed)
+
+
+def _kept(cells: list[Cell], out: Path) -> str:
+    """What an interrupted run has."""
+    num_kept = sum(is_finished(cell, out) for cell in cells)
+    return f"{num_kept} of {len(cells)} cells are kept in {out}" if num_kept else ""
+
+
+def is_finished(cell: Cell, out: Path) -> bool:
+    """Whether the cell's document exists.
+
+    Raises:
+        UserError: it is damaged, or another command's.
+    """
+    path = _path(cell, out)
+    if not path.exists():
+        return False
+    if read_json(path).get("command") != cell.command:
+        raise UserError(f"{path} has another command's result: delete it or name another --out")
+    return True
+
+
+def run_cell(command: str, out: Path) -> str:
+    """Run a cell's command in a process of its own and return what it prints, a JSON document.
+
+    Raises:
+        UserError: it was refused; its own message is on stderr.
+        RunError: it failed, as said there.
+    """
+    words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
+    environment = {**os.environ, PART_OF_RUN: "1"}
+    done = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
+    if done.returncode:
+        command = shlex.join(words[2:])
+        error = UserError if done.returncode == 2 else RunError
+        raise error(f"exit code {done.returncode} of {command}; finished cells are kept")
+    return done.stdout
+
+
+def keep(cell: Cell, out: Path, output: str, changed: str = "") -> None:
+    """Write what a cell printed as its document, with what the run changed of the suite."""
+    printed = json.loads(output)
+    document: dict[str, Any] = {"result": printed} if cell.is_preparation else printed
+    document["command"] = cell.command
+    if changed:
+        document["changed"] = changed
+    path = _path(cell, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(document) + "\n")
+
+
+def _path(cell: Cell, out: Path) -> Path:
+    return out / (PREPARED if cell.is_preparation else ".") / f"{cell.name}.json"

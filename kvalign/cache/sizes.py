@@ -1,0 +1,172 @@
+"""What a streaming cache keeps, and the one place of its arithmetic.
+
+places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
+        sinks   | window
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.registry import unknown
+from kvalign.foundation.settings import typed
+from kvalign.policies import OLDEST, POLICIES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalign.models.architectures import ModelSpec
+
+N = TypeVar("N", int, "Tensor")
+Positions = Literal["compact", "keep"]
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How many entries a cache keeps and drops, and which.
+
+    Attributes:
+        cache_size: entries stored between two steps, sinks included; a step sees one more.
+        num_sinks: first entries, never evicted.
+        num_evicted: entries evicted at once, right after the sinks, when the cache is full.
+        realign_every: evicted entries after which those that stay are moved; until then positions
+            run on. Several evictions at once are as many of these steps.
+        policy: key of `kvalign.policies.POLICIES`: which entries are evicted.
+        num_recent: newest entries that another policy than `oldest` does not evict, the one that
+            comes included; None: a quarter of the window.
+        positions: `compact`: an entry counts as lying where it is among those that are kept;
+            `keep`: it stays at the position where it was computed.
+
+    Raises:
+        UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
+    """
+
+    cache_size: int
+    num_sinks: int = 4
+    num_evicted: int = 1
+    realign_every: int = 1
+    policy: str = OLDEST
+    num_recent: int | None = None
+    positions: Positions = "compact"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.name == "num_recent" and value is not None):
+                object.__setattr__(self, field.name, typed(field.name, value, int))
+        if self.num_sinks < 0:
+            raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
+        if self.cache_size <= self.num_sinks:
+            raise UserError(
+                f"cache_size must be above num_sinks ({self.num_sinks}) to leave room for a "
+                f"window, got {self.cache_size}"
+            )
+        if not 1 <= self.num_evicted <= self.window_size:
+            raise UserError(
+                f"num_evicted must be between 1 and the window ({self.window_size} = cache_size "
+                f"{self.cache_size} less num_sinks {self.num_sinks}), got {self.num_evicted}"
+            )
+        if self.realign_every < 1:
+            raise UserError(f"realign_every must be at least 1, got {self.realign_every}")
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        if not isinstance(self.policy, str):
+            raise UserError(f"policy must be a name, got {self.policy!r:.80}")
+        if self.policy not in POLICIES:
+            raise UserError(unknown("policy", self.policy, POLICIES))
+        if not isinstance(self.positions, str) or self.positions not in get_args(Positions):
+            raise UserError(f"positions must be compact or keep, got {self.positions!r:.80}")
+        if self.num_recent is None:
+            num_recent = 0 if self.policy == OLDEST else self.window_size // 4
+            most = self.window_size + 1 - self.num_evicted
+            object.__setattr__(self, "num_recent", min(num_recent, most))
+        elif not 0 <= self.num_recent <= self.window_size + 1 - self.num_evicted:
+            raise UserError(
+                f"num_recent must be between 0 and {self.window_size + 1 - self.num_evicted} with "
+                f"cache_size {self.cache_size}, num_sinks {self.num_sinks} and num_evicted "
+                f"{self.num_evicted}, got {self.num_recent}"
+            )
+        if self.realign_every > 1 and not self.is_oldest:
+            raise UserError(
+                "realign_every is for policy oldest with compact positions: others place all "
+                f"entries at each step, got {self.realign_every}"
+            )
+
+    @property
+    def is_oldest(self) -> bool:
+        """Whether a slice of the stream is kept and moved: what a sliding buffer does."""
+        return self.policy == OLDEST and self.positions == "compact"
+
+    @property
+    def window_size(self) -> int:
+        """Entries after the sinks."""
+        return self.cache_size - self.num_sinks
+
+    @property
+    def first_input_len(self) -> int:
+        """Tokens that an empty cache takes in before anything is evicted: C + 1."""
+        return self.cache_size + 1
+
+    def num_dropped(self, num_entries: N) -> N:
+        """Of so many entries (a number, or an int64 tensor of any shape), how many are dropped so
+        that the rest can be stored: a multiple of `num_evicted`.
+        """
+        dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
+        return dropped * (dropped > 0)
+
+    def num_stored(self, num_seen: int) -> int:
+        """Entries that are kept of so many tokens."""
+        return num_seen - self.num_dropped(num_seen)
+
+    def num_moved(self, num_entries: N) -> N:
+        """Places by which kept entries have been moved once so many have been fed: all that were
+        dropped, or those up to the last multiple of `realign_every`.
+        """
+        dropped = self.num_dropped(num_entries)
+        return dropped // self.move_size * self.move_size
+
+    def num_behind(self, num_entries: N) -> N:
+        """Places by which positions have run on since."""
+        return self.num_dropped(num_entries) - self.num_moved(num_entries)
+
+    @property
+    def move_size(self) -> int:
+        """Places of a move: `realign_every`, in whole evictions."""
+        return -(-self.realign_every // self.num_evicted) * self.num_evicted
+
+    @property
+    def last_position(self) -> int:
+        """The highest position that a token gets that is fed alone."""
+        return self.cache_size + self.move_size - self.num_evicted
+
+    def check_fits(self, spec: ModelSpec) -> None:
+        """Raise UserError unless the model has a position for each entry and the new token."""
+        if spec.context_len is None or self.last_position < spec.context_len:
+            return
+        if self.cache_size >= spec.context_len:
+            raise UserError(
+                f"cache_size must be at most {spec.context_len - 1} for {spec.name} (its context "
+                f"length less the new token), got {self.cache_size}"
+            )
+        room = spec.context_len - 1 - self.cache_size
+        most = (room // self.num_evicted + 1) * self.num_evicted
+        raise UserError(
+            f"realign_every must be at most {most} for {spec.name} "
+            f"with cache_size {self.cache_size} (positions run on), got {self.realign_every}"
+        )
+
+
+def num_evicted_of(asked: int | str, window_size: int) -> int:
+    """Entries to evict at once, given as a number or as `half` of the window, which is what LLM
+    runtimes discard; UserError for anything else.
+    """
+    if asked == "half":
+        return max(1, window_size // 2)
+    if not isinstance(asked, str):
+        return typed("num_evicted", asked, int)
+    if not (asked.isascii() and asked.isdigit()):
+        raise UserError(f"num_evicted takes numbers or half, got {asked!r}")
+    return int(asked)

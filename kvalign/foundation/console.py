@@ -1,0 +1,99 @@
+"""Tables in a terminal, a file or a pipe, by rich; text of models and users acts nowhere."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvalign.foundation.escape import escape_controls
+
+PIPE_WIDTH = 168  # columns; a file or a pipe has no width of its own
+ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however long
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The heading of a column; numbers are aligned to the right. A column of a given width wraps
+    where it must; the first one does not otherwise.
+    """
+
+    text: str = ""
+    is_number: bool = False
+    min_width: int = 0
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry; the best of a column is marked, and not by colour alone. `more` is less important
+    than the text: an interval.
+    """
+
+    text: str
+    is_best: bool = False
+    more: str = ""
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        mark = " ★" if self.is_best else ""
+        return f"{self.text}{mark} ({self.more})" if self.more else self.text + mark
+
+
+def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
+    """A console as wide as COLUMNS says, as the terminal is, or as a file or a pipe is taken to
+    be.
+    """
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = max(console.width, pipe_width)
+    return console
+
+
+def print_table(
+    headings: Sequence[Heading | str],
+    rows: Sequence[Sequence[Entry | str]],
+    *,
+    title: str = "",
+    console: Console | None = None,
+) -> None:
+    """Print one table, a line a row where the console is wide enough.
+
+    Args:
+        headings: of the columns; a table whose headings are all empty begins with its first row.
+        rows: as many entries each.
+        title: a line above the table.
+        console: where to print; by default stdout, where a row of a file or a pipe is one line.
+    """
+    columns = [Heading(one) if isinstance(one, str) else one for one in headings]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        show_header=any(column.text for column in columns),
+        pad_edge=False,
+    )
+    for number, column in enumerate(columns):
+        table.add_column(
+            Text(escape_controls(column.text)),
+            justify="right" if column.is_number else "left",
+            min_width=column.min_width or None,
+            width=column.width,
+            no_wrap=number == 0 and not column.width,  # what a row is of is read at once
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*map(_text, row))
+    console = console or console_for(pipe_width=ROW_WIDTH)
+    if title:  # over the console's width, not the table's
+        console.print(Text(escape_controls(title), "bold"))
+    console.print(table)
+
+
+def _text(cell: Entry | str) -> Text:
+    cell = Entry(cell) if isinstance(cell, str) else cell
+    text = escape_controls(" ".join(cell.line.split()))
+    return Text(text, "bold green" if cell.is_best else "")

@@ -1,0 +1,193 @@
+"""Files that are there whole or not at all: written to a temporary name beside their place, then
+renamed. JSON that is checked as it is read. Folders that one run writes at a time.
+"""
+
+import hashlib
+import json
+import os
+import reprlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+
+from kvalign.foundation.errors import NotFoundError, RunError, UserError, is_of_a_path
+
+LOCK = ".lock"
+
+# Of values from outside: a text of a few lines can stand for a list of 10^10 numbers.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file, or a folder, under a temporary name, then give it its own, in a
+    folder that is made if need be; an interrupted write leaves nothing behind, and what a killed
+    one leaves the next removes.
+
+    Raises:
+        OSError: it could not be written (disk full, no permission), whatever `write` made of that.
+    """
+    write_together(path.parent, lambda partial: write(partial / path.name), path.name)
+
+
+def write_together(folder: Path, write: Callable[[Path], object], last: str) -> None:
+    """Let `write` fill a temporary folder with files, then move them into `folder`. That named
+    `last` says that all are there: it gets its name when nothing else is left to do.
+
+    Raises:
+        OSError: as of `write_whole`.
+    """
+    # A folder, because some writers (safetensors) have temporary files of their own beside a file.
+    partial, ready = folder / f".{last}.partial", folder / f".{last}.partial.last"
+    is_new = not folder.exists()
+    try:
+        _remove((partial, ready))
+        partial.mkdir(parents=True)
+        write(partial)
+        os.replace(partial / last, ready)
+        others = [*partial.iterdir()]
+        if others:
+            (folder / last).unlink(missing_ok=True)  # it is of other files
+        for path in others:
+            os.replace(path, folder / path.name)
+        partial.rmdir()
+        os.replace(ready, folder / last)
+    except RunError:
+        raise
+    except (SafetensorError, RuntimeError) as error:  # safetensors' and torch.save's own
+        raise OSError(f"cannot write {folder / last}: {error}") from error
+    finally:
+        _remove((partial, ready))
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text whole."""
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write values that JSON knows, whole and indented."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file.
+
+    Raises:
+        NotFoundError: there is none.
+        UserError: it is a folder, a pipe or a device, which may have no end, or no UTF-8.
+    """
+    if not path.exists():
+        raise NotFoundError(f"there is no file {path}")
+    if not path.is_file():
+        raise UserError(f"{path} is no file, but {'a folder' if path.is_dir() else 'a pipe'}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError, naming the file, if it holds none."""
+    values = parse_json(read_text(path), path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def parse_json(text: str, where: object) -> Any:
+    """The values in a JSON text from outside; UserError, beginning with `where`, if it is none."""
+    try:
+        values = json.loads(text)
+        if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
+            json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    return values
+
+
+def checked(model: type[M], values: Any, where: object) -> M:
+    """Values from JSON or YAML as a pydantic model.
+
+    Raises:
+        UserError: what is missing, unknown or wrong, by field; it begins with `where`.
+    """
+    try:
+        return model.model_validate(values)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deep") from None
+    except ValidationError as error:
+        faults = []
+        for fault in error.errors(include_url=False, include_context=False)[:3]:
+            field = ".".join(map(str, fault["loc"]))
+            field = f"{field if field.isprintable() else repr(field):.80}"
+            value = "" if fault["type"] == "missing" else f", got {_SHORT.repr(fault['input']):.80}"
+            faults.append(f"{field or 'it'}: {fault['msg']}{value}")
+        raise UserError(f"{where}: {'; '.join(faults)}") from None
+
+
+def read_checked(model: type[M], path: Path) -> M:
+    """The JSON object in a file as a pydantic model; UserError as of `read_json` and `checked`."""
+    return checked(model, read_json(path), path)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
+    """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
+    what it was writing when it was killed is removed.
+
+    A run that is refused within (UserError, a path that cannot be, a package that is not here)
+    leaves nothing of its own, not even the folder, unless `kept` says what of it is of use.
+
+    Raises:
+        UserError: another run writes to it.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        remedy = "wait for it, or name another folder"
+        raise UserError(f"another run is writing to {folder}: {remedy}") from None
+    try:
+        _remove([*folder.rglob(".*.partial*")])
+        yield
+    except (UserError, ModuleNotFoundError, OSError) as error:
+        # Where nothing is said of what is kept, a full disk leaves what there is.
+        is_refused = not isinstance(error, OSError) or is_of_a_path(error)
+        if (is_refused or kept is not str) and not kept():
+            _remove(set(folder.iterdir()) - before)
+            with suppress(OSError):
+                for path in made:
+                    path.rmdir()
+        raise
+    finally:
+        lock.release()
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Files and folders, those of them that there are."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,50 @@
+"""Registries: names and where the class of each is; it is imported when it is first asked for.
+
+Names can be listed, in help and at a shell's TAB, without importing what they stand for.
+"""
+
+import importlib
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar, cast
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import nearest
+
+T = TypeVar("T")
+
+
+class Registry(UserDict[str, T], Generic[T]):
+    """A mapping from names to what is defined at `module:member`.
+
+    A notebook adds to it without a file: `METHODS["mine"] = MyMethod`.
+
+    Args:
+        what: what a name names, for messages: `method`.
+        places: `module:member` by name, in the order in which they are listed.
+    """
+
+    def __init__(self, what: str, places: Mapping[str, str]):
+        super().__init__(cast(Mapping[str, T], places))
+        self.what = what
+
+    def __getitem__(self, name: str) -> T:
+        value = self.data[name]
+        if isinstance(value, str):  # not imported yet
+            module, _, member = value.partition(":")
+            value = self.data[name] = getattr(importlib.import_module(module), member)
+        return value
+
+    def find(self, name: str) -> T:
+        """What a name stands for; UserError, with the nearest and all known, if it is unknown."""
+        if name not in self:
+            raise UserError(unknown(self.what, name, self))
+        return self[name]
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is none: `unknown method 'x'; did you mean y? (known: y, z)`."""
+    known = list(known)
+    near = nearest(name, known)
+    hint = f"; did you mean {near}?" if near else ""
+    return f"unknown {what} {name!r}{hint} (known: {', '.join(known)})"

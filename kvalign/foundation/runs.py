@@ -1,0 +1,136 @@
+"""A folder that one run fills: what it is stands there first, its result last, so that a run which
+was interrupted is told from one that is finished, and the same run goes on where it stopped.
+
+    FOLDER/run.json      written first: what the run depends on
+    ...                  what it leaves on its way
+    FOLDER/result.json   written last; without it the run is unfinished
+"""
+
+import json
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Any, Literal
+
+from kvalign.foundation.errors import ExistsError, Interrupted
+from kvalign.foundation.files import read_json, write_json
+
+State = Literal["new", "unfinished", "finished"]
+
+
+class ResumableRun:
+    """One run in `folder`, which need not exist yet.
+
+    Args:
+        folder: of this run alone.
+        config: what the run depends on: values that JSON knows, in dicts.
+        free: names of fields in it, at any depth, that may differ between a run and its resumption.
+        config_name, result_name: of the two files.
+        remedy: what to do about a folder with another run, for the message.
+        read_config: reads the first, of earlier versions too, as this version would write it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        free: Collection[str] = (),
+        config_name: str = "run.json",
+        result_name: str = "result.json",
+        remedy: str = "give those, or name another --out",
+        read_config: Callable[[Path], dict[str, Any]] = read_json,
+    ):
+        self.folder, self.free, self.remedy = folder, frozenset(free), remedy
+        self.read_config = read_config
+        self.config: dict[str, Any] = json.loads(json.dumps(config))  # as it will be read
+        self.config_path, self.result_path = folder / config_name, folder / result_name
+
+    def state(self) -> State:
+        """Whether the folder has nothing yet, a part of this very run, or all of it.
+
+        Raises:
+            ExistsError: it holds another run, or files that are no run.
+        """
+        if not self.config_path.exists():
+            existing = self.folder.iterdir() if self.folder.is_dir() else ()
+            if any(not path.name.startswith(".") for path in existing):
+                raise ExistsError(f"{self.folder} holds other files: name another --out")
+            return "new"
+        if field := self.difference():
+            what = f"a run of other settings ({field})"
+            raise ExistsError(f"{self.folder} holds {what}: {self.remedy}")
+        return "finished" if self.result_path.exists() else "unfinished"
+
+    def difference(self) -> str:
+        """The first field in which the folder's run differs from this one, with both values; ""
+        where they are the same.
+        """
+        return _first_difference(self.read_config(self.config_path), self.config, self.free)
+
+    def begin(self) -> None:
+        """Write down what the run is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.result_path.unlink(missing_ok=True)
+        write_json(self.config_path, self.config)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write down what came of it."""
+        write_json(self.result_path, result)
+
+    def result(self) -> dict[str, Any]:
+        """What `finish` wrote; empty if the run is unfinished."""
+        return read_json(self.result_path) if self.result_path.exists() else {}
+
+
+@contextmanager
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C say what is kept, with which the same call goes on: `kept`, "" for nothing."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if about := kept():
+            raise Interrupted(about) from stop
+        raise
+
+
+@contextmanager
+def held_back(*stops: signal.Signals) -> Iterator[Event]:
+    """Within it Ctrl-C and `kill`, or the signals given, set the event and stop nothing: in the
+    middle of a step they would leave no state to keep. A second one stops at once.
+    """
+    interrupted, stops = Event(), stops or (signal.SIGINT, signal.SIGTERM)
+    if current_thread() is not main_thread():
+        yield interrupted
+        return
+    before = {stop: signal.getsignal(stop) for stop in stops}
+
+    def restore() -> None:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+    def note(*_: object) -> None:
+        interrupted.set()
+        restore()
+
+    for stop in stops:
+        signal.signal(stop, note)
+    try:
+        yield interrupted
+    finally:
+        restore()
+
+
+def _first_difference(there: Any, here: Any, free: Collection[str], above: str = "") -> str:
+    """The first field, of two configs, that is not free and differs, with both values."""
+    for field in {**here, **there}:
+        a, b, name = there.get(field), here.get(field), f"{above}{field}"
+        if field in free or a == b:
+            continue
+        if not (isinstance(a, dict) and isinstance(b, dict)):
+            return f"{name.removeprefix('settings.')} is {a!r} there, {b!r} now"
+        if inner := _first_difference(a, b, free, f"{name}."):
+            return inner
+    return ""

@@ -1,0 +1,329 @@
+"""Settings: a frozen dataclass whose fields carry default, range and help text.
+
+A command line, a notebook, a test and a sweep trial all make an instance, or give its fields as
+keywords, and call the same function. They stand beside what they configure and need no torch.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+import operator
+import os
+import shlex
+import tempfile
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from kvalign.foundation.errors import KeywordError, UserError
+from kvalign.foundation.escape import check_text
+from kvalign.foundation.names import check_keywords, nearest
+
+DEFAULT_MODEL = "gpt2-mini"
+
+# What a number may be at most: far above any that is meant, far below what breaks a machine. What
+# then does not fit into memory is said where it is allocated.
+MOST = 10**12  # tokens, steps, entries: what may take long
+MOST_ROWS = 2**20  # of a batch, of a vocabulary
+MOST_HELD = 10**7  # lines, questions: what is made before there is work
+MOST_SIZE = 2**16  # of a layer, of a chunk
+MOST_PROCESSES = 1024
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))
+MOST_SEED = 2**63 - 1
+MOST_RATE = 1e3  # of learning, of decay
+
+DTYPES = ("float32", "bfloat16", "float16")
+Output = Literal["file", "folder"]
+
+S = TypeVar("S", bound="Settings")
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    choices: Collection[str] | None = None,
+    positional: bool = False,
+    writes: Output | None = None,
+) -> Any:
+    """A dataclass field that the command line offers as `--name`.
+
+    Whole numbers are at most `MOST` where nothing else is said. A field without a default must be
+    given, a positional one without a flag. A tuple is given comma-separated or by repeating the
+    flag. A path that is written says what it will be.
+    """
+    limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
+    more = dict(positional=positional, writes=writes)
+    return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
+
+
+class Settings:
+    """Base of all settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`.
+
+    A path may be given as text, several values as a list or, if it is one, as it is.
+
+    Raises:
+        UserError: a value of another type or out of range; the message names the command line's
+            flag.
+    """
+
+    def __post_init__(self) -> None:
+        self._convert()
+        hints = typing.get_type_hints(type(self))
+        for field in fields_of(type(self)):
+            value = getattr(self, field.name)
+            name = field.name.upper() if field.metadata["positional"] else flag(field.name)
+            if isinstance(value, tuple) and not value:
+                raise UserError(f"{name} needs at least one value")
+            hint = without_none(hints[field.name])
+            if value is None and hint is not hints[field.name]:
+                continue
+            is_tuple = typing.get_origin(hint) is tuple
+            kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
+            if value is None and is_tuple:
+                raise UserError(f"{name} needs at least one value")
+            if field.default != "" and any(isinstance(item, str) and item == "" for item in items):
+                raise UserError(f"{name} is empty: give a value, or leave it out")
+            items = tuple(typed(name, item, kind) for item in items)
+            for item in items:
+                if isinstance(item, str):  # a path may be of any bytes
+                    check_text(item, name)
+                _check_range(name, item, field.metadata)
+            object.__setattr__(self, field.name, items if is_tuple else items[0])
+
+    def _convert(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            value, hint = getattr(self, name), without_none(hint)
+            is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if hint is str and (is_number or isinstance(value, Path)):
+                object.__setattr__(self, name, str(value))
+            elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
+                several = isinstance(value, list | set | range)
+                object.__setattr__(self, name, tuple(value) if several else (value,))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as JSON can hold them."""
+        values = {field.name: getattr(self, field.name) for field in fields_of(type(self))}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+
+    @classmethod
+    def flags(cls) -> set[str]:
+        """The command-line flags of the fields."""
+        return {flag(field.name) for field in fields_of(cls) if not field.metadata["positional"]}
+
+    def changed(self) -> dict[str, Any]:
+        """The values that differ from the defaults, by field."""
+        values = {field: getattr(self, field.name) for field in fields_of(type(self))}
+        return {field.name: value for field, value in values.items() if value != field.default}
+
+    def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
+        """The shell command that makes these settings, with what differs from the defaults."""
+        words = ["kvalign", *command.split()]
+        for field in fields_of(type(self)):
+            value = getattr(self, field.name)
+            if value == field.default or value is None or field.name in leave_out:
+                continue
+            name = flag(field.name)
+            if field.metadata["positional"]:
+                words.append(str(value))
+            elif isinstance(value, bool):
+                words.append(name if value else f"--no-{name[2:]}")
+            else:
+                items = value if isinstance(value, tuple) else (value,)
+                words += [name, ",".join(map(str, items))]
+        return shlex.join(words)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: `cache_size` is `--cache-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def fields_of(cls: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a `Settings` class, in the order of its flags."""
+    return dataclasses.fields(cls)
+
+
+def without_none(hint: Any) -> Any:
+    """T of `T | None`, any other hint as it is."""
+    if isinstance(hint, types.UnionType):
+        arms = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        return functools.reduce(operator.or_, arms)
+    return hint
+
+
+def _is_finite(x: numbers.Real) -> bool:
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # a whole number that is no float
+        return False
+
+
+def _has_bytes(x: str | Path) -> bool:
+    try:
+        return b"\0" not in os.fsencode(x)
+    except UnicodeEncodeError:
+        return False
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda x: isinstance(x, bool)),
+    int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
+    str: ("a text", lambda x: isinstance(x, str)),
+    Path: ("a path", lambda x: isinstance(x, str | Path) and x != "" and _has_bytes(x)),
+}
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """A value that was given for an int, a float, a bool, a text or a path, and is one: True is no
+    number, a whole number is a float, a text a path, too. NumPy's become Python's. Of other types
+    nothing is asked.
+
+    Raises:
+        UserError: it is of another type, not finite, or a whole number beyond 63 bits; the message
+            begins with `name`.
+    """
+    if hint not in _KINDS:
+        return value
+    needed, holds = _KINDS[hint]
+    if not holds(value) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"{name} must be {needed}, got {value!r:.80}")
+    if hint is int and abs(int(value)) >= 2**63:
+        raise UserError(f"{name} must be below 2^63, got {value!r:.80}")
+    return value if isinstance(value, int | float | str) and hint is not Path else hint(value)
+
+
+def expect(name: str, value: object, kind: Any, needed: str) -> None:
+    """Raise UserError, which begins with `name`, unless a value is of a kind."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} must be {needed}, got {type(value).__name__}")
+
+
+_COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
+
+
+def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    if value is None:
+        return
+    if (choices := limits["choices"]) and value not in choices:
+        near = nearest(str(value), choices)
+        hint = f": did you mean {near}?" if near else ""
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    for limit, holds in _COMPARISONS.items():
+        bound = limits[limit]
+        if bound is None and limit == "at_most" and isinstance(value, int):
+            bound = MOST
+        if bound is not None and not holds(value, bound):
+            raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
+
+
+def check_outputs(settings: Settings) -> None:
+    """Raise UserError for a path in settings that cannot be written, before there is any work."""
+    for field in fields_of(type(settings)):
+        path, output = getattr(settings, field.name), field.metadata["writes"]
+        if output and path is not None:
+            check_output(path, output, flag(field.name))
+
+
+def check_output(path: Path, output: Output, name: str = "--out") -> None:
+    """Raise UserError if a file or a folder cannot be written; folders above it need not exist. A
+    name that would act on a terminal is none.
+    """
+    if not str(path).strip() or not str(path).isprintable():
+        raise UserError(f"{name} {str(path)!r:.80} is blank or has controls: name it otherwise")
+    if path.absolute() == Path(path.absolute().anchor):
+        raise UserError(f"{name} {path} is the root of all files: name a folder in it")
+    if output == "file" and path.is_dir():
+        raise UserError(f"{name} {path} is a folder: name a file in it")
+    if output == "file" and path.exists() and not path.is_file():  # it would be replaced
+        raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, no file")
+    folder = (path if output == "folder" else path.parent).absolute()
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not there.is_dir():
+        raise UserError(f"{name} {path} cannot be written: {there} is a file, no folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = f"{there} is not yours to write in ({error.strerror})"
+        raise UserError(f"{name} {path} cannot be written: {reason}") from None
+
+
+Result = TypeVar("Result")
+
+
+def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Let a function of settings be called with the settings' fields as keywords, too.
+
+    `function(settings, *, more=...)` becomes `function(**fields, more=...)`; its signature and its
+    docstring say which fields there are. A path may be given as text, a tuple as a list.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        of_function = inspect.signature(function).parameters.values()
+        more_parameters = [p for p in of_function if p.kind is p.KEYWORD_ONLY]
+
+        @functools.wraps(function)
+        def call(settings: S | None = None, /, **keywords: Any) -> Result:
+            more = {p.name: keywords.pop(p.name) for p in more_parameters if p.name in keywords}
+            if settings is None:
+                check_keywords(call, keywords)
+                for field in fields:
+                    if field.default is dataclasses.MISSING and field.name not in keywords:
+                        raise KeywordError(f"{function.__name__}() needs {field.name}=...")
+                settings = cls(**keywords)
+                check_outputs(settings)
+            elif keywords or not isinstance(settings, cls):
+                given = ", ".join(keywords) or repr(settings)
+                raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")
+            return function(settings, **more)
+
+        fields, hints, empty = fields_of(cls), typing.get_type_hints(cls), inspect.Parameter.empty
+        parameters = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hints[field.name],
+                default=field.default if field.default is not dataclasses.MISSING else empty,
+            )
+            for field in fields
+        ]
+        call.__signature__ = inspect.Signature([*parameters, *more_parameters])  # type: ignore[attr-defined]
+        lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
+        about = inspect.cleandoc(function.__doc__ or "")
+        call.__doc__ = "\n".join([about, "", "Keywords:", *lines])
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Base of the settings of what streams: the model."""
+
+    model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
+    dtype: str = option("float32", help="precision of the model", choices=DTYPES)
+    device: str = option("cpu", help="cpu, cuda, mps, ...")
+
+
+NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)"
+NUM_EVICTED = (
+    "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
+)
+POLICY = "which entries are evicted (kvalign policies)"
+NUM_RECENT = (
+    "newest entries that a policy does not evict (default: a quarter of what follows the sinks)"
+)
+POSITIONS = (
+    "compact: entries count as lying where they are among those that are kept; keep: where they "
+    "were computed, as far as the model has positions"
+)

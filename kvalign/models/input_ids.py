@@ -1,0 +1,89 @@
+"""The token ids of what a stream is given, and the tokenizers that it takes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.escape import check_text
+
+
+def encoded(
+    text: str | Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    special: bool = True,
+) -> list[int]:
+    """The token ids of an input, which may be them already.
+
+    Args:
+        special: whether the tokenizer adds its special tokens to a text.
+
+    Raises:
+        UserError: it is neither, or has ids that the model does not know.
+    """
+    if isinstance(text, str):
+        ids = ids_of(text, tokenizer, special)
+    elif isinstance(text, Sequence) and all(type(token) is int for token in text):
+        ids = [token for token in text if isinstance(token, int)]
+    else:
+        raise UserError(
+            f"the input must be text or a list of token ids, got {type(text).__name__} (messages: "
+            "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True); "
+            "a tensor: ids[0].tolist())"
+        )
+    size = model.config.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise UserError(
+            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: is the "
+            "tokenizer its own?"
+        )
+    return ids
+
+
+def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
+    """Raise UserError unless ids are [B, T] int64 or int32, with something in them, below V if that
+    is given. Single tokens on a GPU are not looked at: that would wait for it.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {found}")
+    if ids.layout is not torch.strided or ids.is_meta:
+        raise UserError("ids must be a tensor with numbers in it, got one of device meta or sparse")
+    if ids.numel() == 0:
+        raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
+    if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
+        low, high = (int(x) for x in torch.aminmax(ids))
+        if not 0 <= low <= high < vocab_size:
+            raise UserError(
+                f"token ids must be below {vocab_size} for this model, got {low} to {high}"
+            )
+
+
+def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
+    """The rows of a batch that are named by their numbers.
+
+    Raises:
+        UserError: they are no such numbers.
+    """
+    named = rows.tolist() if isinstance(rows, Tensor) else rows
+    is_list = isinstance(named, Sequence) and not isinstance(named, str)
+    if not is_list or not all(type(row) is int and -num_rows <= row < num_rows for row in named):
+        raise UserError(f"rows must be whole numbers below {num_rows}, got {rows!r:.80}")
+    return list(named)
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase, special: bool) -> list[int]:
+    """The token ids of a text; UserError as of `check_text`."""
+    check_text(text)
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a tokenizer that cannot decode token by token."""
+    if not getattr(tokenizer, "is_fast", False):
+        kind = type(tokenizer).__name__
+        raise UserError(f"a stream of text needs a fast tokenizer, got a {kind}")

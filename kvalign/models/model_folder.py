@@ -1,0 +1,157 @@
+"""The folder of a model, or its name on the hub, as transformers reads it: what is wrong with it is
+said in one line, before memory is taken for it, and transformers keeps its own words to itself.
+"""
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from kvalign import checkpoints
+from kvalign.foundation import hub
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json
+from kvalign.foundation.memory import check_sizes
+from kvalign.models import fetched
+from kvalign.models.weights import check_header
+
+_LONGEST = 300  # characters of a reason
+
+
+def config_of(name: str, source: str) -> PretrainedConfig:
+    """The config of the model in a folder or of an id on the hub.
+
+    Raises:
+        UserError: there is none, or no config that transformers can take.
+    """
+    if os.path.isdir(source):
+        if not (path := Path(source, "config.json")).is_file():
+            raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
+        check_sizes(read_json(path), path)
+    with _reading(name, source):
+        return transformers.AutoConfig.from_pretrained(source, **_local(source))
+
+
+def read(
+    name: str, source: str, config: PretrainedConfig, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer.
+
+    Raises:
+        UserError: weights that are damaged, lacking or others than the config says, or no
+            tokenizer.
+    """
+    with _reading(name, source):
+        if os.path.isdir(source):
+            _check_weights(Path(source), config)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            **_local(source),
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+        with _panics_unheard():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
+            knows_text = bool(tokenizer("a")["input_ids"])
+        if not knows_text:
+            raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
+    return model, tokenizer
+
+
+def try_step(name: str, source: str, model: PreTrainedModel) -> None:
+    """Raise UserError for a model that cannot take a step where it is: what its config asks for, or
+    its quantised weights, may break there.
+    """
+    with _reading(name, source), torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False).logits.numel()
+
+
+def _local(source: str) -> dict[str, Any]:
+    is_local = os.path.isdir(source) or not hub.is_reachable()
+    return {"local_files_only": is_local, "trust_remote_code": False}
+
+
+def _check_weights(folder: Path, config: PretrainedConfig) -> None:
+    """Raise UserError for files that cannot hold the weights that a config asks for; quantised ones
+    are packed, at most eight to a byte.
+    """
+    is_packed = hasattr(config, "quantization_config")
+    paths = list(folder.glob("*.safetensors"))
+    num_found = sum(check_header(path, any_type=is_packed) for path in paths)
+    if is_packed:
+        num_found = 8 * sum(path.stat().st_size for path in paths)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    num_needed = sum(x.numel() for x in model.parameters())
+    if 0 < num_found < num_needed:
+        raise UserError(f"config.json asks for {num_needed} weights, its files have {num_found}")
+
+
+@contextmanager
+def _panics_unheard() -> Iterator[None]:
+    """What is written by others than Python to the standard error is lost: tokenizers, of Rust,
+    says there that it panics, in lines of its own.
+    """
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@contextmanager
+def _reading(name: str, source: str) -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a reader of anything from anywhere raises anything
+        raise UserError(_reason(name, source, error)) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _reason(name: str, source: str, error: BaseException) -> str:
+    if os.path.isdir(source):
+        said = " ".join(str(error).split()) or type(error).__name__
+        if "'NoneType' object" in said:
+            said = "transformers has no class for what it names"
+        if isinstance(error, KeyError):
+            said = f"it lacks {said}"
+        return f"cannot load a model from folder {source!r}: {said:.{_LONGEST}}"
+    if not isinstance(error, OSError | ValueError):
+        return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
+    if name in fetched.MODELS:
+        return f"{name} is not here: {fetched.how_to_fetch(name)}"
+    near = difflib.get_close_matches(name, [*checkpoints.MODELS, *fetched.MODELS], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    unasked = "" if hub.is_reachable() else ", which does not answer"
+    return (
+        f"no model {name!r} here or on the hub{unasked}{hint} (works offline: "
+        f"{', '.join(checkpoints.MODELS)}, or the path of a folder or a GGUF file)"
+    )

@@ -1,0 +1,88 @@
+"""Weights from outside, in a safetensors file: its names, shapes and types are compared with what
+is needed before any number is read, and every number is finite.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvalign.foundation.errors import UserError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_weights(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, Tensor]:
+    """The tensors of a file, in float32.
+
+    Args:
+        shapes: what it must hold, no more and no less.
+        where: whose weights they are, for messages.
+
+    Raises:
+        UserError: a file that is damaged or ends before what its header claims, other tensors, or
+            numbers that are not finite in float32.
+    """
+    with opened(path, f"the weights of {where}") as file:
+        names = set(file.keys())
+        for name, shape in shapes.items():
+            kind, found = "", "nothing"
+            if name in names:
+                claimed = file.get_slice(name)
+                kind, found = claimed.get_dtype(), str(tuple(claimed.get_shape()))
+            if found != str(tuple(shape)):
+                raise UserError(f"{where}: {name} must be {tuple(shape)}, found {found}")
+            if kind not in FLOATS:
+                raise UserError(f"{where}: {name} must be of {', '.join(FLOATS)}, found {kind}")
+        if unknown := sorted(names - shapes.keys()):
+            raise UserError(f"{where}: unknown weights {unknown[0]!r:.80}")
+        weights = {name: file.get_tensor(name).float() for name in shapes}
+    check_finite(weights.items(), where)
+    return weights
+
+
+@contextmanager
+def opened(path: Path, what: str) -> Iterator[Any]:
+    """A safetensors file, whose header is compared with its size; UserError if it is none."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {what}: {error}") from None
+
+
+def check_header(path: Path, *, any_type: bool = False) -> int:
+    """How many numbers a file has, by its header, which is compared with the file's size.
+
+    Args:
+        any_type: weights are quantised: of any type.
+
+    Raises:
+        UserError: a file that is damaged, or weights of another type than floats.
+    """
+    num = 0
+    with opened(path, path.name) as file:
+        for name in file.keys():  # noqa: SIM118
+            claimed = file.get_slice(name)
+            is_float = any_type or claimed.get_dtype() in FLOATS
+            if name.endswith(".weight") and not is_float:
+                kinds = ", ".join(FLOATS)
+                raise UserError(f"{name} must be of {kinds}, found {claimed.get_dtype()}")
+            num += math.prod(claimed.get_shape())
+    return num
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Raise UserError for the first of these weights that is not finite."""
+    for name, x in weights:
+        if not torch.isfinite(x).all():
+            raise UserError(f"{where}: {name} is not finite")

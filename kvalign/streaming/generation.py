@@ -1,0 +1,263 @@
+"""The one generation loop: an iterator of tokens. The command line, the evaluation and
+`model.generate` all use it.
+
+    model.generate(
+        **inputs, custom_generate=kvalign.stream_generate, cache_size=64, max_new_tokens=2000
+    )
+"""
+
+import inspect
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from kvalign.aligners import Aligner
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import check_keywords, nearest
+from kvalign.foundation.settings import expect, typed
+from kvalign.methods import AUTO, make_method
+from kvalign.methods.base import Method
+from kvalign.models.input_ids import check_ids
+from kvalign.streaming.health import check_scores
+
+
+@torch.no_grad()
+def stream_tokens(
+    method: Method,
+    prompt: Tensor,
+    *,
+    processors: LogitsProcessorList | None = None,
+    criteria: StoppingCriteriaList | None = None,
+    do_sample: bool = False,
+    eos_token_ids: Collection[int] = (),
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    before: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
+    row has ended.
+
+    Args:
+        method: from `make_method`.
+        prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
+        processors: transformers' logits processors; they see the whole history.
+        criteria: transformers' stopping criteria, asked after each token.
+        do_sample: draw from the processed distribution; otherwise take the most likely token.
+        eos_token_ids: tokens that end a row; empty: nothing does.
+        pad_token_id: what an ended row yields; default the first end token.
+        generator: source of the draws; default torch's global one.
+        before: [B, P] int64, what the method has been fed, when the prompt goes on with its stream;
+            processors and criteria see it too. The prompt then begins with the last token that was
+            yielded: that one has not been fed. None begins a new stream.
+        mask: [B, T], 0 where a prompt is padded; None: nowhere.
+
+    Raises:
+        UserError: an empty prompt, or one that is padded elsewhere than on the left.
+        RunError: logits that are no numbers; the message says where they come from.
+    """
+    expect("method", method, Method, "one of kvalign.make_method")
+    check_ids(prompt)  # what is fed of it is compared with the vocabulary
+    history = History(prompt if before is None else torch.cat([before, prompt], 1))
+    ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
+    pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
+    going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
+    if before is None:
+        method.reset()
+    logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
+    while True:
+        scores = processors(history.ids, logits) if processors else logits
+        check_scores(scores, logits, method)
+        if do_sample:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+        else:
+            token = scores.argmax(-1)
+        token = torch.where(going, token, pad)
+        history.append(token)
+        yield token
+        if len(ends):
+            going = going & ~torch.isin(token, ends)
+        if criteria:
+            going = going & ~criteria(history.ids, None)
+        if not going.any() or method.tokens_left == 0:
+            return
+        logits = method.feed(token[:, None])
+
+
+def stream_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    method: str = AUTO,
+    cache_size: int = 128,
+    num_sinks: int | None = None,
+    num_evicted: int | str | None = None,
+    realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
+    aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
+    stream_to: BaseStreamer | None = None,
+    stop_strings: str | list[str] | None = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """Generate past the context length; made for `model.generate(...,
+    custom_generate=stream_generate)`.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
+            `generate` hands them over.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
+        stream_to: a transformers streamer; `streamer=` of `generate` does the same.
+        stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
+
+    Returns:
+        [B, prompt + new tokens] int64.
+
+    Raises:
+        UserError: what streaming cannot do: beams, assistants, padding on the right, embeddings for
+            ids, another cache or one already filled, dictionaries of scores.
+    """
+    for name in model_kwargs.keys() - inspect.signature(model.forward).parameters.keys():
+        if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
+            check_keywords(stream_generate, [name])
+    config = generation_config or model.generation_config
+    if stop_strings is not None:
+        raise UserError(
+            "stop_strings lack a tokenizer here: give stopping_criteria="
+            "[transformers.StopStringCriteria(tokenizer, stop_strings)]"
+        )
+    _refuse(config, model, model_kwargs)
+    streaming = make_method(
+        method,
+        model,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
+        aligner=aligner,
+        compile=compile,
+    )
+    for criterion in stopping_criteria or ():
+        if hasattr(criterion, "max_position_embeddings"):
+            # It would warn that the context length is exceeded.
+            criterion.max_position_embeddings = None
+    tokens = stream_tokens(
+        streaming,
+        input_ids,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        do_sample=bool(config.do_sample),
+        eos_token_ids=end_ids(config),
+        pad_token_id=config.pad_token_id,
+        mask=model_kwargs.get("attention_mask"),
+    )
+    new = []
+    if stream_to is not None:
+        stream_to.put(input_ids.cpu())
+    else:
+        stream_to = _given_to_generate("streamer")  # which has been given the prompt
+    for token in tokens:
+        new.append(token)
+        if stream_to is not None:
+            stream_to.put(token.cpu())
+    if stream_to is not None:
+        stream_to.end()
+    return torch.cat([input_ids, torch.stack(new, 1)], 1)
+
+
+def end_ids(config: GenerationConfig) -> list[int]:
+    """The tokens that end a text: none, one or several.
+
+    Raises:
+        UserError: they are no token ids.
+    """
+    end = config.eos_token_id
+    if isinstance(end, Tensor):
+        end = end.reshape(-1).tolist()
+    ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
+    return [typed("eos_token_id of a model's generation_config", one, int) for one in ends]
+
+
+def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
+    """Begin a stream with the prompts of a batch, each fed alone, without its padding."""
+    mask = mask.to(prompt.device).bool()
+    if mask.shape != prompt.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
+        raise UserError(
+            "prompts of unequal lengths are padded on the left (padding_side='left'), got another "
+            "attention mask"
+        )
+    rows = [method.new() for _ in prompt]
+    logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
+    method.join(rows)
+    return torch.cat(logits)
+
+
+class History:
+    """All ids so far [B, T], grown by doubling: an endless stream is not copied at each token."""
+
+    def __init__(self, ids: Tensor):
+        self._buffer, self._len = ids, ids.shape[1]
+
+    @property
+    def ids(self) -> Tensor:
+        return self._buffer[:, : self._len]
+
+    def append(self, token: Tensor) -> None:
+        if self._len == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], 1)
+        self._buffer[:, self._len] = token
+        self._len += 1
+
+
+def _given_to_generate(name: str) -> Any:
+    """What `model.generate`, if it is who calls, was given but hands on to no function; else None.
+
+    It is in the variables of that call alone.
+    """
+    generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return frame.f_locals.get(name) if frame is not None else None
+
+
+def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    if (config.num_beams or 1) > 1:
+        got = config.num_beams
+        raise UserError(f"streaming has no beam search: num_beams must be 1, got {got}")
+    mode = config.get_generation_mode(_given_to_generate("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        what = mode.value.replace("_", " ")
+        asks = "assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers"
+        raise UserError(f"streaming has no {what}: leave out what asks for it ({asks})")
+    own = model.generation_config.cache_implementation
+    if config.cache_implementation not in (None, own):
+        got = config.cache_implementation
+        raise UserError(f"streaming has a cache of its own: leave out cache_implementation={got!r}")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UserError("streaming takes the ids of tokens: input_ids in place of inputs_embeds")
+    if config.return_dict_in_generate:
+        raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise UserError("stream_generate begins a new stream: leave past_key_values out")

@@ -1,0 +1,68 @@
+"""Logits that are no numbers: where they come from, in one line."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kvalign.foundation.errors import RunError, UserError
+from kvalign.methods.base import Method
+from kvalign.models.weights import check_finite
+
+
+def check_scores(scores: Tensor, logits: Tensor, method: Method) -> None:
+    """Raise RunError unless there is a token to choose in each row of scores [B, V], made of
+    logits [B, V].
+    """
+    if scores.amax(-1).isfinite().all():
+        return
+    if logits.isfinite().all():
+        raise RunError(
+            "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
+        )
+    raise RunError(f"this stream has ended: {reason(method)}")
+
+
+MOST_LOSS = 300.0
+"""Nats: no model that was trained comes near, and its exp and that of a difference are numbers."""
+
+
+def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
+    """Raise RunError unless losses [N] in nats are numbers, by default ones with a perplexity."""
+    if not losses.isfinite().all():
+        raise RunError(f"{method.title} cannot be scored: {reason(method)}")
+    if (worst := losses.max().item()) > most:
+        raise RunError(
+            f"{method.title} cannot be scored: a token costs {worst:.3g} nats, more than {most:g}: "
+            "are these the weights of a trained model?"
+        )
+
+
+def perplexity_of(nats: float) -> float:
+    """exp of a mean loss; RunError where that is no number."""
+    if not nats <= MOST_LOSS:
+        raise RunError(
+            f"no perplexity: a token costs {nats:.3g} nats, more than {MOST_LOSS:g}: are these the "
+            "weights of a trained model?"
+        )
+    return math.exp(nats)
+
+
+def reason(method: Method) -> str:
+    """Why the logits of a method are not finite: weights of the model, of the aligner, or else the
+    precision.
+    """
+    aligner = getattr(method, "aligner", None)
+    parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}
+    if isinstance(aligner, nn.Module):
+        parts[f"the aligner {getattr(aligner, 'source', None) or ''}".rstrip()] = aligner
+    for name, part in parts.items():
+        try:
+            check_finite(part.state_dict().items(), f"the weights of {name}")
+        except UserError as error:
+            return str(error)
+    dtype = str(method.model.dtype).removeprefix("torch.")
+    which = " and ".join(parts)
+    if method.model.dtype == torch.float32:
+        return f"the logits are not finite, though the weights of {which} are: they overflow"
+    return f"the logits are not finite in {dtype}: take another precision, as float32 (--dtype)"

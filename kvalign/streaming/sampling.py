@@ -1,0 +1,181 @@
+"""How the next token of a stream is chosen."""
+
+from __future__ import annotations
+
+import secrets
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import check_keywords
+from kvalign.foundation.settings import flag, typed, without_none
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+# What says from which tokens one is drawn, and what a model's generation_config may say.
+DRAWS = ("temperature", "top_k", "top_p", "min_p")
+OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
+# Beyond these logits overflow.
+COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_new_tokens": ("at least 1", lambda x: x >= 1),
+    "temperature": (
+        f"0, or at least {COLDEST:g} and at most {HOTTEST:g}",
+        lambda x: x == 0 or COLDEST <= x <= HOTTEST,
+    ),
+    "top_k": ("at least 0 (0 draws from all)", lambda x: x >= 0),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+    "repetition_penalty": (
+        f"at least {1 / MOST_PENALTY:g} and at most {MOST_PENALTY:g}",
+        lambda x: 1 / MOST_PENALTY <= x <= MOST_PENALTY,
+    ),
+    "no_repeat_ngram_size": ("at least 0", lambda x: x >= 0),
+    "stop_strings": (
+        "texts that are not empty",
+        lambda x: all(isinstance(text, str) and text for text in x),
+    ),
+    "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: penalties, then temperature, top_k, top_p and min_p, in the
+    order and with the names of transformers.
+
+    Attributes:
+        max_new_tokens: tokens after each input; None: without end.
+        do_sample: draw; False takes the most likely token, as temperature 0 and top_k 1 do.
+        temperature: divides the logits.
+        top_k: draw from the k most likely; 0: from all.
+        top_p: draw from the fewest tokens whose probabilities add up to this; 1: from all.
+        min_p: draw from tokens of at least this times the most likely one's probability; 0: all.
+        repetition_penalty: above 1, what was there before is less likely: in the whole history,
+            prompt and evicted tokens included; 1 for off.
+        no_repeat_ngram_size: over the whole history, 0 for off.
+        stop_at_end: end at the model's end token.
+        stop_strings: end with the first of these texts, one or several, that was generated.
+        seed: of the draws; None becomes a random one, which is then read here.
+
+    Raises:
+        UserError: a value of another type or out of range.
+    """
+
+    max_new_tokens: int | None = None
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_k: int = 20
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop_at_end: bool = False
+    stop_strings: str | Sequence[str] | None = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbelow(2**31))
+        strings = () if self.stop_strings is None else self.stop_strings
+        if not isinstance(strings, str | Sequence):
+            raise UserError(f"stop_strings must be a text or several, got {strings!r:.80}")
+        strings = (strings,) * bool(strings) if isinstance(strings, str) else tuple(strings)
+        object.__setattr__(self, "stop_strings", strings)
+        for name, hint in typing.get_type_hints(Sampling).items():
+            value, kind = getattr(self, name), without_none(hint)
+            if value is None and kind is not hint:
+                continue
+            value = typed(name, value, kind)
+            needed, holds = _RANGES.get(name, ("", lambda x: True))
+            if not holds(value):
+                raise UserError(f"{name} must be {needed}, got {value}")
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, function: Callable, keywords: Mapping[str, Any]) -> Sampling:
+        """What the keywords of a function say; KeywordError for one that is no sampling's."""
+        check_keywords(function, keywords, (field.name for field in fields(cls)))
+        return cls(**keywords)
+
+    @staticmethod
+    def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
+        """What a model's generation_config says of it, by field."""
+        said = config.to_diff_dict()
+        return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0 or self.top_k == 1
+
+    def processors(self) -> transformers.LogitsProcessorList:
+        """Those of transformers, in its order, for one stream from its beginning."""
+        import transformers
+
+        from kvalign.streaming.processors import NoRepeatedNGrams, RepetitionPenalty
+
+        processors = transformers.LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            processors.append(RepetitionPenalty(self.repetition_penalty))
+        if self.no_repeat_ngram_size:
+            processors.append(NoRepeatedNGrams(self.no_repeat_ngram_size))
+        if self.is_greedy:
+            return processors
+        if self.temperature != 1.0:
+            processors.append(transformers.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            processors.append(transformers.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            processors.append(transformers.TopPLogitsWarper(float(self.top_p)))
+        if self.min_p:
+            processors.append(transformers.MinPLogitsWarper(float(self.min_p)))
+        return processors
+
+    def generator(self, device: torch.device, row: int = 0) -> torch.Generator:
+        """The source of the draws: of row i of a batch, that of seed + i."""
+        import torch
+
+        assert self.seed is not None
+        return torch.Generator(device).manual_seed(self.seed + row)
+
+    def stops(self) -> StopStrings:
+        """What looks for the stop strings in one text."""
+        assert isinstance(self.stop_strings, tuple)
+        return StopStrings(self.stop_strings)
+
+    def in_flags(self) -> str:
+        """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
+        if not self.do_sample:
+            words = ["--no-do-sample"]
+        elif self.is_greedy:
+            words = ["--temperature 0"] if self.temperature == 0 else ["--top-k 1"]
+        else:
+            is_told = [name for name in DRAWS if name == "top_k" or self._differs(name)]
+            words = [f"{flag(name)} {getattr(self, name):g}" for name in is_told]
+            words.append(f"--seed {self.seed}")
+        penalties = filter(self._differs, ("repetition_penalty", "no_repeat_ngram_size"))
+        return " ".join([*words, *(f"{flag(name)} {getattr(self, name):g}" for name in penalties)])
+
+    def _differs(self, name: str) -> bool:
+        return getattr(self, name) != getattr(Sampling, name)
+
+
+class StopStrings:
+    """Looks for texts in a text that comes in pieces.
+
+    Attributes:
+        found: whether one of them has come.
+    """
+
+    def __init__(self, strings: tuple[str, ...]):
+        self._strings, self._tail, self.found = strings, "", False
+        self._overlap = max(map(len, strings), default=1) - 1
+
+    def read(self, piece: str) -> None:
+        text = self._tail + piece
+        self.found = self.found or any(string in text for string in self._strings)
+        self._tail = text[len(text) - self._overlap :] if len(text) > self._overlap else text

@@ -1,0 +1,154 @@
+"""The loss of a text's tokens under a streaming method, or another measure of them: step by step,
+or by a faster way with the same figures.
+
+- Methods that re-encode clean windows (`recompute`, `discard-half`): a batch of windows at once.
+- Caches whose entries are placed from birth (`window`, `streaming-llm`, `kvalign` with a table):
+  whole segments in the relative form (`kvalign.cache.relative`).
+- Any other method steps.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from kvalign.cache import relative
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import expect
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+from kvalign.methods.reencoding import Reencoding
+from kvalign.models.input_ids import check_ids
+
+BATCH_TOKENS = 2048  # tokens encoded at once when whole windows are scored: labels count by these
+BATCH_LOGITS = 1 << 26  # logits held at once, 256 MiB of float32
+
+OnLabels = Callable[[int], object]
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""From logits [N, V] and labels [N] to [N] float32."""
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """NLL in nats."""
+    return cross_entropy(logits, labels, reduction="none")
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """1 where the label is the most likely token, else 0; nan where there is none."""
+    return torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == labels).float())
+
+
+def score(
+    method: Method,
+    ids: Tensor,
+    on_labels: OnLabels = lambda n: None,
+    measure: Measure = losses,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """As `score_stepwise`, to rounding; by a faster way where there is one, which takes row after
+    row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may be left
+    out: it is then nan.
+    """
+    expect("method", method, Method, "one of kvalign.make_method")
+    check_ids(ids, method.model.config.vocab_size)
+    if ids.shape[1] < (least := method.sizes.cache_size + 2):
+        raise UserError(f"ids must be at least cache_size + 2 = {least} a row, got {ids.shape[1]}")
+    if isinstance(method, Reencoding):
+        parts = [None] * len(ids) if wanted is None else wanted.view(len(ids), -1)
+        rows = [
+            score_windows(method, row, on_labels, measure, part)
+            for row, part in zip(ids.split(1), parts, strict=True)
+        ]
+    elif isinstance(method, Cached) and method.is_exact:
+        rows = [score_segments(method, row, on_labels, measure) for row in ids.split(1)]
+    else:
+        return score_stepwise(method, ids, on_labels, measure)
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def score_stepwise(
+    method: Method,
+    ids: Tensor,
+    on_labels: OnLabels = lambda n: None,
+    measure: Measure = losses,
+) -> Tensor:
+    """NLL in nats of every token after the first cache_size + 1, each given those before it in its
+    row; rows go side by side.
+
+        ids   0 1 ... C | C+1 C+2 ... N-1
+              first input  labels
+
+    Args:
+        method: any; its stream begins anew.
+        ids: [B, N] int64, N >= cache_size + 2.
+        on_labels: told the number of labels scored since the last call, for a progress bar.
+        measure: what is wanted in place of the NLL.
+
+    Returns:
+        [B * (N - cache_size - 1)] float32, row by row.
+    """
+    first = method.sizes.first_input_len
+    method.reset()
+    logits = method.feed(ids[:, :first])
+    nll = []
+    for i in range(first, ids.shape[1]):
+        nll.append(measure(logits, ids[:, i]))
+        on_labels(len(ids))
+        if i + 1 < ids.shape[1]:
+            logits = method.feed(ids[:, i : i + 1])
+    return torch.stack(nll, 1).flatten()
+
+
+@torch.no_grad()
+def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Measure) -> Tensor:
+    """As `score_stepwise`, of a method whose relative form is exact."""
+    first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
+    method.reset()
+    method.feed(ids[:, :first])
+    nll = []
+    for start in range(first, end, relative.SEGMENT_LEN):
+        stop = min(start + relative.SEGMENT_LEN, end)
+        logits = method.feed_segment(ids[:, start:stop])[0].float()
+        nll.append(measure(logits, ids[0, start + 1 : stop + 1]))
+        on_labels(stop - start)
+    return torch.cat(nll)
+
+
+@torch.no_grad()
+def score_windows(
+    method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, wanted: Tensor | None
+) -> Tensor:
+    """As `score_stepwise`. The tokens that a method keeps change only when some are dropped, so all
+    steps between two drops are one causal forward pass, and such periods make a batch; those
+    without a label that is wanted are left out.
+    """
+    sizes, vocab_size = method.sizes, method.model.config.vocab_size
+    first, k = sizes.first_input_len, sizes.num_evicted
+    num_labels = ids.shape[1] - first
+    # Period 0 predicts the first label alone; period i >= 1 has dropped i * k tokens and predicts
+    # k labels.
+    num_periods = 1 + -(-(num_labels - 1) // k)
+    sinks, rest = ids[0, : sizes.num_sinks], ids[0, sizes.num_sinks :]
+    windows = pad(rest, (0, k)).unfold(0, first - sizes.num_sinks, k)[:num_periods]
+    periods = torch.arange(num_periods, device=ids.device)
+    if wanted is not None:
+        assert wanted.any()
+        periods = (pad(wanted, (k - 1, k)).unfold(0, k, k)[:num_periods]).any(1).nonzero()[:, 0]
+    scores = ids.new_full((num_labels,), torch.nan, dtype=torch.float32)
+    batch_size = max(1, min(BATCH_TOKENS // first, BATCH_LOGITS // (k * vocab_size)))
+    num_told = 0
+    for batch in periods.split(batch_size):
+        inputs = torch.cat([sinks.expand(len(batch), -1), windows[batch]], 1)  # [periods, C + 1]
+        logits = method.model(input_ids=inputs, use_cache=False, logits_to_keep=k).logits
+        logits = logits.flatten(0, 1).float()  # [periods * k, V]
+        of = (batch[:, None] * k + torch.arange(1 - k, 1, device=ids.device)).flatten()
+        inside = (of >= 0) & (of < num_labels)
+        if not inside.all():
+            logits, of = logits[inside], of[inside]
+        scores[of] = measure(logits, ids[0, first + of])
+        on_labels(int(of[-1]) + 1 - num_told)
+        num_told = int(of[-1]) + 1
+    on_labels(num_labels - num_told)
+    return scores

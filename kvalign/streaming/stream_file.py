@@ -1,0 +1,134 @@
+"""A stream of text in one safetensors file: a conversation that goes on after a restart.
+
+It holds the cache as it is, not the text alone: the entries of what was evicted are in it, and
+re-encoding the text would give another stream.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.aligners.base import has_fingerprint
+from kvalign.cache.streaming_cache import expect_tensor
+from kvalign.foundation.errors import NotFoundError, UserError
+from kvalign.foundation.files import checked, parse_json, write_whole
+from kvalign.methods.base import Method
+from kvalign.models.weights import check_finite
+from kvalign.policies import OLDEST
+
+_FORMAT = "kvalign stream 2"
+_BEFORE = "kvalign stream 1"
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class SavedStream(BaseModel):
+    """What a file says of its stream, beside its tensors.
+
+    Attributes:
+        aligner: SHA-256 of the weights of the method's aligner, if it has one.
+        embedding_fingerprint: of the base model (`probe` in files of version 0.1).
+        tokenizer: SHA-256 of its vocabulary; None in files of before.
+        num_fed: tokens that the method has been fed.
+        num_new: tokens that were generated since the last input.
+        notes: see `TextStream`.
+    """
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    method: str
+    cache_size: Count
+    num_sinks: Count
+    num_evicted: Count
+    realign_every: Count
+    policy: str = OLDEST
+    num_recent: Count = 0
+    positions: str = "compact"
+    aligner: str | None
+    base_model: str
+    embedding_fingerprint: Annotated[
+        list[float], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
+    ]
+    sampling: dict[str, Any]
+    device: str
+    num_fed: Count
+    num_new: Count
+    tokenizer: str | None = None
+    notes: dict[str, str] = {}
+
+
+def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> None:
+    """Write a stream; a file of that name is replaced when the new one is whole."""
+    metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
+    write_whole(path, lambda partial: save_file(tensors, partial, metadata))
+
+
+def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
+    """What a file says of its stream, fields checked, and its tensors.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is not a saved stream.
+    """
+    wrong = f"{path} is not a stream that kvalign saved"
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(wrong)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") == _BEFORE:
+                raise UserError(
+                    f"{path} was saved by kvalign 0.1, whose cache held other things: begin the "
+                    "stream anew from its text"
+                )
+            if metadata.get("format") != _FORMAT:
+                raise UserError(wrong)
+            about = parse_json(metadata.get("stream", ""), wrong)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise NotFoundError(f"no saved stream {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{wrong}: {error}") from None
+    return checked(SavedStream, about, wrong), tensors
+
+
+def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    """Raise UserError unless the stream is one of this model, and whole."""
+    if not has_fingerprint(model, saved.embedding_fingerprint):
+        raise UserError(
+            f"it is a stream of {saved.base_model}: the embedding weights of this model are others"
+        )
+    ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
+        raise UserError(f"its ids must be below {model.config.vocab_size}")
+    check_finite(tensors.items(), "its entries")
+    num_fed, num_new = saved.num_fed, saved.num_new
+    has_state = any(name.startswith("method.") for name in tensors)
+    if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
+        raise UserError("its numbers of tokens do not fit together")
+    if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
+        raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
+
+
+def aligner_digest(method: Method) -> str | None:
+    """SHA-256 of the weights of the method's aligner, if it has one."""
+    aligner = getattr(method, "aligner", None)
+    if aligner is None:
+        return None
+    digest = hashlib.sha256()
+    for name, x in sorted(aligner.state_dict().items()):
+        digest.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of a fast tokenizer's vocabulary; tokens that were added to it do not count."""
+    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

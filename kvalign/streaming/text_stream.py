@@ -1,0 +1,325 @@
+"""A stream as text: text in, pieces of text out as tokens come, more text in at any time.
+
+stream = kvalign.stream(model, tokenizer, "The history of the island", cache_size=64)
+for piece in stream:
+    print(piece, end="", flush=True)
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign.aligners import Aligner, embedding_fingerprint
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import KeywordError, RunError, UserError
+from kvalign.foundation.settings import check_output, typed
+from kvalign.methods import AUTO, METHODS, make_method
+from kvalign.methods.base import Method
+from kvalign.models.input_ids import check_fast, encoded
+from kvalign.streaming import stream_file
+from kvalign.streaming.generation import end_ids, stream_tokens
+from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.stream_file import SavedStream
+
+STATE = "method."  # what a tensor of the method's own state is called by in a file
+_SIZES = tuple(field.name for field in fields(CacheSizes))
+_OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
+
+
+class TextStream:
+    """Iterate over the text that continues what was fed. `feed` more of it at any time and iterate
+    again; leave the loop and come back to it.
+
+    Args:
+        tokenizer: the model's; it must be a fast one, which decodes token by token.
+        method: made for the model.
+        sampling: how tokens are chosen.
+
+    Attributes:
+        ids: all tokens so far, fed and generated.
+        token_ids: those generated since the last input.
+        text: their text.
+        times_s: seconds that each of them took, the input included in the first.
+        notes: texts by name that are saved with the stream, for whoever goes on with it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
+        check_fast(tokenizer)
+        self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
+        self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
+        self.generator = sampling.generator(method.model.device)
+        self.notes: dict[str, str] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was said: the next input begins a text. Draws go on."""
+        self.method.reset()
+        self.ids: list[int] = []
+        self.num_fed = 0
+        self._is_whole = True
+        self._begin_answer()
+
+    def feed(self, text: str | Sequence[int]) -> None:
+        """Add a text, or its token ids, after what was generated; the next iteration goes on there.
+
+        The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
+        stream. UserError if there is nothing in it, or it is neither.
+        """
+        self.check_whole()
+        ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
+        if len(ids) == 0:
+            raise UserError("the input is empty: give at least one word")
+        if self._has_end_token:
+            self.ids.pop()  # the end token: it has not been fed, and the stream goes on
+        self.ids += ids
+        self._begin_answer()
+
+    def __iter__(self) -> Iterator[str]:
+        self.check_whole()
+        if not self.ids:
+            raise UserError("this stream has no input: begin it with a prompt, or feed it first")
+        while not (self.has_ended or self.is_cut):
+            start = time.perf_counter()
+            self._is_whole = False
+            token = next(self._tokens, None)
+            self._is_whole = True
+            if token is None:
+                return
+            self.token_ids.append(int(token))  # waits for the device
+            self.times_s.append(time.perf_counter() - start)
+            self.num_fed = len(self.ids)
+            self.ids.append(self.token_ids[-1])
+            piece = self._decode(self.token_ids[-1])
+            if piece:
+                yield piece
+
+    def __repr__(self) -> str:
+        model, size = self.method.spec.name or "a model", self.method.sizes.cache_size
+        return (
+            f"<stream of {model}: {self.method.title}, cache_size {size}, {len(self.ids)} tokens>"
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the model's end token or a stop string ends the stream, until it is fed."""
+        return self._has_end_token or self._stops.found
+
+    @property
+    def _has_end_token(self) -> bool:
+        return bool(self.token_ids) and self.token_ids[-1] in self.end_ids
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether max_new_tokens ends the stream here, until it is fed."""
+        limit = self.sampling.max_new_tokens
+        return limit is not None and len(self.token_ids) >= limit and not self.has_ended
+
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that were fed and are out of the cache."""
+        return self.num_fed - self.method.fill if self.num_fed else 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def timing(self) -> dict[str, float]:
+        """Tokens since the last input, seconds to the first and mean milliseconds of each later."""
+        later = self.times_s[1:]
+        return {
+            "num_tokens": len(self.token_ids),
+            "ttft_s": self.times_s[0] if self.times_s else 0.0,
+            "ms_per_token": 1e3 * sum(later) / len(later) if later else 0.0,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write all that going on later needs to one safetensors file; see `load_stream`. A stream
+        without input is one, too, and begins when it is fed.
+        """
+        self.check_whole()
+        place = Path(typed("path", path, Path))
+        check_output(place, "file", "path")
+        method, model = self.method, self.method.model
+        saved = SavedStream(
+            method=method.name,
+            **asdict(method.sizes),
+            aligner=stream_file.aligner_digest(method),
+            base_model=method.spec.name,
+            embedding_fingerprint=list(embedding_fingerprint(model)),
+            sampling=asdict(self.sampling),
+            device=model.device.type,
+            num_fed=self.num_fed,
+            num_new=len(self.token_ids),
+            tokenizer=stream_file.tokenizer_digest(self.tokenizer),
+            notes=self.notes,
+        )
+        tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
+        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
+        tensors["generator"] = self.generator.get_state()
+        stream_file.write(place, saved, tensors)
+
+    def check_whole(self) -> None:
+        """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
+        if not self._is_whole:
+            todo = "begin a new one or load a saved one"
+            raise RunError(f"this stream was interrupted inside a step and cannot go on: {todo}")
+
+    def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
+        """Go on where a saved stream of these ids stopped; see `SavedStream`. Its method has been
+        restored.
+        """
+        self.ids, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
+        self._begin_answer()
+        self.ids, self.num_fed = ids, num_fed
+        self.token_ids.extend(answer)
+        for token in answer:
+            self._decode(token)
+
+    def _begin_answer(self) -> None:
+        self.token_ids: list[int] = []
+        self.times_s: list[float] = []
+        self._pieces: list[str] = []
+        self._stops = self.sampling.stops()
+        self._tokens = self._new_tokens()
+        # It knows what came before, so that a word in the middle keeps its space.
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        for token in self.ids[-_OVERLAP:]:
+            self._decoder.step(self.tokenizer.backend_tokenizer, token)
+
+    def _new_tokens(self) -> Iterator[Tensor]:
+        ids = torch.tensor([self.ids], device=self.method.model.device)
+        yield from stream_tokens(
+            self.method,
+            ids[:, self.num_fed :],
+            processors=self.sampling.processors(),
+            do_sample=not self.sampling.is_greedy,
+            eos_token_ids=self.end_ids,
+            generator=self.generator,
+            before=ids[:, : self.num_fed] if self.num_fed else None,
+        )
+
+    def _decode(self, token: int) -> str | None:
+        piece = self._decoder.step(self.tokenizer.backend_tokenizer, token)
+        if piece:
+            self._pieces.append(piece)
+            self._stops.read(piece)
+        return piece
+
+
+def stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str = "",
+    *,
+    method: str = AUTO,
+    cache_size: int = 128,
+    num_sinks: int | None = None,
+    num_evicted: int | str | None = None,
+    realign_every: int | None = None,
+    policy: str | None = None,
+    num_recent: int | None = None,
+    positions: str | None = None,
+    aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
+    **sampling: Any,
+) -> TextStream:
+    """Stream the text that continues a prompt, past the context length.
+
+    Args:
+        model: a causal LM of transformers, in eval mode.
+        tokenizer: its tokenizer.
+        prompt: text to continue; empty: `feed` the stream before iterating.
+        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
+            `kvalign.make_method`.
+        policy, num_recent, positions: likewise.
+        sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+            no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
+            max_new_tokens the stream has no end, without a seed it draws one:
+            `stream.sampling.seed`.
+
+    Raises:
+        UserError: as in `make_method`, a prompt that is no text, a tokenizer that cannot stream.
+        KeywordError: an unknown setting, with the nearest one.
+    """
+    settings = Sampling.of(stream, sampling)
+    streaming = make_method(
+        method,
+        model,
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        realign_every=realign_every,
+        policy=policy,
+        num_recent=num_recent,
+        positions=positions,
+        aligner=aligner,
+        compile=compile,
+    )
+    text_stream = TextStream(tokenizer, streaming, settings)
+    if not (isinstance(prompt, str) and prompt == ""):
+        text_stream.feed(prompt)
+    return text_stream
+
+
+def load_stream(
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    aligner: Aligner | str | Path | None = None,
+    compile: bool = False,
+    **sampling: Any,
+) -> TextStream:
+    """The stream that `TextStream.save` wrote, ready to be fed and iterated.
+
+    It gives the tokens that the saved one would have given, on the same kind of device.
+
+    Args:
+        path: the file.
+        model, tokenizer: those that the stream was made with.
+        aligner: that the stream was made with, if it was another than the shipped default.
+        compile: as in `kvalign.make_method`.
+        sampling: what is chosen otherwise from here on, as in `kvalign.stream`; the rest is as
+            saved, and draws go on unless the seed is another.
+
+    Raises:
+        NotFoundError: no such file.
+        UserError: it is not a stream, or one of another model, tokenizer, precision or aligner.
+        KeywordError: an unknown setting, with the nearest one.
+    """
+    for name in ("method", *_SIZES):
+        if name in sampling:
+            raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
+    Sampling.of(load_stream, sampling)
+    if sampling.get("seed") is None:
+        sampling.pop("seed", None)
+    saved, tensors = stream_file.read(Path(typed("path", path, Path)))
+    try:
+        stream_file.check_fits(saved, tensors, model)
+        sizes = {name: getattr(saved, name) for name in _SIZES}
+        cls = METHODS.find(saved.method)
+        for name in cls.not_taken():
+            del sizes[name]
+        method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
+        if stream_file.aligner_digest(method) != saved.aligner:
+            raise UserError("it was made with another aligner: name that one")
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
+        if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
+            raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
+        state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(STATE)}
+        method.restore({name.removeprefix(STATE): x for name, x in state.items()})
+        same_seed = loaded.sampling.seed == saved.sampling.get("seed")
+        if saved.device == model.device.type and same_seed:
+            loaded.generator.set_state(tensors["generator"])
+    except (TypeError, RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"cannot go on with the stream in {path}: {error}") from error
+    loaded.notes = saved.notes
+    loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
+    return loaded

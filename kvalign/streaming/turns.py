@@ -1,0 +1,106 @@
+"""Turns of a conversation as text, one after another for one stream.
+
+A model with a chat template gets its own; any other the plain form of StreamingLLM's demo:
+
+    USER: ...
+
+    ASSISTANT:
+"""
+
+from itertools import takewhile
+
+from transformers import PreTrainedTokenizerBase
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.escape import check_text
+from kvalign.models.input_ids import ids_of
+from kvalign.models.template_trial import fault_of
+
+
+def turn_ids(
+    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
+) -> list[int]:
+    """The tokens of `turn_text`. A template writes the beginning of a text itself."""
+    text = turn_text(tokenizer, turn, is_first, system)
+    special = is_first and not tokenizer.chat_template
+    if not text.strip():
+        raise UserError("the chat template of this model leaves out what is said")
+    return ids_of(text, tokenizer, special)
+
+
+def opening_len(tokenizer: PreTrainedTokenizerBase, system: str | None) -> int:
+    """Tokens of a conversation before the user's first word: what sinks should keep."""
+    one, other = (turn_ids(tokenizer, turn, True, system) for turn in ("?", "0"))
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in alike)
+
+
+def turn_text(
+    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
+) -> str:
+    """What is fed before the model answers a user's turn; the answer before it has been fed.
+
+    Args:
+        tokenizer: of the model, with its chat template if it has one.
+        turn: what the user says.
+        is_first: the stream begins with it, so that the template's opening is part of it.
+        system: what the model is told before the first turn.
+
+    Raises:
+        UserError: a template that fails, or takes no such conversation.
+    """
+    told = [] if system is None or not is_first else [{"role": "system", "content": system}]
+    user = {"role": "user", "content": turn}
+    return messages_text(tokenizer, [*told, user], goes_on=not is_first)
+
+
+def messages_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, goes_on: bool
+) -> str:
+    """What is fed of several messages, the last of which is a user's, before it is answered.
+
+    Args:
+        tokenizer: of the model, with its chat template if it has one.
+        messages: of `role` (system: the first alone; user, assistant) and `content`.
+        goes_on: an answer has been fed before them.
+
+    Raises:
+        UserError: a template that takes no such conversation.
+    """
+    if not tokenizer.chat_template:
+        return "\n\n" * goes_on + "".join(map(_plain, messages))
+    if not goes_on:
+        return _render(tokenizer, messages, to_answer=True)
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    whole = _render(tokenizer, [*before, *messages], to_answer=True)
+    known = _render(tokenizer, before, to_answer=False)
+    known = known[: known.rfind("!") + 1]
+    if not known or not whole.startswith(known):
+        what = "the chat template of this model changes earlier turns"
+        raise UserError(f"{what}: they cannot be streamed")
+    return whole.removeprefix(known)
+
+
+def _plain(message: dict[str, str]) -> str:
+    """A message in the plain form: an answer stands behind the word that asks for it."""
+    role, content = message["role"], message["content"]
+    if role == "user":
+        return f"USER: {content}\n\nASSISTANT:"
+    space = " " if role == "assistant" and not content[:1].isspace() else ""
+    return f"{space}{content}\n\n"
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to_answer: bool) -> str:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if fault := fault_of(tokenizer.chat_template, special):
+        raise UserError(f"the chat template of this model cannot be used: {fault}")
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=to_answer
+        )
+        assert isinstance(text, str)
+        check_text(text)
+    except Exception as error:  # a program from outside raises anything
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template of this model fails: {said:.300}") from None
+    return text

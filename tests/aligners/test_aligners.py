@@ -1,0 +1,144 @@
+"""Aligner folders: exact round trip, refusals that name what is wrong."""
+
+import json
+
+import pytest
+import torch
+from helpers.hub_cache import COMMIT, put_into_cache
+from helpers.methods import network
+from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
+from safetensors.torch import save_file
+
+from kvalign import checkpoints
+from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner
+
+
+@pytest.fixture
+def folder(models, tmp_path):
+    network(models["gpt2"], train=True).save_pretrained(tmp_path / "aligner")
+    return tmp_path / "aligner"
+
+
+def test_round_trip_is_exact(models, folder):
+    saved, loaded = network(models["gpt2"], train=True), Aligner.from_pretrained(folder)
+    assert isinstance(loaded, NetworkAligner) and loaded.config == saved.config
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    again = folder.parent / "again"
+    loaded.save_pretrained(again)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_config_is_there_when_the_weights_are(models, tmp_path, monkeypatch):
+    def fail(tensors, path):
+        assert not (tmp_path / "config.json").exists()
+        path.write_bytes(b"half")
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr("kvalign.aligners.base.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        network(models["gpt2"]).save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_folders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        Aligner.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
+        Aligner.from_pretrained("someone/something")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: "{", "is not JSON"),
+        (lambda c: "[" * 100_000, "is not JSON"),
+        (lambda c: "[]", "must hold a JSON object"),
+        (lambda c: json.dumps(c | {"extra": 1}), "extra: "),
+        (
+            lambda c: json.dumps({k: v for k, v in c.items() if k != "family"}),
+            "family: Field required",
+        ),
+        (lambda c: json.dumps(c | {"num_layers": "6"}), "num_layers: "),
+        (lambda c: json.dumps(c | {"num_layers": 10**12}), "num_layers: "),
+        (
+            lambda c: json.dumps(c | {"num_layers": 4}),
+            r"layer.weight must be \(4, 8\), found \(3, 8\)",
+        ),
+        (lambda c: json.dumps(c | {"shifts": [0]}), "shifts"),
+        (lambda c: json.dumps(c | {"shifts": 3}), "shifts"),
+        (lambda c: json.dumps(c | {"probe": [0.5]}), "probe: "),
+        (lambda c: json.dumps(c | {"sizes": {"key_hidden1": "8"}}), "sizes.key_hidden1: "),
+        (lambda c: json.dumps(c | {"sizes": {}}), "sizes do not make a network"),
+        (lambda c: json.dumps(c | {"sizes": c["sizes"] | {"depth": 2}}), "do not make a network"),
+        (lambda c: json.dumps(c | {"kind": "magic"}), "unknown aligner kind 'magic'"),
+    ],
+)
+def test_damaged_configs_are_refused(folder, damage, message):
+    path = folder / "config.json"
+    path.write_text(damage(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match=message):
+        Aligner.from_pretrained(folder)
+
+
+def test_damaged_weights_are_refused(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="cannot read the weights"):
+        Aligner.from_pretrained(folder)
+    save_file({"other": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="found nothing"):
+        Aligner.from_pretrained(folder)
+
+
+def test_config_survives_json(models):
+    config = network(models["gpt2"]).config
+    assert AlignerConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+def test_configs_of_version_0_1_are_read():
+    """They call the embedding's fingerprint `probe`; so do those that ship."""
+    path = checkpoints.aligner_path("kvalign-gpt2-mini-table") / "config.json"
+    values = json.loads(path.read_text())
+    config = AlignerConfig.model_validate(values)
+    assert list(config.embedding_fingerprint) == values["probe"]
+
+
+def test_what_goes_to_the_hub_comes_from_it(models, tmp_path, monkeypatch):
+    """With a card that the hub can read; the hub is its cache here."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+
+    def create_repo(api, repo_id, **_):
+        return RepoUrl(f"{constants.ENDPOINT}/{repo_id}")
+
+    def upload_folder(api, repo_id, folder_path, **_):
+        put_into_cache(tmp_path, repo_id, folder_path)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    aligner, name = network(models["gpt2"], train=True), "me/kvalign-distilgpt2-network"
+    corpus = ["python-docs", "wikitext", "marked:hub:me/stories:en:text", "text:a.txt"]
+    data = {"corpus": corpus, "datasets": ["Salesforce/wikitext"]}
+    data |= {"text_sha256": {"text:a.txt": "beef"}}
+    part = {"data": data, "val_loss": 0.5, "input_label_mse": 2.0, "ratio": 0.25}
+    older = {"data": {"corpus": ["marked:hub:me/stories:en:text"]}}  # without `datasets`
+    training = {"key": part, "value": older}
+    changes = {"base_model": "distilbert/distilgpt2", "training": training}
+    aligner.config = aligner.config.model_copy(update=changes)
+    aligner.push_to_hub(name)
+    found = Aligner.from_pretrained(name)
+    assert found.config == aligner.config
+    for key, weight in aligner.state_dict().items():
+        assert torch.equal(found.state_dict()[key], weight)
+    card = ModelCard.load(
+        tmp_path / "models--me--kvalign-distilgpt2-network/snapshots" / COMMIT / "README.md"
+    )
+    assert card.data.license == "apache-2.0" and card.data.library_name == "kvalign"
+    assert card.data.base_model == "distilbert/distilgpt2"
+    assert card.data.datasets == ["Salesforce/wikitext", "me/stories"]
+    assert "text_sha256 {'text:a.txt': 'beef'}" in card.text
+    assert "| key | 0.5 | 2 | 0.25 | yes |" in card.text

@@ -1,0 +1,156 @@
+"""Entries and sizes of the streaming cache. The peers' bugs behind a test are named with it."""
+
+import pytest
+import torch
+from helpers.methods import tables
+from helpers.tiny_models import ROTARY_KINDS
+
+from kvalign.cache.realign import realigner_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.models.architectures import ModelSpec, spec_of
+
+ANY = ModelSpec("any", "any", "learned", 1, 1, 1, None)
+
+
+def fed(sizes, chunks):
+    """A cache without a model, and what it stored after each of the chunks."""
+    cache, lengths = StreamingCache(ANY, sizes), []
+    for length in chunks:
+        cache.update(*2 * [torch.zeros(1, 1, length, 1)], 0)
+        lengths.append(cache.num_stored)
+    return cache, lengths
+
+
+def test_sinks_and_the_newest_are_kept():
+    cache, _ = fed(CacheSizes(cache_size=7, num_sinks=3, num_evicted=1), [1] * 10)
+    assert cache.index().tolist() == [0, 1, 2, 6, 7, 8, 9]
+    assert cache.seen == [10] and cache.positions() == [7]
+
+
+def test_evictions_are_counted_one_in_k():
+    """A full cache that evicts 3 at once evicts every third token (ik_llama.cpp pull 2459: every
+    token).
+    """
+    cache, lengths = fed(CacheSizes(cache_size=10, num_sinks=2, num_evicted=3), [1] * 40)
+    assert cache.num_evictions == 10
+    assert max(lengths) == 10 and min(lengths[10:]) == 8
+
+
+@pytest.mark.parametrize("chunks", [[12, 12, 1], [10, 12, 3], [1] * 25, [11, 1, 1, 6, 6]])
+@pytest.mark.parametrize("num_evicted", [1, 2, 5, 8])
+def test_entries_do_not_depend_on_chunks(chunks, num_evicted):
+    """Two moves are one long move (llama.cpp issue 3825: only the last was kept)."""
+    cache, _ = fed(CacheSizes(cache_size=11, num_sinks=3, num_evicted=num_evicted), chunks)
+    dropped = -(-(25 - 11) // num_evicted) * num_evicted
+    assert cache.index().tolist() == [0, 1, 2, *range(3 + dropped, 25)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(cache_size=64), "cache_size must be at most 63"),
+        (dict(cache_size=4), "cache_size must be above num_sinks"),
+        (dict(cache_size=16, num_sinks=-1), "num_sinks must be at least 0"),
+        (dict(cache_size=16, num_evicted=13), "num_evicted must be between 1 and the window"),
+        (dict(cache_size=16, num_evicted=0), "num_evicted must be between 1 and the window"),
+        (dict(cache_size=16, realign_every=0), "realign_every must be at least 1, got 0"),
+        (
+            dict(cache_size=60, realign_every=5),
+            "realign_every must be at most 4 for tiny with cache_size 60 .* got 5",
+        ),
+    ],
+)
+def test_impossible_sizes_are_refused(models, sizes, message):
+    """Sinks that fill the cache looped for ever in llama.cpp (issue 3969)."""
+    with pytest.raises(ValueError, match=message) as caught:
+        StreamingCache(spec_of(models["gpt2"].config, "tiny"), CacheSizes(**sizes))
+    assert "\n" not in str(caught.value)
+
+
+def test_mask_length_is_key_length(models, ids):
+    """What the model is told of the cache's length is what attention gets (VeloxQuant-MLX issue
+    370).
+    """
+    cache = StreamingCache(spec_of(models["gpt2"].config), CacheSizes(16))
+    for i in range(40):
+        told = cache.get_mask_sizes(1, 0)[0]
+        models["gpt2"](input_ids=ids[:, i : i + 1], past_key_values=cache)
+        assert told == min(i, 16) + 1
+        assert {len(layer.keys[0, 0]) for layer in cache.layers} == {min(i + 1, 16)}
+
+
+def test_batch_rows_are_independent(model, ids):
+    """Rows of a batch do not mix (llama.cpp issue 6002)."""
+    both, one = (StreamingCache(spec_of(model.config), CacheSizes(12)) for _ in range(2))
+    for i in range(30):
+        wide = model(input_ids=ids[:, i : i + 1], past_key_values=both).logits[1]
+        narrow = model(input_ids=ids[1:, i : i + 1], past_key_values=one).logits[0]
+    assert torch.allclose(wide, narrow, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_can_be_selected(models, ids, kind):
+    model = models[kind]
+    realigner = realigner_of(model, tables(model, scale=0.5) if kind == "gpt2" else None)
+    cache = StreamingCache(spec_of(model.config), CacheSizes(12), realigner)
+    _stream(model, cache, ids, 20)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(input_ids=ids[:, 20:21].flip(0), past_key_values=cache).logits
+    straight = _stream(
+        model, StreamingCache(spec_of(model.config), CacheSizes(12), realigner), ids, 21
+    )
+    assert torch.allclose(swapped.flip(0), straight, atol=1e-5)
+
+
+def test_cropping_is_refused(models):
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        StreamingCache(spec_of(models["gpt2"].config), CacheSizes(12)).crop(-1)
+
+
+def test_rows_that_do_not_fit_are_refused(models, ids):
+    spec = spec_of(models["gpt2"].config)
+    cache, other = (StreamingCache(spec, CacheSizes(12)) for _ in range(2))
+    _stream(models["gpt2"], cache, ids, 3)
+    with pytest.raises(ValueError, match="this cache has 2 rows, got ids of 1"):
+        models["gpt2"](input_ids=ids[:1, :1], past_key_values=cache)
+    _stream(models["gpt2"], other, ids[:1], 5)
+    cache.join([other])
+    assert cache.seen == [3, 3, 5]
+    with pytest.raises(ValueError, match="rows of unequal length take one token each, got 2"):
+        models["gpt2"](input_ids=ids[[0, 1, 0], :2], past_key_values=cache)
+
+
+def test_reset_begins_a_new_stream(models, ids):
+    spec = spec_of(models["llama"].config)
+    cache = StreamingCache(spec, CacheSizes(12), realigner_of(models["llama"]))
+    first, second = (_stream(models["llama"], cache, ids, 30) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ROTARY_KINDS)
+@pytest.mark.parametrize("num_evicted", [1, 3])
+@pytest.mark.parametrize("long_run", [256, 1])
+def test_rotated_keys_are_the_keys_of_their_new_position(
+    models, ids, kind, num_evicted, long_run, monkeypatch
+):
+    """Layer 0 of a rotary model depends on token and position alone: the cache must hold what
+    re-encoding gives, at positions that have run on.
+    """
+    monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", long_run)
+    model = models[kind]
+    sizes = CacheSizes(14, num_evicted=num_evicted)
+    cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
+    _stream(model, cache, ids, 50)
+    positions = torch.arange(cache.num_stored) + cache.frame.num_behind(50)
+    told = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
+    clean = model(**told, use_cache=True).past_key_values.layers[0]
+    assert torch.allclose(cache.layers[0].keys, clean.keys, atol=2e-5)
+    assert torch.allclose(cache.layers[0].values, clean.values, atol=2e-5)
+
+
+def _stream(model, cache, ids, num_tokens):
+    cache.reset()
+    for i in range(num_tokens):
+        logits = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
+    return logits

@@ -1,0 +1,90 @@
+"""Rotary positions run on for a frame and are then turned back: whatever its length, the model
+computes the same, at positions that it has.
+"""
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, make, step, tables
+from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
+
+from kvalign.models.architectures import spec_of
+
+
+@pytest.fixture
+def positions(monkeypatch):
+    """Positions that models are told of while this runs."""
+    told = []
+
+    def record(model):
+        rotary = model.base_model.rotary_emb
+        encode = rotary.forward
+
+        def recording(x, position_ids, *args, **kwargs):
+            told.append(int(position_ids.max()))
+            return encode(x, position_ids, *args, **kwargs)
+
+        monkeypatch.setattr(rotary, "forward", recording)
+        return told
+
+    return record
+
+
+@pytest.mark.parametrize("kind", ROTARY_KINDS)
+@pytest.mark.parametrize(("name", "num_evicted"), [("streaming-llm", 3), ("kvalign", 1)])
+def test_a_stream_does_not_depend_on_its_frames(kind, name, num_evicted, ids, monkeypatch):
+    """Seven frames of 20 or so are one of all 140 evictions."""
+    model = tiny_model(kind, max_position_embeddings=1024)
+    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
+    logits = []
+    for long_run in (1, 1000):
+        monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", long_run)
+        method = make(name, model, num_evicted=num_evicted, num_sinks=4, **extra)
+        logits.append(step(method, ids[:, :160], CACHE_SIZE + 1))
+        num_frames = method.cache.frame.num_moved(160) // method.cache.frame.move_size
+        assert num_frames == (0 if long_run > 1 else 6 if num_evicted > 1 else 7)
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache_size"), [*((kind, 20) for kind in ROTARY_KINDS), ("llama", 40), ("llama", 50)]
+)
+def test_positions_stay_within_the_context_where_it_leaves_room(
+    kind, cache_size, models, ids, positions
+):
+    told = positions(models[kind])
+    method = make("streaming-llm", models[kind], cache_size=cache_size)
+    for i in range(200):
+        method.feed(ids[:, i : i + 1])
+        assert method.cache.get_seq_length() < CONTEXT_LEN
+    assert cache_size < max(told) < CONTEXT_LEN and len(told) == 200
+    method.reset()
+    method.feed(ids)
+    assert max(told) < CONTEXT_LEN
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize("num_evicted", [1, 4])
+@pytest.mark.parametrize("room", [1, 2, 12])
+def test_ropes_that_change_with_the_length_do_not(rope, num_evicted, room, ids, positions):
+    """However full: no position reaches the length beyond which they are other rotations. Of one
+    layer keys know nothing of evicted tokens: the stream must equal re-encoding what it kept.
+    """
+    model = tiny_model("llama", rope_parameters=SCALINGS[rope], num_hidden_layers=1)
+    length = spec_of(model.config).context_len
+    assert length == (CONTEXT_LEN if rope == "dynamic" else 32)
+    before = model.base_model.rotary_emb.inv_freq.clone()
+    sizes = dict(cache_size=length - room, num_sinks=4, num_evicted=num_evicted)
+    oracle = step(make("recompute", model, **sizes), ids, length - room + 1)
+    told = positions(model)
+    streamed = step(make("streaming-llm", model, **sizes), ids, length - room + 1)
+    assert torch.allclose(streamed, oracle, atol=1e-4)
+    assert max(told) < length
+    assert torch.equal(model.base_model.rotary_emb.inv_freq, before)
+
+
+def test_a_full_context_leaves_a_quarter_beyond(models, ids, positions):
+    """Of ropes that are the same at any length; else all keys would be turned at each step."""
+    told = positions(models["llama"])
+    method = make("streaming-llm", models["llama"], cache_size=CONTEXT_LEN - 1)
+    step(method, ids, CONTEXT_LEN)
+    assert max(told) == CONTEXT_LEN - 1 + (CONTEXT_LEN - 1) // 4 - 1

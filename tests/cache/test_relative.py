@@ -1,0 +1,115 @@
+"""The relative form is stepping: every family, any sizes, any cut into segments."""
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, make, tables
+from helpers.tiny_models import KINDS, tiny_model
+
+from kvalign.cache import relative
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.models.architectures import spec_of
+from kvalign.streaming.scoring import score, score_stepwise
+
+EXACT = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bloom")
+NAMES = ("window", "streaming-llm", "kvalign")
+
+
+def method_of(name, model, **sizes):
+    """A method whose relative form is exact: `kvalign` with tables, if the model can have them."""
+    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
+    return make(name, model, **sizes, **extra)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_evicted", [1, 3, 16])
+def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch):
+    model = models[kind]
+    method = method_of(name, model, num_evicted=num_evicted)
+    expected = score_stepwise(method, ids[:1, :120])
+    assert method.is_exact != ((kind, name) == ("bloom", "kvalign"))
+    for segment_len in (7, 50, 256):
+        monkeypatch.setattr(relative, "SEGMENT_LEN", segment_len)
+        found = score(method, ids[:1, :120])
+        assert torch.allclose(found, expected, atol=2e-4)
+        assert abs(found.mean().exp() / expected.mean().exp() - 1) < 1e-4
+
+
+# Parts of 100 tokens: around the first eviction (21), the ends of segments (30) and of frames (20
+# evictions each, the shortest), single tokens between.
+CUTS = (
+    [100],
+    [1, 99],
+    [21, 79],
+    [22, 78],
+    [5, 16, 1, 1, 1, 30, 2, 44],
+    [40, 1, 1, 1, 1, 33, 1, 22],
+    [10] * 10,
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama", "qwen3", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["streaming-llm", "kvalign"])
+@pytest.mark.parametrize(("num_evicted", "num_sinks"), [(1, 4), (3, 0), (16, 2)])
+def test_how_an_input_is_cut_does_not_matter(
+    models, kind, name, num_evicted, num_sinks, ids, monkeypatch
+):
+    if (kind, name) == ("bloom", "kvalign"):
+        return  # tables on BLOOM are not read in its attention
+    monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", 1)
+    monkeypatch.setattr(relative, "SEGMENT_LEN", 30)
+    method = method_of(name, models[kind], num_evicted=num_evicted, num_sinks=num_sinks)
+    expected = [method.feed(ids[:, i : i + 1]) for i in range(101)]
+    for cut in CUTS:
+        method.reset()
+        end = 0
+        for part in ids[:, :100].split(cut, 1):
+            logits, end = method.feed(part), end + part.shape[1]
+            assert torch.allclose(logits, expected[end - 1], atol=2e-4), (cut, end)
+        # What is fed afterwards finds the same entries.
+        logits = method.feed(ids[:, end : end + 1])
+        assert torch.allclose(logits, expected[end], atol=2e-4), cut
+
+
+def test_nothing_else_is_taken(models):
+    """Other models step: attention of their own, sliding windows inside the cache, networks."""
+    for kind in set(KINDS) - set(EXACT):
+        assert not relative.is_exact(models[kind], CACHE_SIZE, None)
+    sliding = tiny_model("mistral", sliding_window=8)
+    assert not make("window", sliding).is_exact
+    assert not make("kvalign", models["gpt2"]).is_exact  # a network
+
+
+def test_memory_does_not_grow_with_the_text(models, ids):
+    model = models["gpt2"]
+    cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE, 4, 3))
+    stored = set()
+    for start in range(0, 200, 10):
+        relative.feed(model, cache, ids[:, start : start + 10])
+        stored.add(cache.num_stored)
+        stored.add(cache.layers[0].keys.shape[2])
+    assert max(stored) <= CACHE_SIZE
+
+
+def test_logits_are_kept_as_asked(models, ids):
+    model = models["llama"]
+    all_of_them, some = (
+        relative.feed(
+            model, StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE)), ids, keep
+        )
+        for keep in (0, 3)
+    )
+    assert all_of_them.shape[:2] == ids.shape and some.shape[1] == 3
+    assert torch.allclose(all_of_them[:, -3:], some, atol=1e-5)
+
+
+def test_a_segment_that_fails_leaves_no_trace(models, ids):
+    """Neither in the model nor in the cache, of which a later segment is the first."""
+    model = models["gpt2"]
+    before = model(input_ids=ids[:, :30]).logits
+    cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE))
+    with pytest.raises(RuntimeError):
+        relative.feed(model, cache, ids.float())
+    assert cache.segment is None and cache.seen == []
+    assert torch.equal(model(input_ids=ids[:, :30]).logits, before)

@@ -1,0 +1,48 @@
+"""Which name is meant by one that is nearly right."""
+
+import pytest
+
+from kvalign.foundation.errors import KeywordError
+from kvalign.foundation.names import check_keywords, nearest
+
+KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_size", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("max_length", "max_new_tokens"),
+        ("topk", "top_k"),
+        ("greedy", "do_sample"),
+        ("window", "cache_size"),
+        ("temprature", "temperature"),
+        ("sampling_seed", "seed"),
+        ("num_beams", None),
+        ("streamer", None),
+        ("batch_size", None),
+        ("ignore_eos", None),
+        ("xyzzy", None),
+    ],
+)
+def test_other_programs_names_and_misspellings(name, meant):
+    assert nearest(name, KNOWN) == meant
+
+
+def test_an_alias_of_what_is_not_there_is_no_answer():
+    assert nearest("greedy", ["cache_size"]) is None
+    assert nearest("ignore_eos", ["stop_at_end", "no_stop_at_end"]) == "no_stop_at_end"
+    assert nearest("num_beams", ["num_sinks", "num_tokens"]) is None
+    assert nearest("greedy", ["no_do_sample", "do_sample"]) == "no_do_sample"
+
+
+def test_a_wrong_keyword_is_both_a_type_error_and_a_users():
+    def ours(model, *, cache_size=4, **more):
+        return model, cache_size, more
+
+    check_keywords(ours, ["cache_size", "seed"], ["seed"])
+    for kind in (KeywordError, TypeError, ValueError):
+        with pytest.raises(kind, match=r"ours\(\) has no keyword 'rng': did you mean seed\?"):
+            check_keywords(ours, ["rng"], ["seed"])
+    with pytest.raises(KeywordError, match=r"'qqq': it has model, cache_size$"):
+        check_keywords(ours, ["qqq"])

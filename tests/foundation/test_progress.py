@@ -1,0 +1,159 @@
+"""The one bar: in a terminal, in a file, and not at all."""
+
+import fcntl
+import logging
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+
+import pytest
+
+from kvalign.foundation import progress
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Seconds are tenths."""
+    monkeypatch.setattr(progress, "DELAY_S", 0.1)
+    monkeypatch.setattr(progress, "LINE_S", 0.5)
+
+
+@progress.shown_as("job")
+def job(num_steps, seconds, num_read=0):
+    progress.phase("reading")
+    time.sleep(num_read * seconds)
+    progress.expect(10 * num_steps, "tokens")
+    progress.phase("counting")
+    for step in range(num_steps):
+        time.sleep(seconds)
+        progress.advance(9, loss=f"{step}")
+
+
+def drawn_in_terminal(monkeypatch, work):
+    """What `work` writes to stderr where that is a terminal, cut at returns."""
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    os.set_blocking(reader, False)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as stderr:
+        patch.setattr("sys.stderr", stderr)
+        work()
+        stderr.flush()
+        written = b""
+        with suppress(BlockingIOError):
+            while True:
+                written += os.read(reader, 4096)
+    os.close(reader)
+    return written.decode().replace("\r\n", "\n").split("\r") if written else []
+
+
+def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
+    began = time.monotonic()
+    job(1500, 0.001, num_read=700)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "job: reading [00:00]"
+    assert 3 <= len(lines) <= (time.monotonic() - began) / 0.5 + 1  # of 1500 steps
+    counted = r"job: counting: \d+ %, [\d.]+k? of 15\.0k tokens, loss=\d+, .* left"
+    assert re.fullmatch(counted, lines[1])
+    assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:0")  # all that was needed
+
+
+def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
+    @progress.shown_as("job")
+    def work():
+        progress.expect(100, "rows")
+        for _ in range(30):
+            progress.advance(1)
+            time.sleep(0.04)
+        time.sleep(1.7)
+
+    work()
+    lines = capfd.readouterr().err.splitlines()
+    assert "rows/s" in lines[0] and lines[0].endswith(" left")
+    assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
+    assert lines[-2].endswith(" so far")
+
+
+def test_what_is_short_says_nothing(monkeypatch, capfd):
+    assert drawn_in_terminal(monkeypatch, lambda: job(100, 0.0001)) == []
+    job(100, 0.0001)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch):
+    def work():
+        with progress.shown_as("job") as bar:
+            bar.expect(10, "tokens")
+            end = time.monotonic() + 5
+            while not bar.drawn_at and time.monotonic() < end:
+                time.sleep(0.01)
+            log = logging.Logger("beside a bar")
+            log.addHandler(progress.LogHandler(sys.stderr))
+            log.warning("mind this")
+
+    drawn = drawn_in_terminal(monkeypatch, work)
+    (line,) = [one for one in drawn if "mind this" in one]
+    assert line == "mind this\n"
+
+
+def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):
+    drawn = drawn_in_terminal(monkeypatch, lambda: job(40, 0.01, num_read=30))
+    assert any(one.startswith("job: reading [") for one in drawn)
+    assert any("job: counting:  " in one and "/400 [" in one for one in drawn)
+    assert "job: 100%|" in drawn[-1] and drawn[-1].endswith("\n")
+
+
+def test_what_counts_nothing_leaves_nothing(hurried, monkeypatch):
+    @progress.shown_as("page")
+    def work():
+        time.sleep(0.35)
+
+    drawn = drawn_in_terminal(monkeypatch, work)
+    assert "page: starting [00:00]" in drawn and drawn[-2].strip() == drawn[-1] == ""
+
+
+def test_one_within_another_is_a_phase_of_it(hurried, capfd):
+    with progress.shown_as("whole") as bar:
+        progress.expect(10, "rows")
+        progress.skip(5)
+        with progress.shown_as("part") as inner:
+            assert inner is bar and inner.desc == "whole: part"
+            progress.expect(4, "rows")
+        assert (bar.n, bar.initial, bar.total) == (5, 5, 14)
+    assert bar.n == 14
+    progress.advance(1)  # shown to nobody
+    progress.expect(1, "rows")
+    assert bar.n == bar.total == 14
+
+
+def test_ctrl_c_leaves_it_where_it_was(hurried, capfd):
+    @progress.shown_as("job")
+    def work():
+        progress.expect(100, "rows")
+        progress.advance(30)
+        time.sleep(0.8)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("job: starting: 30 of 100 rows in ")
+    with progress.shown_as("next") as bar:
+        assert bar.name == "next"
+
+
+def test_it_can_be_turned_off():
+    code = (
+        "import time; from kvalign.foundation import progress as p; p.DELAY_S = p.LINE_S = 0.05\n"
+    )
+    code += (
+        "with p.shown_as('job'):\n p.expect(9, 'rows'); p.skip(3); p.phase('x'); time.sleep(0.3)"
+    )
+    for switch in ("", "1"):
+        environment = {**os.environ, "TQDM_DISABLE": switch}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+        assert done.returncode == 0 and bool(done.stderr) == (switch == "")

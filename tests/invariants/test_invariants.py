@@ -1,0 +1,327 @@
+"""All methods keep to the invariants on all architectures, and a bug that is planted is found where
+it belongs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
+from helpers.tiny_models import KINDS
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import kvalign
+from kvalign.cache.cache_layer import StreamingLayer
+from kvalign.cache.realign import Rotating
+from kvalign.cache.step import Step
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
+from kvalign.invariants import INVARIANTS
+from kvalign.invariants.base import NotApplicableError
+from kvalign.invariants.stream import matches
+from kvalign.methods import make_method
+from kvalign.models.attention import REGISTERED
+from kvalign.policies import OLDEST, POLICIES
+
+NUM_STEPS = 60
+
+
+def outcomes_of(model, make_one, invariants=None, **changes):
+    changes = {"num_steps": NUM_STEPS} | changes
+    found = kvalign.verify(model, make_one, invariants=invariants, **changes)
+    return {outcome.name: outcome for outcome in found}
+
+
+def states(outcomes):
+    return {name: outcome.state for name, outcome in outcomes.items()}
+
+
+def failed(outcomes):
+    return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STREAMING)
+def test_every_method_keeps_to_all(name, kind, models):
+    outcomes = outcomes_of(models[kind], lambda model: make(name, model, warn=False))
+    assert list(outcomes) == list(INVARIANTS)
+    assert not failed(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make_aligner", [tables, anchored, network])
+def test_every_aligner_keeps_to_all(make_aligner, kind, models):
+    aligners = {tables: dict(scale=0.2, num_sinks=2), anchored: dict(scale=0.2), network: {}}
+
+    def make_one(model):
+        aligner = make_aligner(model, **aligners[make_aligner])
+        return make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=aligner)
+
+    outcomes = outcomes_of(models[kind], make_one)
+    assert not failed(outcomes)
+    is_recursive = make_aligner is network
+    assert outcomes["moves"].state == ("not applicable" if is_recursive else "passed")
+    by_segments = make_aligner is tables and kind in REGISTERED
+    assert outcomes["evicting-chunks"].state == ("passed" if by_segments else "not applicable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OLDEST])
+def test_every_policy_keeps_to_all(policy, kind, models):
+    def make_one(model):
+        name = "kvalign" if kind == "gpt2" else "streaming-llm"
+        aligner = {"aligner": tables(model, scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+        return make_method(name, model, cache_size=CACHE_SIZE, policy=policy, **aligner)
+
+    outcomes = outcomes_of(models[kind], make_one)
+    assert not failed(outcomes)
+    assert sum(state == "passed" for state in states(outcomes).values()) >= 8
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_one_of_each_family(kind, models):
+    """The fast part of the two above."""
+    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+    name = "kvalign" if changes else "streaming-llm"
+    outcomes = outcomes_of(models[kind], lambda model: make(name, model, **changes))
+    assert not failed(outcomes)
+    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
+    assert not_tried == ({"positions"} if kind == "bloom" else set())
+
+
+def test_a_cache_that_keeps_all(models):
+    """What needs an eviction does not apply, all else holds; the model is left as it is."""
+    model = models["llama"]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    outcomes = outcomes_of(model, lambda model: DynamicCache())
+    applies = {"dense", "rows", "chunks", "masks", "reorder", "repeat", "save"}
+    assert {x for x, state in states(outcomes).items() if state == "passed"} == applies
+    assert all(x.note.startswith("it evicts nothing") for x in outcomes.values() if not x.unit)
+    assert len(outcomes) == len(INVARIANTS)
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert model.dtype == torch.float32 and not model.model.layers[0]._forward_hooks
+
+
+def test_a_model_that_is_not_known():
+    """Of an architecture that KV-Align does not stream, all but its positions can be tried."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(
+        "starcoder2", vocab_size=96, max_position_embeddings=64, sliding_window=12, **sizes
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    outcomes = outcomes_of(model, lambda model: DynamicCache(config=model.config))
+    assert [x for x, state in states(outcomes).items() if state == "not applicable"] == ["moves"]
+    assert [x for x, state in states(outcomes).items() if state == "failed"] == ["positions"]
+
+
+# Bugs that authors of caches ship, planted one at a time.
+
+
+def shift_by_two(patch):
+    right = StreamingLayer.move
+
+    def wrong(self, step, shifts):
+        right(self, step, [shift + 2 for shift in shifts])
+
+    patch(StreamingLayer, "move", wrong)
+
+
+def table_read_two_places_off(patch):
+    right = Step.__post_init__
+
+    def wrong(self):
+        right(self)
+        self.first_place += 2 if self.num_before == CACHE_SIZE else 0
+
+    patch(Step, "__post_init__", wrong)
+
+
+def sinks_lost(patch):
+    patch(StreamingCache, "_write_sinks", lambda self, step: None)
+
+
+def sinks_of_the_first_row(patch):
+    right = StreamingLayer.write_sinks
+
+    def wrong(self, step, keys):
+        own, self.sinks = self.sinks, [x[:1].expand_as(x) for x in self.sinks]
+        right(self, step, keys[:1].expand_as(keys))
+        self.sinks = own
+
+    patch(StreamingLayer, "write_sinks", wrong)
+
+
+def mask_short(patch):
+    right = StreamingCache.get_mask_sizes
+
+    def wrong(self, query_length, layer_idx):
+        length, offset = right(self, query_length, layer_idx)
+        return (length - 1 if max(self.seen, default=0) > CACHE_SIZE else length), offset
+
+    patch(StreamingCache, "get_mask_sizes", wrong)
+
+
+def positions_off_by_one(patch):
+    right = StreamingCache.positions
+    patch(
+        StreamingCache,
+        "positions",
+        lambda self: [p + (n > CACHE_SIZE) for p, n in zip(right(self), self.seen, strict=True)],
+    )
+
+
+def positions_run_on(patch):
+    patch(Rotating, "frame", lambda self, sizes, _: replace(sizes, realign_every=10**6))
+
+
+def reorder_ignored(patch):
+    patch(StreamingCache, "reorder_cache", lambda self, beam_idx: None)
+
+
+def reorder_without_sinks(patch):
+    def wrong(self, rows):
+        for buffer in self.buffers:
+            buffer.select(rows)
+
+    patch(StreamingLayer, "select", wrong)
+
+
+def repeat_in_rounds(patch):
+    def wrong(self, repeats):
+        self.select([*range(len(self.seen))] * repeats)
+
+    patch(StreamingCache, "batch_repeat_interleave", wrong)
+
+
+def save_drops_sinks(patch):
+    right = StreamingCache.state
+
+    def wrong(self):
+        return {k: 0 * x if "sinks" in k else x for k, x in right(self).items()}
+
+    patch(StreamingCache, "state", wrong)
+
+
+def save_drops_a_row(patch):
+    right = StreamingCache.state
+    patch(StreamingCache, "state", lambda self: {k: x[:1] for k, x in right(self).items()})
+
+
+def an_input_counts_once(patch):
+    right = StreamingCache.end_step
+
+    def wrong(self):
+        self.step.num_new = min(self.step.num_new, 1)
+        right(self)
+
+    patch(StreamingCache, "end_step", wrong)
+
+
+def rounded_at_each_move(patch):
+    patch(Rotating, "within", lambda self, sizes, context_len: self)
+    patch(Rotating, "frame", lambda self, sizes, context_len: replace(sizes, realign_every=1))
+
+
+def first_entry_missing(patch):
+    right = StreamingLayer._take
+
+    def wrong(self, step, new):
+        keys, values = right(self, step, new)
+        return keys, torch.cat([0 * values[:, :, :1], values[:, :, 1:]], 2)
+
+    patch(StreamingLayer, "_take", wrong)
+
+
+# The row that a bug belongs to, then others that it shows in.
+PLANTED = {
+    shift_by_two: ["moves"],
+    table_read_two_places_off: ["moves", "dense", "chunks", "evicting-chunks"],
+    sinks_lost: ["kept", "moves", "evicting-chunks"],
+    sinks_of_the_first_row: ["rows", "reorder", "evicting-chunks"],
+    mask_short: ["masks"],
+    positions_off_by_one: ["moves", "evicting-chunks"],
+    positions_run_on: ["positions"],
+    reorder_ignored: ["reorder"],
+    reorder_without_sinks: ["reorder", "repeat"],
+    repeat_in_rounds: ["repeat"],
+    save_drops_sinks: ["save"],
+    save_drops_a_row: ["save"],
+    an_input_counts_once: ["chunks", "evicting-chunks", "masks", "kept", "moves"],
+    rounded_at_each_move: ["half-entries"],
+    first_entry_missing: ["dense", "chunks", "evicting-chunks"],
+}
+BUGS = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+
+
+def outcomes_with(bug, models, monkeypatch, invariants=None):
+    of_table = bug is table_read_two_places_off
+    model = models["gpt2" if of_table else "llama"]
+    changes = {"aligner": tables(model, scale=0.2, num_sinks=2)} if of_table else {}
+    name = "kvalign" if of_table else "streaming-llm"
+    bug(monkeypatch.setattr)
+    return outcomes_of(model, lambda model: make(name, model, **changes), invariants)
+
+
+@BUGS
+def test_a_planted_bug_is_found(bug, models, monkeypatch):
+    """In the row that it belongs to, which says what to look at."""
+    row = PLANTED[bug][0]
+    outcome = outcomes_with(bug, models, monkeypatch, [row])[row]
+    assert outcome.state == "failed"
+    assert outcome.look_at == INVARIANTS[row].look_at
+
+
+@pytest.mark.slow
+@BUGS
+def test_a_planted_bug_is_found_where_it_is(bug, models, monkeypatch):
+    """Rows that it has nothing to do with pass."""
+    found = states(outcomes_with(bug, models, monkeypatch))
+    failing = [name for name, state in found.items() if state == "failed"]
+    assert PLANTED[bug][0] in failing
+    assert set(failing) <= set(PLANTED[bug])
+
+
+def test_what_is_asked_for_wrongly(models):
+    model = models["llama"]
+    with pytest.raises(UserError, match="unknown invariant 'mask'; did you mean masks"):
+        kvalign.verify(model, lambda model: DynamicCache(), invariants=["mask"])
+    with pytest.raises(UserError, match="must return a Cache of transformers or a method"):
+        kvalign.verify(model, lambda model: None)
+    with pytest.raises(UserError, match="half must be bfloat16 or float16, got 'int8'"):
+        kvalign.verify(model, lambda model: DynamicCache(), half="int8")
+
+
+def test_a_cache_that_raises_or_gives_no_number_fails(models):
+    """And the others are still tried."""
+
+    class Broken(DynamicCache):
+        def reorder_cache(self, beam_idx):
+            raise ValueError("not here")
+
+        def batch_repeat_interleave(self, repeats):
+            for layer in self.layers:
+                layer.keys = layer.keys.repeat_interleave(repeats, 0) * float("nan")
+                layer.values = layer.values.repeat_interleave(repeats, 0)
+
+    rows = ["reorder", "repeat", "dense"]
+    outcomes = outcomes_of(models["llama"], lambda model: Broken(), rows)
+    assert [outcomes[row].state for row in rows] == ["failed", "failed", "passed"]
+    assert outcomes["reorder"].note == "it raised ValueError: not here"
+    assert outcomes["repeat"].figure is None and outcomes["repeat"].note.startswith("no number")
+
+
+def test_tokens_are_known_by_their_values():
+    born = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    assert matches(born[:, [0, 3, 7]], born) == [0, 3, 7]
+    assert matches(torch.cat([born[:, :2], born[:, 4:5] + 0.1], 1), born) == [0, 1, None]
+    twice = torch.cat([born, born[:, :1]], 1)  # one token that comes twice is two entries
+    assert sorted(matches(twice[:, [0, 9]], twice)) == [0, 9]
+    in_own_order = torch.stack([born[0, [1, 5]], born[1, [5, 1]]])
+    assert matches(in_own_order, born) == [1, 5]
+    kept_by_head = torch.stack([born[0, [1, 5]], born[1, [1, 6]]])
+    with pytest.raises(NotApplicableError, match="its heads keep different tokens"):
+        matches(kept_by_head, born)

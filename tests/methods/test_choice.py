@@ -1,0 +1,148 @@
+"""`auto`: what it takes on each family, with an aligner and without; a name overrides it."""
+
+import logging
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, network, tables
+from helpers.tiny_models import CONTEXT_LEN as LONGEST
+from helpers.tiny_models import KINDS, tiny_model
+
+import kvalign
+from kvalign import load_model, make_cache, make_method
+from kvalign.methods import AUTO, METHODS, choice
+from kvalign.models.architectures import FAMILIES
+
+WITHOUT = {"learned": "discard-half", "rotary": "streaming-llm", "alibi": "streaming-llm"}
+PROMPT = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    choice._warn_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return {name: load_model(name) for name in ("gpt2-mini", "llama-mini")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_an_aligner_it_goes_by_the_family(kind, models, caplog):
+    caplog.set_level(logging.INFO, "kvalign")
+    method = make_method(AUTO, models[kind], cache_size=CACHE_SIZE)
+    assert method.name == WITHOUT[FAMILIES[kind]] and not method.goes_stale
+    assert f"auto takes {method.name}: {FAMILIES[kind]} positions" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_aligner_that_is_given_means_kvalign(kind, models):
+    for aligner in (network(models[kind]), tables(models[kind])):
+        method = make_method(AUTO, models[kind], cache_size=CACHE_SIZE, aligner=aligner)
+        assert method.name == "kvalign" and method.aligner is aligner
+
+
+@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+def test_a_shipped_aligner_is_taken_as_far_as_it_reaches(name, shipped):
+    model = shipped[name].model
+    assert make_method(AUTO, model, cache_size=255).name == "kvalign"
+    assert make_method(AUTO, model, cache_size=256).name == WITHOUT[shipped[name].spec.family]
+    with pytest.raises(ValueError, match="at most 255 with the aligner kvalign-"):
+        make_method("kvalign", model, cache_size=256)
+    longest = "is for at most 255 entries"
+    assert longest in choice.obstacles(model, cache_size=256)["kvalign"]
+    assert not choice.obstacles(model, cache_size=255)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "kvalign"])
+def test_a_name_is_taken_as_it_is(name, shipped):
+    assert make_method(name, shipped["gpt2-mini"].model, cache_size=16).name == name
+
+
+def test_kvalign_by_name_still_needs_an_aligner(models):
+    with pytest.raises(ValueError, match="no aligner ships for this model"):
+        make_method("kvalign", models["gpt2"], cache_size=CACHE_SIZE)
+    assert list(choice.obstacles(models["gpt2"])) == ["kvalign"]
+    assert not choice.obstacles(models["gpt2"], aligner=network(models["gpt2"]))
+
+
+def test_an_unknown_name_lists_auto(models):
+    with pytest.raises(ValueError, match="unknown method 'aut'; did you mean auto.*known: auto, d"):
+        make_method("aut", models["gpt2"], cache_size=CACHE_SIZE)
+
+
+def test_it_is_the_default_of_all_that_streams(models, shipped):
+    one = shipped["llama-mini"]
+    talk = kvalign.stream(one.model, one.tokenizer, "It", cache_size=16, max_new_tokens=2, seed=0)
+    assert talk.method.name == "kvalign" and len(list(talk)) <= 2
+    for kind in ("gpt2", "llama"):
+        model = models[kind]
+        sizes = dict(cache_size=CACHE_SIZE, max_new_tokens=LONGEST, do_sample=False)
+        first, second = (
+            model.generate(PROMPT, custom_generate=kvalign.stream_generate, **method, **sizes)
+            for method in ({}, {"method": WITHOUT[FAMILIES[kind]]})
+        )
+        assert torch.equal(first, second)
+    rows = kvalign.stream_batch(
+        one.model, one.tokenizer, ["It", "The"], cache_size=16, max_new_tokens=1, seed=0
+    )
+    assert {row for row, _ in rows} <= {0, 1}
+
+
+def test_a_saved_stream_keeps_the_method_that_was_taken(shipped, tmp_path):
+    one = shipped["gpt2-mini"]
+    talk = kvalign.stream(one.model, one.tokenizer, "It", cache_size=300, max_new_tokens=3, seed=0)
+    list(talk)
+    talk.save(tmp_path / "talk")
+    again = kvalign.load_stream(tmp_path / "talk", one.model, one.tokenizer)
+    assert again.method.name == talk.method.name == "discard-half"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_is_one_that_stays_right(kind, models):
+    model = models[kind]
+    given = make_cache(model, cache_size=CACHE_SIZE, aligner=tables(model))
+    assert given.realigner is not None
+    if FAMILIES[kind] != "learned":
+        assert make_cache(model, cache_size=CACHE_SIZE).sizes.num_sinks == 4
+        return
+    with pytest.raises(ValueError, match="no cache stays right on this model.*leaves entries sta"):
+        make_cache(model, cache_size=CACHE_SIZE)
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "window"])
+def test_entries_that_go_stale_are_said_once(name, models, caplog):
+    for kind in ("gpt2", "llama", "bloom"):
+        for _ in range(2):
+            method = make_method(name, models[kind], cache_size=CACHE_SIZE)
+            assert method.goes_stale == (kind == "gpt2")
+    (said,) = caplog.messages
+    assert said.startswith(f"{name}: this model has learned positions, so entries that stay go st")
+    assert said.endswith("auto takes discard-half")
+
+
+def test_nothing_is_said_where_methods_are_compared(models, caplog):
+    make_method("window", models["gpt2"], cache_size=CACHE_SIZE, warn=False)
+    make_method("discard-half", models["gpt2"], cache_size=CACHE_SIZE)
+    assert not caplog.messages
+
+
+def test_what_was_trained_here_is_of_this_very_model(tmp_path, monkeypatch, models):
+    monkeypatch.chdir(tmp_path)
+    model = models["gpt2"]
+    assert choice.trained_here(model, "mine") is None
+    folder = tmp_path / "kvalign-data/mine/table"
+    aligner = tables(model)
+    aligner.config.training["key"] = {"used": False}
+    aligner.save_pretrained(folder)
+    assert choice.trained_here(model, "mine") is None, "it changes nothing"
+    assert choice.trained_here(model, "mine", at_least="any")
+    aligner.config.training["key"] = {"used": True}
+    aligner.save_pretrained(folder)
+    assert choice.trained_here(model, "mine", at_least="judged") is None
+    aligner.config.training["key"]["judged"] = {"parts": ["key"]}
+    aligner.save_pretrained(folder)
+    assert choice.trained_here(model, "mine", at_least="judged").resolve() == folder
+    assert choice.trained_here(model, "some/where/mine/").resolve() == folder
+    other = tiny_model("gpt2", n_embd=64)
+    assert choice.trained_here(other, "mine") is None

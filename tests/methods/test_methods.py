@@ -1,0 +1,264 @@
+"""Each method against plain transformers: what it keeps, what it predicts, and that scoring is
+stepping.
+"""
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
+
+from kvalign.aligners import Move
+from kvalign.methods import METHODS, make_method
+from kvalign.models.architectures import spec_of
+from kvalign.streaming.scoring import hits, score, score_stepwise
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_evicted_is_dense(name, model, ids):
+    ids = ids[:, : CACHE_SIZE + 1]
+    dense = model(input_ids=ids).logits[:, 4:].transpose(0, 1)
+    assert torch.allclose(step(make(name, model), ids, 5), dense, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_endless_and_in_range(name, model, ids):
+    """Far beyond the context length, every logit is finite."""
+    logits = step(make(name, model), ids, CACHE_SIZE + 1)
+    assert ids.shape[1] > 3 * CONTEXT_LEN
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("num_evicted", [1, 5])
+@pytest.mark.parametrize("name", METHODS)
+def test_fill_is_what_the_next_token_finds(name, num_evicted, models, ids, monkeypatch):
+    method = make(name, models["llama"], num_evicted=None if name in FIXED else num_evicted)
+    seen, encode = [], type(method.model).forward
+
+    def record(model, *args, past_key_values=None, **kwargs):
+        num_new = kwargs["input_ids"].shape[1]
+        has_cache = past_key_values is not None
+        seen.append(past_key_values.get_mask_sizes(num_new, 0)[0] if has_cache else num_new)
+        return encode(model, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(type(method.model), "forward", record)
+    assert method.fill == 0
+    for i in range(3 * CACHE_SIZE):
+        expected = method.fill + 1
+        method.feed(ids[:, i : i + 1])
+        assert seen[-1] == expected
+    limit = 3 * CACHE_SIZE if name == "dense" else CACHE_SIZE
+    assert CACHE_SIZE - method.sizes.num_evicted < method.fill <= limit
+
+
+def test_recompute_reencodes_the_last_tokens(model, ids):
+    logits = step(make("recompute", model), ids[:, :60], CACHE_SIZE + 1)
+    for i in range(0, len(logits), 7):
+        clean = model(input_ids=ids[:, i : i + CACHE_SIZE + 1]).logits[:, -1]
+        assert torch.allclose(logits[i], clean, atol=1e-4)
+
+
+def test_discard_half_is_recompute_that_drops_half(model, ids):
+    half = make("discard-half", model)
+    assert half.sizes.num_evicted == (CACHE_SIZE - 4) // 2
+    oracle = make("recompute", model, num_sinks=4, num_evicted=half.sizes.num_evicted)
+    first = CACHE_SIZE + 1
+    assert torch.allclose(step(half, ids, first), step(oracle, ids, first), atol=1e-4)
+
+
+def test_half_by_shift_is_discard_half_of_one_rotary_layer(ids):
+    """What llama.cpp shifts is what LLM Runtime re-encodes, but for what evicted tokens left in
+    deeper layers; learned positions it leaves stale.
+    """
+    first = CACHE_SIZE + 1
+    for kind, depth, is_same in (
+        ("llama", dict(num_hidden_layers=1), True),
+        ("llama", dict(num_hidden_layers=2), False),
+        ("gpt2", dict(n_layer=1), False),
+    ):
+        model = tiny_model(kind, **depth)
+        shifted, encoded = (
+            make("streaming-llm", model, num_evicted="half"),
+            make("discard-half", model),
+        )
+        assert shifted.sizes == encoded.sizes
+        alike = torch.allclose(step(shifted, ids, first), step(encoded, ids, first), atol=1e-4)
+        assert alike is is_same
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "llama"])
+@pytest.mark.parametrize("num_evicted", [1, 4])
+def test_one_layer_of_relative_positions_streams_exactly(kind, num_evicted, ids):
+    """With one layer, keys know nothing of evicted tokens: streaming-llm must equal re-encoding
+    what it kept.
+    """
+    depth = {"bloom": "n_layer", "mpt": "n_layers", "llama": "num_hidden_layers"}[kind]
+    model = tiny_model(kind, **{depth: 1})
+    sizes = dict(num_sinks=4, num_evicted=num_evicted)
+    first = CACHE_SIZE + 1
+    streamed = step(make("streaming-llm", model, **sizes), ids, first)
+    assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
+
+
+def test_sliding_attention_inside_a_layer_still_goes_by_slot(ids):
+    model = tiny_model("mistral", sliding_window=8, num_hidden_layers=1)
+    first, sizes = CACHE_SIZE + 1, dict(num_sinks=4, num_evicted=1)
+    streamed = step(make("streaming-llm", model, **sizes), ids, first)
+    assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
+
+
+@pytest.mark.parametrize("num_evicted", [1, 5])
+def test_window_is_streaming_llm_without_sinks(model, ids, num_evicted):
+    window = step(make("window", model, num_evicted=num_evicted), ids, 9)
+    without = step(make("streaming-llm", model, num_sinks=0, num_evicted=num_evicted), ids, 9)
+    assert torch.equal(window, without)
+
+
+@pytest.mark.parametrize("num_evicted", [1, 3])
+def test_zero_initialised_aligner_is_streaming_llm(model, ids, num_evicted):
+    sizes = dict(num_evicted=num_evicted)
+    stale = step(make("streaming-llm", model, **sizes), ids, CACHE_SIZE + 1)
+    aligned = step(make("kvalign", model, aligner=network(model), **sizes), ids, CACHE_SIZE + 1)
+    if spec_of(model.config).family == "rotary":  # rotated step by step in float32, not from birth
+        assert torch.allclose(stale, aligned, atol=2e-3)
+    else:
+        assert torch.equal(stale, aligned)
+
+
+def test_aligner_changes_what_is_predicted(model, ids):
+    stale = step(make("streaming-llm", model), ids[:, :40], CACHE_SIZE + 1)
+    aligned = step(make("kvalign", model), ids[:, :40], CACHE_SIZE + 1)
+    assert torch.allclose(stale[0], aligned[0], atol=1e-5)  # the first input is not realigned yet
+    assert (stale[1:] - aligned[1:]).abs().amax((1, 2)).min() > 1e-3
+
+
+def test_two_moves_of_one_are_one_move_of_two(models):
+    aligner = network(models["gpt2"], train=True)
+    x = torch.randn(2, 2, 30, 16, generator=torch.Generator().manual_seed(0))
+    first, second = (Move(1, place, torch.arange(place, place + 30)) for place in (5, 4))
+    twice = aligner.realign(1, *aligner.realign(1, x, x, first), second)
+    once = aligner.realign(1, x, x, Move(2, first=4, now=second.now))
+    assert torch.equal(twice[0], once[0]) and torch.equal(twice[1], once[1])
+    assert not torch.equal(once[0], x)
+
+
+@pytest.mark.parametrize(("num_evicted", "places"), [(4, [0]), (6, [0]), (8, [4, 0]), (12, [6, 0])])
+def test_a_move_is_steps_of_the_longest_shift_that_divides_it(models, ids, num_evicted, places):
+    """Each at its own place. Trained on shifts 4 and 6, a move of 8 is 4 + 4, not 6 and a rest."""
+    model = models["gpt2"]
+    aligner = network(model, train=True, shifts=(4, 6))
+    make("kvalign", model, num_evicted=num_evicted, aligner=aligner)
+    move = Move(num_evicted, first=4, now=torch.arange(4, 20))
+    x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected = x
+    for first in places:
+        expected = expected + aligner.key.correction(expected, 2, first)
+    assert torch.equal(aligner.realign(2, x, x, move)[0], expected)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize("num_evicted", [1, 3, 7])
+def test_scoring_is_stepping(name, models, ids, num_evicted):
+    for kind in ("gpt2", "llama"):
+        method = make(name, models[kind], num_evicted=num_evicted)
+        for num_tokens in (CACHE_SIZE + 2, CACHE_SIZE + 3, 75):
+            expected = score_stepwise(method, ids[:1, :num_tokens])
+            counted = []
+            assert torch.allclose(
+                score(method, ids[:1, :num_tokens], counted.append), expected, atol=1e-4
+            )
+            assert sum(counted) == len(expected) == num_tokens - CACHE_SIZE - 1
+
+
+@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize("num_evicted", [1, 3])
+def test_wanted_labels_have_the_measure_of_stepping(name, models, ids, num_evicted):
+    method = make(name, models["gpt2"], num_evicted=num_evicted)
+    expected = score_stepwise(method, ids[:1, :75], measure=hits)
+    assert set(expected.tolist()) <= {0.0, 1.0}
+    wanted = torch.arange(len(expected)) % 5 == 2
+    counted = []
+    found = score(method, ids[:1, :75], counted.append, hits, wanted)
+    assert torch.equal(found[wanted], expected[wanted]) and sum(counted) == len(expected)
+    if name == "recompute" and num_evicted == 1:
+        assert found[~wanted].isnan().all()
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_prompt_longer_than_the_cache(name, model, ids):
+    """A long prompt leaves the same entries as single steps, at positions the model has."""
+    whole, single = make(name, model), make(name, model)
+    assert torch.isfinite(whole.feed(ids)).all()
+    step(single, ids, 1)
+    if hasattr(whole, "cache") and name != "discard-half":
+        assert torch.equal(whole.cache.index(), single.cache.index())
+        assert whole.cache.seen == single.cache.seen == [200, 200]
+        assert whole.fill == single.fill == CACHE_SIZE
+    else:
+        assert torch.equal(torch.stack(whole.rows), torch.stack(single.rows))
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_largest_cache_fits_the_positions(name, models, ids):
+    for kind in ("gpt2", "opt", "mpt"):
+        method = make(name, models[kind], cache_size=CONTEXT_LEN - 1)
+        assert torch.isfinite(step(method, ids[:, :80], CONTEXT_LEN)).all()
+
+
+def test_dense_stops_at_the_context_length(models, ids):
+    dense = make("dense", models["gpt2"])
+    dense.feed(ids[:, :CONTEXT_LEN])
+    assert dense.tokens_left == 0
+    with pytest.raises(ValueError, match="dense has room for 0 more tokens"):
+        dense.feed(ids[:, :1])
+
+
+def test_uniform_logits_give_the_vocabulary_as_perplexity(ids):
+    model = tiny_model("gpt2")
+    model.transformer.wte.weight.zero_()
+    for name in STREAMING:
+        nll = score(make(name, model), ids[:1, :60])
+        assert torch.allclose(nll.exp(), torch.tensor(96.0), rtol=1e-4)
+
+
+def test_unknown_method_names_the_nearest(models):
+    with pytest.raises(ValueError, match="did you mean streaming-llm.*known: auto, dense, window"):
+        make_method("streaming_llm", models["gpt2"], cache_size=8)
+
+
+def test_setting_without_effect_warns(models, caplog):
+    assert make("window", models["gpt2"], num_sinks=4).sizes.num_sinks == 0
+    assert "num_sinks=4 has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(n_layer=2), "num_layers is 3 there, 2 in this model"),
+        (dict(n_head=4), "num_kv_heads is 2 there, 4 in this model"),
+        (dict(n_embd=64), "head_dim is 16 there, 32 in this model"),
+    ],
+)
+def test_aligner_of_another_shape_is_refused(models, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make("kvalign", tiny_model("gpt2", **changes), aligner=network(models["gpt2"]))
+
+
+def test_aligner_of_other_weights_or_sizes_is_refused(models):
+    model = models["gpt2"]
+    other = tiny_model("gpt2")
+    other.transformer.wte.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="embedding weights"):
+        make("kvalign", other, aligner=network(model))
+    with pytest.raises(ValueError, match="cache_size must be at most 31 with this aligner"):
+        make("kvalign", model, cache_size=40, aligner=network(model, chunk_len=32))
+    with pytest.raises(
+        ValueError, match="num_evicted or realign_every must be a multiple of 4 with"
+    ):
+        make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
+    with pytest.raises(ValueError, match="no aligner ships.*take method discard-half"):
+        make_method("kvalign", model, cache_size=20)
+    with pytest.raises(ValueError, match="no aligner ships.*take method streaming-llm"):
+        make_method("kvalign", models["llama"], cache_size=20)
+    with pytest.raises(ValueError, match="num_sinks must be 4 with this aligner"):
+        make("kvalign", model, num_sinks=2, aligner=network(model))
+    make("kvalign", tiny_model("gpt2").to(torch.bfloat16), aligner=network(model))

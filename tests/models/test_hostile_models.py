@@ -1,0 +1,280 @@
+"""Folders of models and chat templates that came from somewhere: refused in one line, and nothing
+else is said.
+"""
+
+import json
+
+import pytest
+import torch
+from helpers.hostile_weights import claims, one, raw
+from helpers.refusals import altered_model, refused, refuses
+
+from kvalign import checkpoints, load_model
+from kvalign.app.cli.main import main
+from kvalign.streaming.turns import opening_len, turn_ids
+
+HUGE = 10**12
+TOKENIZER = "tokenizer_config.json"
+LLAMA = "recall-llama"
+AUTO_MAP = {"auto_map": {"AutoModelForCausalLM": "theirs.Model", "AutoConfig": "theirs.Config"}}
+WTE = "transformer.wte.weight"
+FP8 = {"quant_method": "fp8"}
+CONFIGS = {
+    "layers a text": {"n_layer": "six"},
+    "layers a list": {"n_layer": [2]},
+    "layers a float": {"n_layer": 2.5},
+    "layers null": {"n_layer": [None]},
+    "layers none": {"n_layer": 0},
+    "layers negative": {"n_layer": -2},
+    "layers more": {"n_layer": 3},
+    "layers huge": {"n_layer": HUGE},
+    "heads none": {"n_head": 0},
+    "heads negative": {"n_head": -2},
+    "heads a text": {"n_head": "two"},
+    "heads do not divide": {"n_head": 3},
+    "heads huge": {"n_head": HUGE},
+    "hidden 0": {"n_embd": 0},
+    "hidden other": {"n_embd": 64},
+    "hidden huge": {"n_embd": HUGE},
+    "hidden a bool": {"n_embd": True},
+    "positions 0": {"n_positions": 0},
+    "positions 1": {"n_positions": 1},
+    "positions negative": {"n_positions": -256},
+    "positions a text": {"n_positions": "256"},
+    "positions other": {"n_positions": 300},
+    "positions huge": {"n_positions": HUGE},
+    "vocabulary 0": {"vocab_size": 0},
+    "vocabulary other": {"vocab_size": 600},
+    "vocabulary huge": {"vocab_size": HUGE},
+    "vocabulary a text": {"vocab_size": "all"},
+    "inner a text": {"n_inner": "wide"},
+    "inner huge": {"n_inner": HUGE},
+    "activation unknown": {"activation_function": "geluu"},
+    "activation a list": {"activation_function": ["gelu"]},
+    "epsilon a text": {"layer_norm_epsilon": "small"},
+    "type unknown": {"model_type": "gpt5"},
+    "type left out": {"model_type": None},
+    "type a list": {"model_type": ["gpt2"]},
+    "type another's": {"model_type": "llama"},
+    "type no language model": {"model_type": "vit"},
+    "type code of theirs": AUTO_MAP | {"model_type": "theirs"},
+    "end token a text": {"eos_token_id": "</s>"},
+    "dtype unknown": {"dtype": "float99"},
+    "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "quantized a list": {"quantization_config": [1]},
+    "quantized, and its weights are not": {"quantization_config": {"quant_method": "fp8"}},
+    "quantized and huge": {"n_layer": 1000, "n_embd": 2**16, "quantization_config": FP8},
+    "dropout nan": {"resid_pdrop": float("nan")},
+    "dropout a text": {"attn_pdrop": "x"},
+    "tuples": {"return_dict": False},
+}
+LLAMAS = {
+    "kv heads none": {"num_key_value_heads": 0},
+    "kv heads do not divide": {"num_key_value_heads": 3},
+    "kv heads a text": {"num_key_value_heads": "one"},
+    "kv heads huge": {"num_key_value_heads": HUGE},
+    "head dim 0": {"head_dim": 0},
+    "head dim odd": {"head_dim": 63},
+    "head dim huge": {"head_dim": HUGE},
+    "context 0": {"max_position_embeddings": 0},
+    "context a text": {"max_position_embeddings": "long"},
+    "context negative": {"max_position_embeddings": -1},
+    "rope a text": {"rope_parameters": "none"},
+    "rope unknown": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+    "rope a list": {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
+    "theta 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+    "theta a text": {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
+    "factor left out": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+    "factor 0": {"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}},
+    "inner 0": {"intermediate_size": 0},
+}
+FILES = {
+    "config empty": {"config.json": ""},
+    "config a list": {"config.json": "[1]"},
+    "config nested": {"config.json": "[" * 10**5},
+    "config cut": {"config.json": '{"model_type": "gpt2"'},
+    "config bytes": {"config.json": "\ud800"},
+    "config left out": {"config.json": None},
+    "tokenizer left out": {"tokenizer.json": None, "tokenizer_config.json": None},
+    "tokenizer empty": {"tokenizer.json": ""},
+    "tokenizer a list": {"tokenizer.json": "[]"},
+    "tokenizer an object": {"tokenizer.json": "{}"},
+    "tokenizer cut": {"tokenizer.json": '{"version": "1.0", "model": {'},
+    "tokenizer a list of settings": {"tokenizer_config.json": "[]"},
+    "tokenizer settings cut": {"tokenizer_config.json": "{"},
+    "generation a list": {"generation_config.json": "[]"},
+}
+WEIGHTS = {
+    "empty": raw(b""),
+    "text": raw(b"no weights, but a text that is long enough"),
+    "one missing": lambda t: {name: x for name, x in t.items() if name != WTE},
+    "all missing": lambda t: {},
+    "other names": lambda t: {f"their.{name}": x for name, x in t.items()},
+    "a row less": one(WTE, lambda x: x[:-1].contiguous()),
+    "transposed": one(WTE, lambda x: x.T.contiguous()),
+    "integers": lambda t: {name: x.to(torch.int32) for name, x in t.items()},
+    "complex": lambda t: {name: x.to(torch.complex64) for name, x in t.items()},
+    "claims terabytes": claims([10**6, 10**6], name=WTE),
+    "claims past the end": claims([10**6], end=4 * 10**6, name=WTE),
+}
+
+
+def loads_not(folder, capfd, message="cannot load a model from folder"):
+    """Refused in one line, with nothing else on stdout or stderr."""
+    capfd.readouterr()
+    refuses(lambda: load_model(str(folder)), message)
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_configs(config, tmp_path, capfd):
+    loads_not(altered_model(tmp_path / "m", config=config), capfd, "")
+
+
+@pytest.mark.parametrize("config", LLAMAS.values(), ids=LLAMAS)
+def test_configs_of_rotary_models(config, tmp_path, capfd):
+    loads_not(altered_model(tmp_path / "m", LLAMA, config=config), capfd, "")
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_files(files, tmp_path, capfd):
+    loads_not(altered_model(tmp_path / "m", files=files), capfd, "/m")
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_weights(weights, tmp_path, capfd):
+    loads_not(altered_model(tmp_path / "m", weights=weights), capfd)
+
+
+PANIC = {"type": "Precompiled", "precompiled_charsmap": "!!"}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("normalizer", PANIC), ("model", {}), ("model", []), ("decoder", 3), ("added_tokens", 3)],
+)
+def test_tokenizers(part, value, tmp_path, capfd):
+    """One of them makes tokenizers panic, which is no Exception of Python's."""
+    values = json.loads((checkpoints.model_path("recall-gpt2") / "tokenizer.json").read_text())
+    text = json.dumps(values | {part: value})
+    loads_not(altered_model(tmp_path / "m", files={"tokenizer.json": text}), capfd)
+
+
+@pytest.mark.parametrize("end", [[1, "x"], {"a": 1}, 1.5, True, "2", [10**30], [[1]], float("nan")])
+def test_end_tokens(end, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    altered_model(
+        tmp_path / "m", files={"generation_config.json": json.dumps({"eos_token_id": end})}
+    )
+    argv = ["generate", "--model", "m", "--prompt", "k1=3", "--method", "window", "--stop-at-end"]
+    assert main(argv) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("error:") == 1
+    assert "a fault of ours" not in captured.err
+
+
+TEMPLATES = {
+    "divides by zero": "{{ 1 / 0 }}",
+    "unknown filter": "{{ messages | mystery }}",
+    "unknown test": "{{ 1 is mystery }}",
+    "unknown tag": "{% mystery %}",
+    "syntax": "{% for m in messages %}{{ m.content }}",
+    "syntax of an expression": "{{ messages[ }}",
+    "refuses": "{{ raise_exception('alternate, please') }}",
+    "not there": "{{ messages[7].content.strip() }}",
+    "adds a number": "{{ messages[0].content + 3 }}",
+    "calls a text": "{{ 'x'() }}",
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "loops for ever": "{% for i in range(10**12) %}x{% endfor %}",
+    "a class": "{{ ''.__class__.__mro__ }}",
+    "imports": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "includes": "{% include '/etc/passwd' %}",
+    "a surrogate": "{{ '\\ud800' }}",
+    "a number for a year": "{{ strftime_now(3) }}",
+    "json of what is none": "{{ strftime_now | tojson }}",
+    "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
+    "nothing": "{{ '' }}",
+    "turned": "{{ messages[-1].content[::-1] }}{{ loop.index }}",
+    "a constant of years": "{{ 9**(9**9) }}",
+    "a constant of gigabytes": "{{ 'x' * 10**9 }}",
+    "a constant of many": "{{ [0] * 10**10 }}",
+    "a width": "{{ '%1000000000d' % 1 }}",
+    "a width of a filter": "{{ 'x' | center(10**10) }}",
+    "a width of a method": "{{ 'x'.ljust(10**10) }}",
+    "an indent": "{{ messages | tojson(indent=10**9) }}",
+    "loops": "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
+    "doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "squares": "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "long": "{{ 'ab' * 600000 }}",
+    "words of nobody": "{{ lipsum(10**5) }}",
+    "brackets": "{{" + "(" * 3000 + ")" * 3000 + "}}",
+    "blocks": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "nothing in a loop": "{% for m in messages %}{% break %}{% endfor %}",
+}
+
+
+END_AT_THE_CLOCK = ("squares", "words of nobody", "loops")  # 3 s each; "a constant of years" too
+
+TEMPLATES_THAT_SERVE = [
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{% for m in messages %}{{ m.content }}{% continue %}{% endfor %}",
+    "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("recall-gpt2").tokenizer
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(x, id=name, marks=pytest.mark.slow if name in END_AT_THE_CLOCK else ())
+        for name, x in TEMPLATES.items()
+    ],
+)
+def test_templates(template, tokenizer, capfd):
+    tokenizer.chat_template = template
+    refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")
+    refuses(lambda: opening_len(tokenizer, "Be brief."), "the chat template of this model")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["default", "tool_use"])
+def test_templates_by_name(name, tokenizer):
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}"} | {name: "{{ 9**(9**9) }}"}
+    refuses(lambda: turn_ids(tokenizer, "Hi", True), "cannot be used: it takes over")
+
+
+@pytest.mark.parametrize("template", TEMPLATES_THAT_SERVE)
+def test_templates_that_are_tried_and_serve(template, tokenizer):
+    tokenizer.chat_template = template
+    assert turn_ids(tokenizer, "Hi", True)
+
+
+LATER = {
+    "leaves answers out": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+    "only the last": "{{ messages[-1].content }}",
+    "counts": "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "only the first": "{{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("template", LATER.values(), ids=LATER)
+def test_templates_that_take_one_turn_alone(template, tokenizer):
+    tokenizer.chat_template = template
+    turn_ids(tokenizer, "Hi", True)
+    refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for", ["{{ x }}"], 3, {"a": "{{ b }}"}])
+def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    settings = json.loads((checkpoints.model_path("recall-gpt2") / TOKENIZER).read_text())
+    text = json.dumps(settings | {"chat_template": template})
+    altered_model(tmp_path / "m", files={TOKENIZER: text})
+    refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)

@@ -1,0 +1,153 @@
+"""What a policy, or positions that are kept, cannot do: one line each, before any work where it can
+be known.
+"""
+
+import pytest
+import torch
+from helpers.methods import anchored, network, tables
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
+
+import kvalign
+from kvalign.cache.policy_cache import PolicyCache
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import spec_of
+
+REFUSED = [
+    ("gpt2", dict(policy="h20"), r"unknown policy 'h20'.*did you mean h2o"),
+    ("gpt2", dict(policy="knorm"), r"unknown policy 'knorm'.*did you mean key-norm"),
+    ("gpt2", dict(policy="snapkv"), r"unknown policy 'snapkv' \(known: oldest, random, "),
+    ("gpt2", dict(positions="kept"), "positions must be compact or keep, got 'kept'"),
+    ("gpt2", dict(policy="h2o", num_recent=17), "num_recent must be between 0 and 16 .* got 17"),
+    (
+        "gpt2",
+        dict(policy="h2o", num_recent=15, num_evicted=3),
+        "num_recent must be between 0 and 14 with .* num_sinks 4 and num_evicted 3, got 15",
+    ),
+    ("gpt2", dict(policy="h2o", num_recent=-1), "num_recent must be between 0 and 16 .* got -1"),
+    ("gpt2", dict(policy="h2o", num_recent=2.5), "num_recent must be a whole number, got 2.5"),
+    ("gpt2", dict(policy="tova", compile=True), "policy tova with compact positions is not compil"),
+    ("llama", dict(positions="keep", compile=True), "oldest with keep positions is not compiled"),
+    *(
+        (kind, dict(policy=policy), f"policy {policy} reads attention weights, which {kind} models")
+        for kind in ("gpt_neo", "bloom", "mpt")
+        for policy in ("tova", "h2o")
+    ),
+    *((kind, dict(positions="keep"), "positions=keep .* ALiBi") for kind in ("bloom", "mpt")),
+]
+NEED_ALIGNER = [
+    ("gpt2", network, dict(policy="random"), "kind network moves entries that lie side by side"),
+    ("llama", network, dict(policy="h2o"), "kind network .* from its birth \\(table, anchored\\)"),
+    ("gpt2", tables, dict(positions="keep"), "nothing to align: take method streaming-llm"),
+    ("gpt2", network, dict(positions="keep", policy="tova"), "nothing to align"),
+    (
+        "gpt2",
+        tables,
+        dict(policy="keydiff", realign_every=2),
+        "realign_every is for policy oldest with compact positions.* got 2",
+    ),
+]
+
+
+def refusal(name, model, **sizes):
+    with pytest.raises(UserError) as caught:
+        kvalign.make_method(name, model, **(dict(cache_size=20, num_sinks=4, warn=False) | sizes))
+    assert "\n" not in str(caught.value)
+    return caught
+
+
+@pytest.mark.parametrize(("kind", "sizes", "message"), REFUSED)
+def test_refused(kind, sizes, message, models):
+    assert refusal("streaming-llm", models[kind], **sizes).match(message)
+
+
+@pytest.mark.parametrize(("kind", "make", "sizes", "message"), NEED_ALIGNER)
+def test_refused_with_an_aligner(kind, make, sizes, message, models):
+    model = models[kind]
+    assert refusal("kvalign", model, aligner=make(model), **sizes).match(message)
+
+
+def test_layers_that_see_a_window_are_refused():
+    model = tiny_model("mistral", sliding_window=8)
+    assert refusal("streaming-llm", model, policy="h2o").match("layers of this model see a window")
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "bloom", "mpt"])
+@pytest.mark.parametrize("policy", ["random", "key-norm", "keydiff"])
+def test_scores_of_keys_are_for_every_architecture(kind, policy, models, ids):
+    sizes = dict(cache_size=20, num_evicted=3, policy=policy, warn=False)
+    method = kvalign.make_method("streaming-llm", models[kind], **sizes)
+    whole = method.feed(ids[:, :60])
+    method.reset()
+    for i in range(60):
+        logits = method.feed(ids[:, i : i + 1])
+    assert torch.allclose(logits, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o"])
+def test_an_anchored_aligner_places_from_birth(policy, models, ids):
+    aligner = anchored(models["gpt2"], scale=0.5)
+    one, other = (
+        kvalign.make_method(
+            "kvalign", models["gpt2"], cache_size=20, num_sinks=4, policy=policy, aligner=it
+        )
+        for it in (aligner, aligner.table)
+    )
+    assert torch.allclose(one.feed(ids[:, :60]), other.feed(ids[:, :60]), atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["oldest", "keydiff", "h2o"])
+@pytest.mark.parametrize("cut", [1, 9, CONTEXT_LEN + 1])
+def test_learned_positions_that_are_kept_end(policy, cut, models, ids):
+    """A stream ends there; feeding one token more is refused, and changes nothing."""
+    sizes = dict(cache_size=20, policy=policy, positions="keep")
+    method = kvalign.make_method("streaming-llm", models["gpt2"], **sizes)
+    num_fed = CONTEXT_LEN // cut * cut
+    for start in range(0, num_fed, cut):
+        method.feed(ids[:, start : start + cut])
+    with pytest.raises(UserError) as caught:
+        method.feed(ids[:, num_fed : num_fed + cut])
+    assert caught.match(
+        f"with the {CONTEXT_LEN} positions .* got {cut} more tokens after {num_fed}"
+    )
+    assert "\n" not in str(caught.value)
+    assert method.tokens_left == CONTEXT_LEN - num_fed
+    assert method.cache.seen == ([num_fed] * 2 if num_fed else [])
+    tokens = list(kvalign.stream_tokens(method, ids[:, :50]))
+    assert len(tokens) == CONTEXT_LEN - 50 + 1
+
+
+def test_a_loop_of_ones_own_is_told_of_the_end(models, ids):
+    cache = kvalign.make_cache(
+        models["gpt2"], method="streaming-llm", cache_size=20, positions="keep"
+    )
+    for i in range(CONTEXT_LEN):
+        models["gpt2"](ids[:, i : i + 1], past_key_values=cache)
+    with pytest.raises(UserError, match=f"got 1 more tokens after {CONTEXT_LEN}"):
+        models["gpt2"](ids[:, :1], past_key_values=cache)
+
+
+def test_rotary_positions_that_are_kept_go_on(models, ids):
+    """Beyond the context, as far as it goes; unless the rotation is another one there."""
+    sizes = dict(cache_size=20, policy="random", positions="keep")
+    method = kvalign.make_method("streaming-llm", models["llama"], **sizes)
+    assert method.tokens_left is None
+    assert method.feed(ids).isfinite().all() and method.cache.positions() == [200, 200]
+    bounded = tiny_model("llama", rope_parameters=dict(rope_type="dynamic", factor=2.0))
+    method = kvalign.make_method("streaming-llm", bounded, **sizes)
+    assert method.tokens_left == CONTEXT_LEN
+
+
+def test_keys_that_are_kept_stay_as_they_were(models, ids):
+    model = models["llama"]
+    cache = PolicyCache(
+        spec_of(model.config), CacheSizes(20, policy="random", positions="keep"), None, model.config
+    )
+    given = []
+    for i in range(50):
+        model(ids[:, i : i + 1], past_key_values=cache)
+        given.append(cache.layers[0].held[0][:, :, -1])
+    kept, index = cache.layers[0].keys, cache.index(1)[0]
+    for head, tokens in enumerate(index):
+        expected = torch.stack([given[token][1, head] for token in tokens])
+        assert torch.equal(kept[1, head], expected)

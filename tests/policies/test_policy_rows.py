@@ -1,0 +1,159 @@
+"""Rows of a batch, inputs cut anywhere, streams in files, transformers' own loops and half
+precision: with each policy as with a slice of the stream.
+"""
+
+import itertools
+
+import pytest
+import torch
+from helpers.comings import come_and_go
+from helpers.methods import make, tables
+from helpers.tiny_models import CONTEXT_LEN
+
+import kvalign
+from kvalign.models.architectures import load_model
+from kvalign.policies import OLDEST, POLICIES
+from kvalign.streaming.batch import stream_rows
+from kvalign.streaming.sampling import Sampling
+
+OTHERS = [policy for policy in POLICIES if policy != OLDEST]
+LENS = (1, 3, 13, 21, 22, 50)  # C is 20: a first input of C + 1, one more, and a long one
+NUM_STEPS, LEAVE, JOIN = 30, 10, 20
+PLACES = ("gpt2", "gpt2 table", "llama", "llama table", "gpt_neox", "llama keep")
+MATRIX = [
+    pytest.param(policy, place, marks=() if quick else pytest.mark.slow)
+    for i, policy in enumerate(OTHERS)
+    for j, place in enumerate(PLACES)
+    for quick in [(i + j) % 3 == 0]
+]
+
+
+def new(models, place, policy, **changes):
+    kind, _, way = place.partition(" ")
+    changes = dict(policy=policy, warn=False) | changes
+    if way == "table":
+        changes["aligner"] = tables(models[kind], scale=0.5)
+    if way == "keep":
+        changes["positions"] = "keep"
+    return make("kvalign" if way == "table" else "streaming-llm", models[kind], **changes)
+
+
+@pytest.mark.parametrize(("policy", "place"), MATRIX)
+def test_rows_are_what_they_are_alone(policy, place, models):
+    batch, rows, kept = come_and_go(
+        new(models, place, policy, num_evicted=3),
+        LENS,
+        [5, 2, 0, 4],
+        num_steps=NUM_STEPS,
+        leave=LEAVE,
+        join=JOIN,
+        look=lambda method: method.cache.index().tolist(),
+    )
+    assert [batch.cache.index(i).tolist() for i in range(len(rows))] == [kept[i] for i in rows]
+
+
+@pytest.mark.parametrize(("policy", "place"), MATRIX)
+def test_it_does_not_matter_how_an_input_is_cut(policy, place, models, ids):
+    ids = ids[:, :100]
+    method, found = new(models, place, policy), []
+    for parts in ([100], [1] * 100, [15, 10, 1, 44, 30]):
+        method.reset()
+        logits = [method.feed(part) for part in ids.split(parts, 1)][-1]
+        found.append((logits, method.cache.index(1).tolist()))
+    whole, *cut = found
+    for logits, index in cut:
+        assert torch.allclose(logits, whole[0], atol=1e-4) and index == whole[1]
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_texts_beside_one_another_are_those_alone(policy):
+    loaded = load_model("gpt2-mini")
+    prompts = ["The", "The history of the island " * 8, "A river runs"]
+    sizes = dict(cache_size=24, policy=policy, max_new_tokens=40, temperature=0)
+    texts = [""] * len(prompts)
+    for row, piece in kvalign.stream_batch(loaded.model, loaded.tokenizer, prompts, **sizes):
+        texts[row] += piece
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert "".join(kvalign.stream(loaded.model, loaded.tokenizer, prompt, **sizes)) == text
+
+
+def test_a_row_ends_where_its_positions_do(models):
+    """One after the other, as each does alone; the others go on."""
+    method = new(models, "gpt2 keep", "h2o")
+    prompts = [[5] * 3, [6, 7] * 12, [8]]
+    rows = [[] for _ in prompts]
+    for row, token in stream_rows(method, prompts, sampling=Sampling(temperature=0)):
+        rows[row].append(token)
+    for prompt, tokens in zip(prompts, rows, strict=True):
+        alone = kvalign.stream_tokens(method, torch.tensor([prompt]))
+        assert [int(token) for token in alone] == tokens
+        assert len(prompt) + len(tokens) == CONTEXT_LEN + 1
+
+
+@pytest.mark.parametrize("name", ["gpt2-mini", "llama-mini"])
+@pytest.mark.parametrize("policy", OTHERS)
+def test_a_saved_stream_goes_on_to_the_bit(policy, name, tmp_path):
+    loaded = load_model(name)
+    sizes = dict(cache_size=24, num_recent=5, policy=policy, max_new_tokens=60, seed=0)
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The history of the island", **sizes)
+    "".join(itertools.islice(stream, 37))
+    stream.save(tmp_path / "talk")
+    again = kvalign.load_stream(tmp_path / "talk", loaded.model, loaded.tokenizer)
+    assert again.method.sizes == stream.method.sizes
+    assert again.method.cache.index().equal(stream.method.cache.index())
+    rest = "".join(stream)
+    assert len(again.ids) < len(stream.ids)
+    assert "".join(again) == rest and again.ids == stream.ids
+    pairs = zip(stream.method.state().items(), again.method.state().items(), strict=True)
+    assert all(name == other and x.equal(y) for (name, x), (other, y) in pairs)
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_generate_of_transformers_and_a_loop_of_ones_own(policy, models, ids):
+    model, sizes = models["llama"], dict(method="streaming-llm", cache_size=20, policy=policy)
+    told = dict(custom_generate=kvalign.stream_generate, do_sample=False, eos_token_id=None)
+    out = model.generate(ids[:1, :15], max_new_tokens=60, **told, **sizes)
+    cache, token, own = kvalign.make_cache(model, **sizes), ids[:1, :15], []
+    for _ in range(60):
+        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        own.append(token)
+    assert torch.equal(out[:, 15:], torch.cat(own, 1))
+    oldest = model.generate(ids[:1, :15], max_new_tokens=60, **told, **sizes | {"policy": OLDEST})
+    if policy != "second-chance":  # which finds nobody to be light in a model of random weights
+        assert not torch.equal(out, oldest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", ["llama", "gpt2 table"])
+@torch.no_grad()
+def test_half_precision_does_not_drift(place, dtype, models):
+    """Whatever its moves, a key is rounded at its birth and where it is placed, and never again."""
+    halves, exact = (new(models, place, "random") for _ in range(2))
+    spec, rng = halves.spec, torch.Generator().manual_seed(0)
+    means = halves.aligner.key if place == "gpt2 table" else torch.zeros(spec.num_layers, 1, 20, 1)
+    for i in range(400):
+        shape = (1, spec.num_kv_heads, 1, spec.head_dim)
+        keys = torch.randn(shape, generator=rng).to(dtype)
+        for layer in range(spec.num_layers):
+            halves.cache.update(keys, keys, layer)
+            exact.cache.update(keys.float(), keys.float(), layer)
+        if i % 50 < 49:
+            continue
+        assert halves.cache.index().equal(exact.cache.index())
+        for layer in range(spec.num_layers):
+            held, expected = (method.cache.layers[layer].keys for method in (halves, exact))
+            assert held.dtype == dtype
+            error = (held.float() - expected).norm(dim=-1)
+            part = expected - means[layer, :, : expected.shape[2]]  # what was rounded at birth
+            once = torch.finfo(dtype).eps / 2
+            assert (error <= 1.5 * once * (part.norm(dim=-1) + expected.norm(dim=-1))).all()
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_half_precision_is_finite(policy, ids):
+    loaded = load_model("llama-mini", dtype="bfloat16")
+    method = kvalign.make_method("kvalign", loaded.model, cache_size=24, policy=policy)
+    method.feed(ids[:, :50])
+    for i in range(50, 70):
+        assert method.feed(ids[:, i : i + 1]).isfinite().all()
+    assert {x.dtype for x in method.cache.layers[0].held} == {torch.bfloat16}

@@ -1,0 +1,173 @@
+"""A model is shared by streams, scoring and plain calls, in threads too: nothing in it is switched
+while they run.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, make, step, tables
+from helpers.tiny_models import KINDS, tiny_model
+
+import kvalign
+from kvalign.methods import make_method
+from kvalign.models.attention import REGISTERED
+from kvalign.streaming.scoring import score
+
+
+@torch.no_grad()
+def greedy(method, prompt, num_tokens):
+    """Logits [num_tokens, V] of a stream that feeds itself."""
+    logits = [method.feed(prompt)]
+    while len(logits) < num_tokens:
+        logits.append(method.feed(logits[-1].argmax(-1, keepdim=True)))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_scoring_and_streams_in_threads(kind, ids):
+    """Segments of one method run between the steps of others."""
+    model = tiny_model(kind)
+    name = "kvalign" if kind == "gpt2" else "streaming-llm"
+    extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
+
+    def new():
+        return make(name, model, **extra)
+
+    work = [
+        lambda: torch.cat([score(new(), ids[:1]) for _ in range(12)]),
+        lambda: greedy(new(), ids[:1, :30], 150),
+        lambda: greedy(new(), ids[1:, :3], 150),
+        lambda: torch.cat([model(input_ids=ids[:, :50]).logits[:, -1] for _ in range(60)]),
+    ]
+    alone = [one() for one in work]
+    with ThreadPoolExecutor(len(work)) as pool:
+        together = [done.result() for done in [pool.submit(one) for one in work]]
+    for one, expected in zip(together, alone, strict=True):
+        assert torch.allclose(one, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_plain_calls_are_the_same_to_the_bit(kind, implementation, ids, tmp_path):
+    """Padded ones, ones with a cache of their own and those that want attentions included; what is
+    saved says nothing of us.
+    """
+    model = tiny_model(kind)
+    if not (implementation == "eager" or model._supports_sdpa):
+        return
+    model.set_attn_implementation(implementation)
+    padded = torch.ones_like(ids[:, :30])
+    padded[0, :7] = 0
+
+    def calls():
+        out = model(input_ids=ids[:, :30], use_cache=True)
+        more = model(input_ids=ids[:, 30:33], past_key_values=out.past_key_values)
+        masked = model(input_ids=ids[:, :30], attention_mask=padded)
+        attentions = []
+        if implementation == "eager":
+            attentions = model(input_ids=ids[:, :30], output_attentions=True).attentions
+        return [out.logits, more.logits, masked.logits, *attentions]
+
+    before = calls()
+    for name in ("streaming-llm", "kvalign"):
+        extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
+        make(name, model, **extra).feed(ids)
+    own = model.config._attn_implementation
+    assert own == ("kvalign_" if kind in (*REGISTERED, "bloom") else "") + implementation
+    for x, expected in zip(calls(), before, strict=True):
+        assert torch.equal(x, expected)
+    model.save_pretrained(tmp_path)
+    assert "kvalign" not in json.dumps(model.config.to_dict())
+    assert "kvalign" not in (tmp_path / "config.json").read_text()
+    assert type(model).from_pretrained(tmp_path).config._attn_implementation == "sdpa" or (
+        not model._supports_sdpa
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_stream_survives_a_model_that_is_switched_back(kind, implementation, ids):
+    model = tiny_model(kind)
+    extra = {} if kind == "bloom" else {"aligner": tables(model, scale=0.5)}
+    name = "streaming-llm" if kind == "bloom" else "kvalign"
+    expected = step(make(name, model, **extra), ids[:, :60], CACHE_SIZE + 1)
+    method, found = make(name, model, **extra), []
+    parts = (CACHE_SIZE + 1, *[1] * 9, 20, *[1] * 10)
+    for part in ids[:, :60].split(parts, 1):
+        model.set_attn_implementation(implementation)
+        found.append(method.feed(part))
+    ends = torch.tensor(parts).cumsum(0) - (CACHE_SIZE + 1)
+    assert torch.allclose(torch.stack(found), expected[ends], atol=1e-4)
+
+
+def test_another_implementation_streams_alike(ids):
+    for kind in ("gpt2", "llama"):
+        logits = []
+        for implementation in ("eager", "sdpa"):
+            model = tiny_model(kind)
+            model.set_attn_implementation(implementation)
+            method = make("kvalign", model, aligner=tables(model, scale=0.5))
+            logits.append(step(method, ids[:, :60], CACHE_SIZE + 1))
+        assert torch.allclose(*logits, atol=1e-4)
+
+
+def test_a_model_without_our_name_is_left_alone(models, ids):
+    """Methods that encode plainly install nothing."""
+    for name in ("recompute", "discard-half", "dense"):
+        model = tiny_model("gpt2")
+        make_method(name, model, cache_size=20).feed(ids[:, :30])
+        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recall-gpt2", "recall-llama"])
+def test_eight_threads(name, tmp_path):
+    """Plain calls, streams of text, batches, scoring, saving and going on, all on one model."""
+    loaded = kvalign.load_model(name)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    ids = torch.randint(5, model.config.vocab_size, (1, 300), generator=torch.manual_seed(3))
+
+    def new(method="kvalign", cache_size=32):
+        return make_method(method, model, cache_size=cache_size)
+
+    def begun(method="kvalign", seed=7):
+        settings = dict(method=method, cache_size=24, seed=seed, max_new_tokens=90)
+        return kvalign.stream(model, tokenizer, ids[0, :40].tolist(), **settings)
+
+    def tokens(stream):
+        list(stream)
+        return torch.tensor(stream.token_ids)
+
+    def saved(seed):
+        path, stream = tmp_path / f"{current_thread().ident}-{seed}.safetensors", begun(seed=seed)
+        pieces = iter(stream)
+        for _ in range(20):
+            next(pieces)
+        stream.save(path)
+        return tokens(kvalign.load_stream(path, model, tokenizer))
+
+    def batch():
+        prompts = [ids[0, :n].tolist() for n in (3, 50, 20)]
+        rows = kvalign.stream_batch(
+            model, tokenizer, prompts, cache_size=24, method="kvalign", seed=1, max_new_tokens=60
+        )
+        return torch.tensor([hash(row) for row in rows])
+
+    work = [
+        lambda: torch.cat([score(new(), ids) for _ in range(4)]),
+        lambda: torch.cat([score(new("recompute", 16), ids[:, :120]) for _ in range(2)]),
+        lambda: tokens(begun()),
+        lambda: tokens(begun("streaming-llm", seed=8)),
+        lambda: saved(9),
+        lambda: saved(10),
+        batch,
+        lambda: torch.cat([model(input_ids=ids[:, :60]).logits[0] for _ in range(40)]),
+    ]
+    alone = [one() for one in work]
+    with ThreadPoolExecutor(len(work)) as pool:
+        together = [done.result() for done in [pool.submit(one) for one in work]]
+    for one, expected in zip(together, alone, strict=True):
+        assert one.shape == expected.shape and torch.allclose(one, expected, atol=1e-4)

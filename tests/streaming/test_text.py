@@ -1,0 +1,375 @@
+"""Streams of text: pieces joined are the text, more input at any time, and a stream saved in a file
+goes on to the token.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
+
+import kvalign
+from kvalign import checkpoints
+from kvalign.methods import METHODS
+from kvalign.models.architectures import load_model
+
+PROMPT = "The history of the island"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return {name: load_model(name) for name in checkpoints.WRITERS}
+
+
+@pytest.fixture(scope="module")
+def gpt2(loaded):
+    return loaded["gpt2-mini"]
+
+
+def begin(loaded, prompt=PROMPT, **options):
+    options = dict(cache_size=24, max_new_tokens=60, seed=0) | options
+    return kvalign.stream(loaded.model, loaded.tokenizer, prompt, **options)
+
+
+def test_pieces_are_the_text_of_the_tokens(gpt2):
+    stream = begin(gpt2, no_repeat_ngram_size=2)
+    text = "".join(stream)
+    assert text == stream.text and len(stream.token_ids) == 60
+    whole = gpt2.tokenizer.decode(stream.ids)
+    assert whole.startswith(PROMPT + text) and len(whole) <= len(PROMPT + text) + 1
+    assert len(set(itertools.pairwise(stream.ids))) == len(stream.ids) - 1
+    assert list(stream) == [] and stream.timing()["num_tokens"] == 60
+
+
+def test_a_loop_that_is_left_goes_on(gpt2):
+    whole = begin(gpt2)
+    expected = "".join(whole)
+    stream = begin(gpt2)
+    first = "".join(itertools.islice(stream, 10))
+    assert first + "".join(stream) == expected and stream.ids == whole.ids
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "dense"])
+def test_input_in_the_middle_is_as_if_it_had_been_said(name, gpt2):
+    """The logits after a second input are those of the same tokens in one stream."""
+    stream = begin(gpt2, method=name, top_k=1, max_new_tokens=20)
+    "".join(stream)
+    answer = list(stream.token_ids)
+    stream.feed(" The river was")
+    second = gpt2.tokenizer(" The river was")["input_ids"]
+    assert stream.token_ids == [] and stream.ids[-len(second) :] == second
+    "".join(stream)
+    method = kvalign.make_method(name, gpt2.model, cache_size=24)
+    logits = method.feed(torch.tensor([gpt2.tokenizer(PROMPT)["input_ids"]]))
+    for token in answer[:-1]:
+        logits = method.feed(torch.tensor([[token]]))
+    logits = method.feed(torch.tensor([[answer[-1], *second]]))
+    assert stream.token_ids[0] == int(logits.argmax()) and len(stream.token_ids) == 20
+
+
+def test_an_end_token_ends_until_more_is_fed(gpt2, monkeypatch):
+    free = begin(gpt2)
+    "".join(free)
+    end = free.token_ids[7]
+    monkeypatch.setattr(gpt2.model.generation_config, "eos_token_id", end)
+    stream = begin(gpt2, stop_at_end=True)
+    "".join(stream)
+    until = free.token_ids.index(end) + 1
+    assert stream.token_ids == free.token_ids[:until] and list(stream) == []
+    before = len(stream.ids)
+    stream.feed(" and")
+    assert len(stream.ids) == before and end not in stream.ids[-2:]
+    assert next(iter(stream))
+
+
+@pytest.mark.parametrize("model_name", checkpoints.WRITERS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    one = loaded[model_name]
+    options = dict(method=name, no_repeat_ngram_size=3, temperature=0.9, seed=4, max_new_tokens=50)
+    if name == "kvalign":
+        options["aligner"] = f"kvalign-{model_name}-network"  # the kind that keeps most
+    stream = begin(one, **options)
+    first = "".join(itertools.islice(stream, 30))
+    stream.save(path)
+    again = kvalign.load_stream(
+        path, one.model, one.tokenizer, aligner=options.get("aligner") or None
+    )
+    assert again.text == first and again.ids == stream.ids
+    assert "".join(again) == "".join(stream) and again.ids == stream.ids
+    for both in (stream, again):
+        both.feed(" The river")
+    again.save(path)  # with input that is not fed yet
+    again = kvalign.load_stream(path, one.model, one.tokenizer, aligner=options.get("aligner"))
+    assert list(again) == list(stream) and again.text == stream.text != ""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stream_that_is_reset_is_a_new_one(name, gpt2, tmp_path):
+    stream = begin(gpt2, "Ships came", method=name, top_k=1, max_new_tokens=20)
+    "".join(stream)
+    stream.reset()
+    assert (stream.ids, stream.num_fed, stream.text) == ([], 0, "")
+    stream.save(tmp_path / "talk")
+    for one in (stream, kvalign.load_stream(tmp_path / "talk", gpt2.model, gpt2.tokenizer)):
+        one.feed(PROMPT)
+        assert list(one) == list(begin(gpt2, method=name, top_k=1, max_new_tokens=20))
+        assert one.ids == [*gpt2.tokenizer(PROMPT)["input_ids"], *one.token_ids]
+
+
+def test_a_loaded_stream_takes_other_sampling(gpt2, tmp_path):
+    """Draws go on unless there is another seed; a seed makes it repeatable."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2, seed=4, temperature=0.9, max_new_tokens=20)
+    "".join(stream)
+    stream.notes["by"] = "us"
+    stream.save(path)
+    stream.feed(" and")
+
+    def goes_on(**sampling):
+        again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, **sampling)
+        assert again.notes == {"by": "us"} and again.sampling.temperature == 0.9
+        assert again.sampling.seed == (sampling.get("seed") or 4)
+        again.feed(" and")
+        "".join(again)
+        return again.token_ids
+
+    "".join(stream)
+    assert goes_on() == goes_on(seed=4) == goes_on(seed=None) == stream.token_ids
+    assert goes_on(max_new_tokens=5) == stream.token_ids[:5]
+    assert goes_on(seed=5) == goes_on(seed=5) != stream.token_ids
+    assert len(set(goes_on(repetition_penalty=50.0, max_new_tokens=50))) == 50
+    with pytest.raises(ValueError, match=r"top_k must be at least 0 \(0 draws from all\), got -1"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, top_k=-1)
+
+
+def test_a_stream_of_before_is_read(gpt2, tmp_path):
+    """Of a version with fewer settings."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+
+    def older(tensors, about):
+        del about["notes"]
+        for name in ("do_sample", "top_p", "min_p", "repetition_penalty"):
+            del about["sampling"][name]
+
+    _changed(path, older)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    assert list(again) == list(stream) and again.sampling == stream.sampling
+
+
+def test_another_tokenizer_is_refused(gpt2, tmp_path):
+    """Not one to which tokens were added, nor where the file is of before and does not say."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(100)}, "w0"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(ValueError, match="made with another tokenizer: give that of gpt2-mini"):
+        kvalign.load_stream(path, gpt2.model, other)
+    more = load_model("gpt2-mini").tokenizer
+    more.add_tokens(["<more>"])
+    expected = list(stream)
+    assert list(kvalign.load_stream(path, gpt2.model, more)) == expected
+    _changed(path, lambda tensors, about: about.pop("tokenizer"))
+    assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == expected
+
+
+def test_a_stream_says_what_it_is(gpt2):
+    stream = begin(gpt2, prompt="", method="window")
+    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 0 tokens>"
+    stream.feed([5, 6, 7])
+    list(stream)
+    assert repr(stream) == "<stream of gpt2-mini: window, cache_size 24, 63 tokens>"
+
+
+def test_a_stream_saved_before_its_first_token(gpt2, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    begin(gpt2).save(path)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    assert list(again) == list(begin(gpt2))
+
+
+def test_a_table_with_sinks_is_saved_whole(gpt2, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2, num_sinks=3, num_evicted=5)
+    list(itertools.islice(stream, 40))
+    stream.save(path)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    assert again.method.sizes.num_sinks == 3 and list(again) == list(stream)
+
+
+def _changed(path, change):
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors, about = load_file(path), json.loads(metadata["stream"])
+    change(tensors, about)
+    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
+
+
+WRONG_FILES = {
+    "another model": (
+        lambda t, a: a.update(embedding_fingerprint=[0.0] * 16),
+        "it is a stream of gpt2-mini",
+    ),
+    "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
+    "unknown method": (lambda t, a: a.update(method="sinks"), "unknown method 'sinks'"),
+    "too large": (lambda t, a: a.update(cache_size=600), "cache_size must be at most 511"),
+    "missing field": (lambda t, a: a.pop("num_fed"), "num_fed: Field required"),
+    "wrong type": (lambda t, a: a.update(num_fed="9"), "num_fed: Input should be a valid integer"),
+    "unknown sampling": (lambda t, a: a["sampling"].update(beams=2), "beams"),
+    "wrong sampling": (lambda t, a: a["sampling"].update(top_k=-1), "top_k must be at least 0"),
+    "ids beyond": (lambda t, a: t.update(ids=t["ids"] + 10**6), "its ids must be below"),
+    "ids of reals": (lambda t, a: t.update(ids=t["ids"].float()), "ids must be"),
+    "no ids": (lambda t, a: t.pop("ids"), "ids"),
+    "more fed than there is": (lambda t, a: a.update(num_fed=10**6), "num_fed must be below"),
+    "half the layers": (lambda t, a: t.pop("method.3.entries.0"), "3.entries.0 must be"),
+    "other heads": (
+        lambda t, a: t.update({"method.0.entries.0": t["method.0.entries.0"][:, :1].clone()}),
+        "0.entries.0 must be",
+    ),
+    "half precision": (
+        lambda t, a: t.update({"method.1.entries.1": t["method.1.entries.1"].half()}),
+        "1.entries.1 must be",
+    ),
+    "nothing seen": (
+        lambda t, a: t.update({"method.seen": t["method.seen"] * 0}),
+        "rows must have seen a token",
+    ),
+    "fewer seen": (
+        lambda t, a: t.update({"method.seen": t["method.seen"] * 0 + 5}),
+        "0.entries.0 must be",
+    ),
+    "no sinks": (lambda t, a: t.pop("method.0.sinks.0"), "0.sinks.0 must be"),
+    "moved at no time": (lambda t, a: a.update(realign_every=0), "realign_every must be at least"),
+    "moved as it may be": (lambda t, a: a.pop("realign_every"), "realign_every: Field required"),
+    "no cache": (
+        lambda t, a: [t.pop(n) for n in list(t) if n.startswith("method.")],
+        "do not fit together",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_FILES)
+def test_a_wrong_file_is_one_line(what, gpt2, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2)
+    list(itertools.islice(stream, 30))
+    stream.save(path)
+    change, message = WRONG_FILES[what]
+    _changed(path, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_streams_of_version_0_1_are_refused(gpt2, tmp_path):
+    """Their caches held other things."""
+    path = tmp_path / "talk.safetensors"
+    begin(gpt2).save(path)
+    tensors, about = load_file(path), json.dumps({"method": "kvalign"})
+    save_file(tensors, path, {"format": "kvalign stream 1", "stream": about})
+    with pytest.raises(ValueError, match="was saved by kvalign 0.1.*begin the stream anew"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+
+
+@pytest.mark.parametrize("aligner", ["kvalign-gpt2-mini-table", "kvalign-gpt2-mini-network"])
+def test_when_entries_are_moved_is_saved(aligner, gpt2, tmp_path):
+    """In the middle between two moves."""
+    path = tmp_path / "talk.safetensors"
+    stream = begin(gpt2, aligner=aligner, realign_every=7)
+    list(itertools.islice(stream, 30))
+    assert stream.method.cache.frame.num_behind(stream.num_fed) not in (0, 6)
+    stream.save(path)
+    again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer, aligner=aligner)
+    assert again.method.sizes == stream.method.sizes and list(again) == list(stream)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64])
+def test_what_is_no_stream_is_refused(content, gpt2, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    with pytest.raises(FileNotFoundError, match="no saved stream"):
+        kvalign.load_stream(tmp_path / "other", gpt2.model, gpt2.tokenizer)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="is not a stream that kvalign saved"):
+        kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+
+
+def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
+    stream = begin(gpt2)
+    pieces = iter(stream)
+    next(pieces)
+
+    def torn(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream.method, "feed", torn)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    monkeypatch.undo()
+    for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
+        with pytest.raises(RuntimeError, match="interrupted inside a step"):
+            use()
+
+
+def test_wrong_settings_are_refused(gpt2):
+    for wrong, message in (
+        (dict(top_k=-1), "top_k must be at least 0"),
+        (dict(temperature=-1.0), "temperature must be 0, or at least"),
+        (dict(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
+        (dict(min_p=2.0), "min_p must be at least 0 and at most 1"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be at least 0.001"),
+        (dict(seed=-1), "seed must be at least 0 and below 2\\^63, got -1"),
+        (dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            begin(gpt2, **wrong)
+    with pytest.raises(ValueError, match="the input is empty"):
+        begin(gpt2).feed("")
+    with pytest.raises(ValueError, match="has no input"):
+        next(iter(begin(gpt2, prompt="")))
+    with pytest.raises(ValueError, match="needs a fast tokenizer"):
+        kvalign.stream(gpt2.model, object(), PROMPT)
+    with pytest.raises(TypeError, match="beams"):
+        begin(gpt2, beams=2)
+
+
+def test_a_loop_of_ones_own(gpt2):
+    """`make_cache` gives the cache that `stream` uses."""
+    cache = kvalign.make_cache(gpt2.model, cache_size=24)
+    stream = begin(gpt2, top_k=1)
+    "".join(stream)
+    ids = torch.tensor([gpt2.tokenizer(PROMPT)["input_ids"]])
+    tokens = []
+    with torch.no_grad():
+        for _ in range(60):
+            logits = gpt2.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            ids = logits[:, -1:].argmax(-1)
+            tokens.append(int(ids))
+    assert tokens == stream.token_ids
+    with pytest.raises(ValueError, match=r"has no streaming cache \(these have one: window,"):
+        kvalign.make_cache(gpt2.model, cache_size=24, method="recompute")
+
+
+def test_words_keep_their_space_after_the_prompt(gpt2):
+    """A decoder that drops the space before a text does not drop it in the middle."""
+    words = Tokenizer(WordLevel({f"▁w{i}": i for i in range(gpt2.model.config.vocab_size)}, "▁w0"))
+    words.pre_tokenizer, words.decoder = Metaspace(), MetaspaceDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    stream = kvalign.stream(gpt2.model, tokenizer, "w5 w7", cache_size=24, max_new_tokens=30)
+    assert "".join(stream) == "".join(f" w{i}" for i in stream.token_ids)
+    assert tokenizer.decode(stream.ids) == "w5 w7" + stream.text

@@ -1,0 +1,299 @@
+"""Wrong use of the Python API: one sentence that says what came and what was needed."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvalign
+from kvalign import Aligner, StreamingCache, load_model, make_method, stream_generate, stream_tokens
+from kvalign.cache.sizes import CacheSizes
+from kvalign.data_gen.corpora import texts
+from kvalign.data_gen.prompts import conversations
+from kvalign.eval.evaluations.perplexity import PerplexitySettings
+
+PROMPT = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+def generate(loaded, **wrong):
+    """`model.generate` as a user calls it."""
+    sizes = {"custom_generate": stream_generate, "cache_size": 16, "max_new_tokens": 2}
+    return loaded.model.generate(PROMPT, **(sizes | wrong))
+
+
+def filled(loaded):
+    cache = DynamicCache()
+    loaded.model(PROMPT, past_key_values=cache)
+    return cache
+
+
+CALLS = [
+    (lambda m: load_model("gpt2-minni"), "no model 'gpt2-minni'.*did you mean gpt2-mini"),
+    (lambda m: load_model("gpt2-mini", device="tpu9"), "device 'tpu9' is not available"),
+    (lambda m: make_method("streamingllm", m.model, cache_size=9), "did you mean streaming-llm"),
+    (lambda m: make_method("window", m.model, cache_size=0), "cache_size must be .*got 0"),
+    (
+        lambda m: make_method("window", m.model, cache_size=512),
+        "at most 511 for gpt2-mini.*got 512",
+    ),
+    (
+        lambda m: make_method("streaming-llm", m.model, cache_size=8, num_sinks=-1),
+        "num_sinks must be",
+    ),
+    (lambda m: make_method("streaming-llm", m.model, cache_size=8, num_sinks=8), "above num_sinks"),
+    (lambda m: make_method("window", m.model, cache_size=8, num_evicted=9), "num_evicted must be"),
+    (lambda m: make_method("kvalign", m.model, cache_size=8, aligner="none"), "no aligner 'none'"),
+    (
+        lambda m: make_method("kvalign", m.model, cache_size=256),
+        "at most 255 with the aligner kvalign-",
+    ),
+    (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
+    (lambda m: kvalign.stream(m.tokenizer, m.model, "It"), "causal LM of transformers, got Tok"),
+    (
+        lambda m: kvalign.stream(m.model, m.tokenizer, "It", max_tokens=5),
+        r"stream\(\) has no keyword 'max_tokens': did you mean max_new_tokens\?",
+    ),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", topk=5), "did you mean top_k"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", cache_len=5), "did you mean cache_size"),
+    (lambda m: kvalign.stream(m.model, m.tokenizer, "It", q=5), "'q': it has model, tokenizer, "),
+    (
+        lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, ["It"], repeat_penalty=2.0)),
+        r"stream_batch\(\) has no .* did you mean repetition_penalty",
+    ),
+    (
+        lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, temp=2.0),
+        r"load_stream\(\) has no .* did you mean temperature",
+    ),
+    (
+        lambda m: kvalign.load_stream("talk", m.model, m.tokenizer, cache_size=64),
+        r"load_stream\(\) takes no cache_size: the saved stream keeps its own",
+    ),
+    (
+        lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, ["It"], batch_size=2)),
+        "did you mean max_rows",
+    ),
+    (
+        lambda m: stream_generate(m.model, PROMPT, cache_len=16),
+        r"stream_generate\(\) has no keyword 'cache_len': did you mean cache_size",
+    ),
+    (
+        lambda m: kvalign.eval.perplexity(model="gpt2-mini", cache_size=[32]),
+        r"perplexity\(\) has no keyword 'cache_size': did you mean cache_sizes",
+    ),
+    (
+        lambda m: kvalign.training.train_table(model="gpt2-mini", dataset="python-docs"),
+        r"train_table\(\) has no keyword 'dataset': did you mean corpus",
+    ),
+    (
+        lambda m: kvalign.training.import_published(model="gpt2-mini"),
+        r"import_published\(\) needs \w+=",
+    ),
+    (lambda m: Aligner.from_pretrained("kvalign-gpt2-mini"), "no aligner 'kvalign-gpt2-mini'"),
+    (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
+    (
+        lambda m: generate(m, stop_strings=["in"], tokenizer=m.tokenizer),
+        r"stopping_criteria=\[transformers.StopStringCriteria\(tokenizer",
+    ),
+    (lambda m: generate(m, prompt_lookup_num_tokens=3), "has no assisted generation: leave out"),
+    (lambda m: generate(m, assistant_model=m.model), "has no assisted generation: leave out"),
+    (lambda m: generate(m, cache_implementation="static"), "cache_implementation='static'"),
+    (
+        lambda m: m.model.generate(
+            inputs_embeds=m.model.get_input_embeddings()(PROMPT),
+            custom_generate=stream_generate,
+            max_new_tokens=2,
+        ),
+        "input_ids in place of inputs_embeds",
+    ),
+    (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
+    (lambda m: generate(m, return_dict_in_generate=True), "return_dict_in_generate must be False"),
+    (lambda m: generate(m, attention_mask=torch.tensor([[1, 1, 0]])), "padded on the left"),
+    (lambda m: generate(m, past_key_values=filled(m)), "begins a new stream"),
+    (lambda m: generate(m, method="dense-ish"), "unknown method 'dense-ish'"),
+    (lambda m: next(texts("wiki")), "unknown corpus 'wiki'"),
+    (lambda m: conversations("bench"), "unknown prompts 'bench'"),
+    (lambda m: kvalign.Streamer, "No kvalign attribute Streamer"),
+    (lambda m: StreamingCache(m.spec, CacheSizes(8, 8, 1)), "cache_size must be above num_sinks"),
+]
+
+
+STREAMS = [
+    (dict(method=3), "method must be one of auto, dense, .* got 3"),
+    (dict(method=["window"]), r"method must be one of auto, .* got \['window'\]"),
+    (dict(cache_size="64"), "cache_size must be a whole number, got '64'"),
+    (dict(cache_size=16.0), "cache_size must be a whole number, got 16.0"),
+    (dict(cache_size=True), "cache_size must be a whole number, got True"),
+    (dict(num_sinks=2.0), "num_sinks must be a whole number, got 2.0"),
+    (dict(num_evicted=True), "num_evicted must be a whole number, got True"),
+    (dict(num_evicted=2.5), "num_evicted must be a whole number, got 2.5"),
+    (dict(realign_every=1.5), "realign_every must be a whole number, got 1.5"),
+    (dict(aligner=3), "aligner must be an Aligner, its folder or its name, got 3"),
+    (dict(compile="no"), "compile must be True or False, got 'no'"),
+    (dict(do_sample="no"), "do_sample must be True or False, got 'no'"),
+    (dict(stop_at_end=1), "stop_at_end must be True or False, got 1"),
+    (dict(max_new_tokens=2.5), "max_new_tokens must be a whole number, got 2.5"),
+    (dict(temperature="hot"), "temperature must be a finite number, got 'hot'"),
+    (dict(temperature=None), "temperature must be a finite number, got None"),
+    (dict(temperature=float("nan")), "temperature must be a finite number, got nan"),
+    (dict(top_p=True), "top_p must be a finite number, got True"),
+    (dict(seed=1.5), "seed must be a whole number, got 1.5"),
+    (dict(seed=[1, 2, 3]), r"seed must be a whole number, got \[1, 2, 3\]"),
+    (dict(prompt=["It", "was"]), "input must be text or a list of token ids, got list"),
+    (dict(prompt=[{"role": "user", "content": "Hi"}]), "tokenizer.apply_chat_template"),
+    (dict(prompt=PROMPT), r"got Tensor .* ids\[0\].tolist\(\)"),
+    (dict(prompt={"input_ids": PROMPT}), "got dict"),
+    (dict(prompt=None), "got NoneType"),
+    (dict(prompt=[10**6]), "token ids must be below .* for this model, got 1000000"),
+]
+CALLS += [
+    (lambda m, wrong=wrong: kvalign.stream(m.model, m.tokenizer, **wrong), message)
+    for wrong, message in STREAMS
+]
+CALLS += [
+    (
+        lambda m, wrong=wrong: next(
+            kvalign.stream_batch(m.model, m.tokenizer, [PROMPT], max_rows=2, **wrong)
+        ),
+        message,
+    )
+    for wrong, message in (
+        (dict(), "got Tensor"),
+        (dict(seed=[1, 2]), r"seed must be a whole number, got \[1, 2\]"),
+    )
+]
+CALLS += [
+    (lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, ["It"], max_rows=2.5)), "max_rows"),
+    (lambda m: kvalign.load_stream("/", m.model, m.tokenizer), "/ is not a stream that kvalign"),
+    (
+        lambda m: kvalign.eval.perplexity(cache_sizes=[32.5]),
+        "--cache-sizes must be a whole number, got 32.5",
+    ),
+    (
+        lambda m: m.model(
+            torch.arange(18)[None], past_key_values=kvalign.make_cache(m.model, cache_size=16)
+        ),
+        r"at most cache_size \+ 1 = 17 tokens at once, got 18",
+    ),
+]
+
+
+IDS = [
+    (
+        torch.tensor([5, 6]),
+        r"a tensor \[rows, tokens\] of int64, got torch.int64 \[2\]",
+    ),
+    (torch.tensor([[5.0]]), "of int64, got torch.float32"),
+    (torch.tensor([[True]]), "of int64, got torch.bool"),
+    (torch.tensor([[5]]).to(torch.uint8), "of int64, got torch.uint8"),
+    (torch.tensor([[5, 2**40]]), "token ids must be below 8192 for this model, got 5 to 1099511"),
+    (torch.tensor([[-1, 5]]), "token ids must be below 8192 for this model, got -1 to 5"),
+    (torch.ones(1, 3, dtype=torch.int64, device="meta"), "one of device meta or sparse"),
+    (torch.tensor([[5, 6]]).to_sparse(), "one of device meta or sparse"),
+    (torch.zeros(0, 3, dtype=torch.int64), r"the prompt is empty.* got ids \[0, 3\]"),
+    ([[5, 6]], "of int64, got list"),
+    (None, "of int64, got NoneType"),
+]
+CALLS += [
+    (lambda m, name=name, ids=ids: method_of(m, name).feed(ids), message)
+    for ids, message in IDS
+    for name in ("window", "recompute", "discard-half", "dense")
+]
+CALLS += [(lambda m, ids=ids: next(stream_tokens(window(m), ids)), message) for ids, message in IDS]
+CALLS += [(lambda m, ids=ids: kvalign.score(window(m), ids), message) for ids, message in IDS]
+NO_PATHS = [3, None, True, ["x"], "a\0b", "\ud800", b"x"]
+CALLS += [
+    (lambda m, path=path, call=call: call(m, path), "must be a path, got")
+    for path in NO_PATHS
+    for call in (
+        lambda m, path: load_model(path),
+        lambda m, path: Aligner.from_pretrained(path),
+        lambda m, path: kvalign.load_stream(path, m.model, m.tokenizer),
+        lambda m, path: kvalign.stream(m.model, m.tokenizer, "It").save(path),
+    )
+]
+CALLS += [
+    (lambda m, wrong=wrong, call=call: call(wrong), "must be a text, got")
+    for wrong in (3.5, None, ["x"], {}, b"x")
+    for call in (
+        lambda wrong: next(texts(wrong)),
+        conversations,
+        lambda wrong: load_model("gpt2-mini", device=wrong),
+        lambda wrong: kvalign.eval.perplexity(model=wrong),
+        lambda wrong: kvalign.eval.perplexity(corpus=wrong),
+    )
+]
+CALLS += [
+    (lambda m, stop=stop: kvalign.Sampling(stop_strings=stop), "stop_strings must be")
+    for stop in (3, 0, True, [3], ["a", None], [""], {"a"}, {"a": 1}, [["a"]], torch.ones(2), b"x")
+]
+CALLS += [
+    (
+        lambda m: load_model("gpt2-mini", dtype="int8"),
+        "dtype must be one of .* got 'int8'",
+    ),
+    (lambda m: load_model("gpt2-mini", dtype=torch.float32), "dtype must be one of"),
+    (lambda m: next(stream_tokens("window", PROMPT)), "method must be one of kvalign.make_method"),
+    (lambda m: kvalign.score(m.model, PROMPT), "method must be one of kvalign.make_method"),
+    (lambda m: kvalign.score(window(m), PROMPT), r"at least cache_size \+ 2 = 10 a row, got 3"),
+    (lambda m: StreamingCache(None, CacheSizes(8)), "spec must be a ModelSpec.* got NoneType"),
+    (lambda m: StreamingCache(m.spec, 8), "sizes must be CacheSizes, got int"),
+    (lambda m: kvalign.verify(m.model, None), "make must be a function .* got NoneType"),
+    (lambda m: next(kvalign.stream_batch(m.model, m.tokenizer, 3)), "prompts must be several"),
+    (lambda m: CacheSizes(8, positions=["keep"]), "positions must be compact or keep"),
+    (lambda m: kvalign.eval.perplexity(methods=[True]), "--methods must be a text, got True"),
+    (lambda m: kvalign.eval.perplexity(methods=None), "--methods needs at least one value"),
+    (lambda m: kvalign.eval.perplexity(keep=3), "--keep must be a path, got 3"),
+    (lambda m: kvalign.eval.perplexity(plot={}), "--plot must be a path"),
+    (lambda m: kvalign.eval.perplexity(num_tokens=torch.ones(2)), "--num-tokens must be a whole"),
+]
+CALLS += [
+    (
+        lambda m, name=name, rows=rows: fed(m, name).select(rows),
+        "rows must be whole numbers below 1",
+    )
+    for rows in ([5], [-2], [0.5], "x", None, [True])
+    for name in ("window", "recompute", "discard-half")
+]
+CALLS += [
+    (lambda m, name=name, others=others: fed(m, name).join(others(m)), "others must be")
+    for others in (
+        lambda m: None,
+        lambda m: [3],
+        lambda m: [make_method("window", m.model, cache_size=9)],
+    )
+    for name in ("window", "recompute", "discard-half")
+]
+
+
+def method_of(loaded, name):
+    return make_method(name, loaded.model, cache_size=8, warn=False)
+
+
+def fed(loaded, name):
+    method = method_of(loaded, name)
+    method.feed(PROMPT)
+    return method
+
+
+def test_numbers_of_numpy_are_numbers(loaded):
+    settings = PerplexitySettings(num_tokens=np.int64(3), cache_sizes=[np.int64(16), 32])
+    assert settings.num_tokens == 3 and settings.cache_sizes == (16, 32)
+    assert window(loaded).feed(PROMPT.int()).shape == (1, 8192)
+
+
+def window(loaded, cache_size=8):
+    return make_method("window", loaded.model, cache_size=cache_size)
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:40] for _, message in CALLS])
+def test_wrong_calls_are_one_sentence(call, message, loaded, monkeypatch):
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    wrong = (ValueError, TypeError, FileNotFoundError, AttributeError)
+    with pytest.raises(wrong, match=message) as caught:
+        call(loaded)
+    assert "\n" not in str(caught.value)
