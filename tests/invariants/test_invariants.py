@@ -2,11 +2,13 @@
 it belongs.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
+from helpers.pairwise import covering
 from helpers.tiny_models import KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -20,6 +22,7 @@ from kvalign.invariants import INVARIANTS
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import matches
 from kvalign.methods import make_method
+from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import OLDEST, POLICIES
 
@@ -40,9 +43,17 @@ def failed(outcomes):
     return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
 
 
+def of_each_family(names):
+    """Each of `names` on an architecture of each family, and every architecture."""
+    return covering(
+        itertools.product(names, KINDS),
+        lambda name, kind: (name, FAMILIES[kind]),
+        lambda _, kind: kind,
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
 def test_every_method_keeps_to_all(name, kind, models):
     outcomes = outcomes_of(models[kind], lambda model: make(name, model, warn=False))
     assert list(outcomes) == list(INVARIANTS)
@@ -50,8 +61,7 @@ def test_every_method_keeps_to_all(name, kind, models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make_aligner", [tables, anchored, network])
+@pytest.mark.parametrize(("make_aligner", "kind"), of_each_family([tables, anchored, network]))
 def test_every_aligner_keeps_to_all(make_aligner, kind, models):
     aligners = {tables: dict(scale=0.2, num_sinks=2), anchored: dict(scale=0.2), network: {}}
 

@@ -1,0 +1,33 @@
+"""Few of all combinations, in which each pair of values that matters still comes up."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+
+def covering(
+    cases: Iterable[tuple[Any, ...]], *aspects: Callable[..., Hashable]
+) -> list[tuple[Any, ...]]:
+    """A few of `cases` in which every value of every aspect, a function of a case's values, comes
+    up: greedily the case that shows most of what none before it did; of those alike, the one whose
+    values came up least.
+    """
+    shown = [(case, [(i, aspect(*case)) for i, aspect in enumerate(aspects)]) for case in cases]
+    missing = {value for _, values in shown for value in values}
+    chosen, times = [], Counter[Hashable]()
+    while missing:
+        case, values = max(
+            shown, key=lambda x: (len(missing.intersection(x[1])), -sum(times[y] for y in x[1]))
+        )
+        chosen.append(case)
+        times.update(values)
+        missing.difference_update(values)
+    return chosen
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of the product of `axes` with every pair of values of any two axes."""
+    pairs = itertools.combinations(range(len(axes)), 2)
+    aspects = [lambda *case, i=i, j=j: (case[i], case[j]) for i, j in pairs]
+    return covering(itertools.product(*axes), *aspects)
