@@ -54,6 +54,7 @@ def stopped(command, folder, when, by=signal.SIGINT):
     try:
         while process.poll() is None and not list(folder.glob(when)):
             time.sleep(0.02)
+        time.sleep(0.2)  # until what follows has begun: a child of it is ended with it
         process.send_signal(by)
         _, err = process.communicate(timeout=120)
     finally:

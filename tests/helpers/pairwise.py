@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+from helpers.tiny_models import KINDS
+from kvalign.models.architectures import FAMILIES
+
 
 def covering(
     cases: Iterable[tuple[Any, ...]], *aspects: Callable[..., Hashable]
@@ -31,3 +34,12 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     pairs = itertools.combinations(range(len(axes)), 2)
     aspects = [lambda *case, i=i, j=j: (case[i], case[j]) for i, j in pairs]
     return covering(itertools.product(*axes), *aspects)
+
+
+def of_each_family(names: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each of `names` with an architecture of each family, and every architecture."""
+    return covering(
+        itertools.product(names, KINDS),
+        lambda name, kind: (name, FAMILIES[kind]),
+        lambda _, kind: kind,
+    )

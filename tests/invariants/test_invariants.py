@@ -2,14 +2,12 @@
 it belongs.
 """
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
-from helpers.pairwise import covering
-from helpers.tiny_models import KINDS
+from helpers.pairwise import of_each_family
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
@@ -22,7 +20,6 @@ from kvalign.invariants import INVARIANTS
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import matches
 from kvalign.methods import make_method
-from kvalign.models.architectures import FAMILIES
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import OLDEST, POLICIES
 
@@ -41,15 +38,6 @@ def states(outcomes):
 
 def failed(outcomes):
     return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
-
-
-def of_each_family(names):
-    """Each of `names` on an architecture of each family, and every architecture."""
-    return covering(
-        itertools.product(names, KINDS),
-        lambda name, kind: (name, FAMILIES[kind]),
-        lambda _, kind: kind,
-    )
 
 
 @pytest.mark.slow
