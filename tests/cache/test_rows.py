@@ -11,8 +11,8 @@ from helpers.tiny_models import KINDS
 
 from kvalign.models.architectures import FAMILIES
 
-LENS = (1, 2, 5, 13, 21, 22, 40, 90)  # C is 20: a first input of C + 1, one more, and long ones
-NUM_STEPS, LEAVE, JOIN = 44, 15, 28
+LENS = (1, 2, 5, 13, 21, 22, 40, 70)  # C is 20: a first input of C + 1, one more, and long ones
+NUM_STEPS, LEAVE, JOIN = 32, 10, 22
 CELLS = [
     (name, num_evicted)
     for name in ("window", "streaming-llm", "table", "network", "recompute", "discard-half")

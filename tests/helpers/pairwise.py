@@ -43,3 +43,9 @@ def of_each_family(names: Iterable[Any]) -> list[tuple[Any, str]]:
         lambda name, kind: (name, FAMILIES[kind]),
         lambda _, kind: kind,
     )
+
+
+def one_of_each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of the product of `axes` with every value of each, as evenly as may be."""
+    aspects = [lambda *case, i=i: case[i] for i in range(len(axes))]
+    return covering(itertools.product(*axes), *aspects)

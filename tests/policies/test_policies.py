@@ -2,13 +2,12 @@
 their birth; what it keeps, and what it does where nothing is special about it.
 """
 
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.methods import tables
-from helpers.pairwise import covering, pairwise
+from helpers.pairwise import one_of_each, pairwise
 from helpers.plain_policies import PlainLoop, plain_copy
 from helpers.tiny_models import VOCAB, tiny_model
 
@@ -94,14 +93,7 @@ def test_it_is_the_plain_loop(policy, place, num_sinks, num_evicted, num_recent,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    covering(
-        itertools.product(POLICIES, ["gpt2-mini", "llama-mini"]),
-        lambda policy, _: policy,
-        lambda _, name: name,
-    ),
-)
+@pytest.mark.parametrize(("policy", "name"), one_of_each(POLICIES, ["gpt2-mini", "llama-mini"]))
 def test_it_is_the_plain_loop_on_a_shipped_model(policy, name):
     loaded = load_model(name)
     method = make_method("kvalign", loaded.model, cache_size=16, num_sinks=4, policy=policy)

@@ -135,14 +135,14 @@ def test_generate_of_transformers_streams(name, model, ids):
     out = model.generate(
         ids[:, :30],
         custom_generate=kvalign.stream_generate,
-        max_new_tokens=150,
+        max_new_tokens=90,
         do_sample=False,
         eos_token_id=None,
         **{name: streamer},
         **kwargs,
     )
     method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
-    assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 150))
+    assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 90))
     assert torch.equal(out[:, :30], ids[:, :30])
     assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
     assert torch.equal(streamer.got[0], ids[:, :30])
