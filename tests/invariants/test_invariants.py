@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
-from helpers.pairwise import of_each_family
+from helpers.pairwise import of_each_family, one_of_each
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
@@ -67,8 +67,10 @@ def test_every_aligner_keeps_to_all(make_aligner, kind, models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OLDEST])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    one_of_each([name for name in POLICIES if name != OLDEST], ["gpt2", "llama"]),
+)
 def test_every_policy_keeps_to_all(policy, kind, models):
     def make_one(model):
         name = "kvalign" if kind == "gpt2" else "streaming-llm"
