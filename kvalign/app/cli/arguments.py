@@ -41,12 +41,9 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    arguments = add_arguments(parser, cls, has_json=has_json)
+    fields = add_arguments(parser, cls, has_json=has_json)
     given = vars(parser.parse_args(argv))
-    values = {name: given[name] for name in arguments if given[name] is not None}
-    for name, value in values.items():
-        if typing.get_origin(arguments[name][2]) is tuple:
-            values[name] = tuple(item for part in value for item in part)
+    values = {name: given[name] for name in fields if given[name] is not None}
     return cls(**values), bool(given.get("json"))
 
 
@@ -78,14 +75,13 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (given := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
-            near := nearest(given[1].replace("-", "_"), self._names())
+            near := nearest(
+                given[1].replace("-", "_"),
+                [name[2:].replace("-", "_") for name in self._option_string_actions],
+            )
         ):
             message += f"; did you mean {flag(near)}?"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def _names(self) -> list[str]:
-        """The flags, as names."""
-        return [name[2:].replace("-", "_") for name in self._option_string_actions]
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
@@ -110,7 +106,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
-        return {"action": "append", "type": _comma_separated(item), **words}
+        return {"action": "extend", "type": _comma_separated(item), **words}
     return {"type": kind, **words}
 
 

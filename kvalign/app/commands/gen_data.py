@@ -1,12 +1,13 @@
 """`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
 
+from typing import Any
+
 from kvalign.data_gen.settings import RecordSettings
 
 SETTINGS = RecordSettings
 
 
-def run(settings: RecordSettings, as_json: bool) -> None:
-    import json
+def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     import sys
 
     from kvalign.app.cli.next_steps import of_model, say_next
@@ -20,8 +21,7 @@ def run(settings: RecordSettings, as_json: bool) -> None:
         print(f"{out} is finished already: nothing to do", file=sys.stderr)
     if as_json:
         about = manifest.model_dump(mode="json", exclude={"shards"})
-        print(json.dumps({"out": str(out), "finished_already": was_finished, **about}))
-        return
+        return {"out": str(out), "finished_already": was_finished, **about}
     for split, num_rows in manifest.num_rows.items():
         num_chunks = manifest.num_chunks[split]
         print(f"{split}: {num_rows} rows each of key and value ({num_chunks} chunks)")

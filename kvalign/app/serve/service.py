@@ -20,6 +20,7 @@ from kvalign.app.serve.sessions import InMemory, Session, Sessions
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
+from kvalign.app.sessions.stream_settings import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -39,7 +40,7 @@ class Service:
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         self.settings, self.loaded, self.tokenizer = settings, loaded, loaded.tokenizer
-        num_sinks = None if settings.num_sinks == "auto" else int(settings.num_sinks)
+        num_sinks = sinks_of(settings.num_sinks)
         says = Sampling.of_model(loaded.model.generation_config)
         self.said = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)

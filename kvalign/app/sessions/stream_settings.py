@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import (
-    MOST_SEED,
-    ModelSettings,
-    flag,
-    option,
-)
+from kvalign.foundation.settings import MOST_SEED, ModelSettings, flag, option
 from kvalign.methods import AUTO, METHODS, check_name
 from kvalign.streaming.sampling import DRAWS, Sampling
 
@@ -164,29 +160,50 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign import checkpoints
         from kvalign.methods.choice import trained_here
 
+        is_auto = self.method == AUTO
         if self.aligner is not None:
             return self.aligner
-        if self.method != AUTO and not METHODS.find(self.method).takes_aligner:
+        if not is_auto and not METHODS.find(self.method).takes_aligner:
             return None
-        is_auto = self.method == AUTO
         trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
+        shipped, taken = checkpoints.default_aligner(self.model), None
         if trained is None:
-            if is_auto and (other := trained_here(loaded.model, self.model)):
-                print(
-                    f"{other}, trained here, was not judged by streams and is not taken: --method "
-                    "kvalign takes it",
-                    file=sys.stderr,
-                )
-            return None
-        shipped = checkpoints.default_aligner(self.model)
-        if shipped is None:
-            print(
-                f"{trained}, trained here, is taken: none ships for {self.model}", file=sys.stderr
+            if not is_auto or (other := trained_here(loaded.model, self.model)) is None:
+                return None
+            said = (
+                f"{other}, trained here, was not judged by streams and is not taken: --method "
+                "kvalign takes it"
             )
-            return str(trained)
-        print(
-            f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
-            f"{shipped}",
-            file=sys.stderr,
-        )
+        elif shipped is None:
+            taken = str(trained)
+            said = f"{trained}, trained here, is taken: none ships for {self.model}"
+        else:
+            said = (
+                f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
+                f"{shipped}"
+            )
+        print(said, file=sys.stderr)
+        return taken
+
+
+def sinks_of(num_sinks: str) -> int | None:
+    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    if num_sinks == "auto":
         return None
+    if not (num_sinks.isascii() and num_sinks.isdigit()):
+        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
+    return int(num_sinks)
+
+
+def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
+    """The pieces of a stream, with a bar of a name over what is read before the first, which may
+    be empty.
+    """
+    pieces = iter(stream)
+    with progress.shown_as(name) as bar:
+        bar.phase("reading")
+        bar.expect(len(stream.ids) - stream.num_fed, "tokens")
+        stream.method.on_tokens = bar.update
+        first = next(pieces, "")
+    yield first
+    yield from pieces
