@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,36 +58,24 @@ class Session:
         return not len(self.ids)
 
 
-class Store(Protocol):
-    """Where the states of sessions are kept."""
+class Store:
+    """Where the states of sessions are kept: here in memory, as long as the server lives."""
 
     def load(self) -> list[Session]:
         """Those that are there, the least recently used first."""
-
-    def put(self, session: Session) -> Session:
-        """Keep it, whole or not at all; return what stays in memory of it."""
-
-    def state(self, session: Session) -> dict[str, Tensor]:
-        """The state of its method; nobody changes it."""
-
-    def drop(self, session: Session) -> None: ...
-
-
-class InMemory:
-    """A store that lives as long as the server."""
-
-    def load(self) -> list[Session]:
         return []
 
     def put(self, session: Session) -> Session:
+        """Keep it, whole or not at all; return what stays in memory of it."""
         return session
 
     def state(self, session: Session) -> dict[str, Tensor]:
+        """The state of its method; nobody changes it."""
         assert session.state is not None
         return session.state
 
     def drop(self, session: Session) -> None:
-        pass
+        """Forget it."""
 
 
 def digest(before: str, messages: Sequence[Message]) -> list[str]:
@@ -161,15 +148,16 @@ class Sessions:
             self._busy.discard(session.id)
 
     def _add(self, session: Session) -> None:
-        before = self._by_id.pop(session.id, None)
-        if before is not None and self._by_said.get(before.said) == session.id:
-            del self._by_said[before.said]
+        self._forget(session.id)
         self._by_id[session.id] = session
         if session.id.startswith(NAMELESS):
             self._by_said[session.said] = session.id
         idle = [one for one in self._by_id.values() if one.id not in self._busy]
         for old in idle[: max(0, len(self._by_id) - self.max_sessions)]:
-            del self._by_id[old.id]
-            if self._by_said.get(old.said) == old.id:
-                del self._by_said[old.said]
+            self._forget(old.id)
             self.store.drop(old)
+
+    def _forget(self, name: str) -> None:
+        session = self._by_id.pop(name, None)
+        if session is not None and self._by_said.get(session.said) == name:
+            del self._by_said[session.said]
