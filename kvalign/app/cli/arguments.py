@@ -94,20 +94,19 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         default = field.default
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         help_text += f" (default: {default})"
+    words: dict[str, Any] = {"help": help_text}
     if hint is bool and field.default is not False:
-        return {"action": argparse.BooleanOptionalAction, "help": help_text}
+        return {"action": argparse.BooleanOptionalAction, **words}
     if hint is bool:
-        return {"action": "store_const", "const": True, "help": help_text}
-    kind = str if hint is Path else hint  # Path("") would be this folder
+        return {"action": "store_const", "const": True, **words}
+    words["type"] = str if hint is Path else hint  # Path("") would be this folder
     if field.metadata["positional"]:
-        return {"type": kind, "help": help_text, "metavar": field.name.upper()}
-    words: dict[str, Any] = {"help": help_text, "required": required}
+        return {"metavar": field.name.upper(), **words}
     if field.metadata["choices"]:
         words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
     if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return {"action": "extend", "type": _comma_separated(item), **words}
-    return {"type": kind, **words}
+        words |= {"action": "extend", "type": _comma_separated(typing.get_args(hint)[0])}
+    return {"required": required, **words}
 
 
 def _comma_separated(item: type) -> Any:

@@ -2,10 +2,10 @@
 
 A command is a module of `kvalign.app.commands` with
 
-- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
-  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
-- `run(settings, as_json)`, which imports what is heavy inside, prints text unless `as_json`, and
-  returns the document to print in its place;
+- `run(settings: ITS_SETTINGS, as_json: bool)`, which imports what is heavy inside, prints text
+  unless `as_json`, and returns the document to print in its place; a command of several kinds has
+  `settings_for(args)`, the class of settings that the arguments ask for, and `all_settings()`, the
+  class of each kind by its name;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
 `eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`,
@@ -16,7 +16,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvalign.app.commands.listings import LISTINGS, ListingCommand
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
@@ -76,9 +76,10 @@ class Command:
         Raises:
             UserError: arguments that name none.
         """
-        if hasattr(self._module, "settings_for"):
-            return self._module.settings_for(args)
-        return self._module.SETTINGS
+        module = self._module
+        if hasattr(module, "settings_for"):
+            return module.settings_for(args)
+        return get_type_hints(module.run)["settings"]
 
     def all_settings(self) -> dict[str, type[Settings]]:
         """The classes of its settings by kind; a command of one kind has it under ""."""

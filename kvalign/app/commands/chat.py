@@ -4,8 +4,6 @@ from typing import Any
 
 from kvalign.app.sessions.conversation import ConversationSettings
 
-SETTINGS = ConversationSettings
-
 
 def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     import sys

@@ -24,9 +24,6 @@ class DoctorSettings(Settings):
     """
 
 
-SETTINGS = DoctorSettings
-
-
 def run(settings: DoctorSettings, as_json: bool) -> None:
     import json
 

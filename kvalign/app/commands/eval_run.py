@@ -37,9 +37,6 @@ class RunSettings(Settings):
     gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0, at_most=MOST_PROCESSES)
 
 
-SETTINGS = RunSettings
-
-
 def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
     import sys
 

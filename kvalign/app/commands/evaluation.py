@@ -1,9 +1,11 @@
 """`kvalign eval NAME`: one evaluation; its tables, or the document that it ends in."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvalign.app.cli.next_steps import say_written
 from kvalign.eval.protocol.evaluation import Document, Evaluation
+from kvalign.eval.protocol.settings import ComparisonSettings
 
 _WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 
@@ -12,7 +14,10 @@ class EvaluationCommand:
     """An evaluation as the catalogue takes a command's module."""
 
     def __init__(self, evaluation: Evaluation):
-        self.evaluation, self.SETTINGS = evaluation, evaluation.settings
+        self.evaluation = evaluation
+
+    def settings_for(self, args: Sequence[str]) -> type[ComparisonSettings]:
+        return self.evaluation.settings
 
     def run(self, settings: Any, as_json: bool) -> Document:
         settings = settings if as_json else self.evaluation.prepared(settings)

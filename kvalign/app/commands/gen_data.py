@@ -4,8 +4,6 @@ from typing import Any
 
 from kvalign.data_gen.settings import RecordSettings
 
-SETTINGS = RecordSettings
-
 
 def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     import sys

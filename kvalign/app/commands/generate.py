@@ -35,9 +35,6 @@ class GenerateSettings(StreamSettings):
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
 
 
-SETTINGS = GenerateSettings
-
-
 def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     import sys
 

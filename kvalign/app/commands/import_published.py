@@ -4,8 +4,6 @@ from typing import Any
 
 from kvalign.training.settings import ImportPublishedSettings
 
-SETTINGS = ImportPublishedSettings
-
 
 def run(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.cli.next_steps import say_generate

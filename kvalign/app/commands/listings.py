@@ -1,5 +1,6 @@
 """`kvalign methods`, `policies`, `aligners`, `corpora`: a table each of what there is."""
 
+from collections.abc import Sequence
 from dataclasses import make_dataclass
 
 from kvalign.foundation.settings import Settings
@@ -20,14 +21,12 @@ class ListingCommand:
 
     def __init__(self, name: str):
         self.name = name
-        about = f"{_ABOUT[name]}\n\nExample:\n    kvalign {name}\n"
-        self.SETTINGS = make_dataclass(
-            f"{name.title()}Settings",
-            (),
-            bases=(Settings,),
-            namespace={"__doc__": about},
-            frozen=True,
-            kw_only=True,
+
+    def settings_for(self, args: Sequence[str]) -> type[Settings]:
+        about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
+        name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
+        return make_dataclass(
+            name, (), bases=(Settings,), namespace=namespace, frozen=True, kw_only=True
         )
 
     def run(self, settings: Settings, as_json: bool) -> None:

@@ -25,9 +25,6 @@ class ModelsSettings(Settings):
     )
 
 
-SETTINGS = ModelsSettings
-
-
 def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any] | None:
     from kvalign.app.inventory.listing import architectures, fetchable, models, show
 

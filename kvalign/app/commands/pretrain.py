@@ -4,8 +4,6 @@ from typing import Any
 
 from kvalign.training.settings import PretrainSettings
 
-SETTINGS = PretrainSettings
-
 
 def run(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
     import json

@@ -21,9 +21,6 @@ class ReportSettings(Settings):
     terminal: bool = option(False, help="show the results here instead of writing the page")
 
 
-SETTINGS = ReportSettings
-
-
 def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
     if settings.terminal:
         from kvalign.eval.report.terminal import show

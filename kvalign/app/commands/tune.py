@@ -5,7 +5,6 @@ from typing import Any
 
 from kvalign.training.settings import TuneSettings
 
-SETTINGS = TuneSettings
 _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 

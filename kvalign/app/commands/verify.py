@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, option
 from kvalign.invariants import INVARIANTS, NUM_STEPS
@@ -81,9 +81,6 @@ class VerifySettings(MethodSettings):
             aligner=self.aligner,
             **self.sizes(),
         )
-
-
-SETTINGS = VerifySettings
 
 
 def run(settings: VerifySettings, as_json: bool) -> None:

@@ -86,20 +86,19 @@ class Held:
     ids: Tensor
     writer: Executor
     put: Put
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _is_done: bool = False
+    _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: Row, state: State | None) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
     def failed(self, error: RequestError) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
             self.put(error)
 
     def cancelled(self) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
 
     def _keep(self, row: Row, state: State | None) -> None:
@@ -124,8 +123,3 @@ class Held:
             self.put(failed(f"this answer is not kept: {error}", "not_kept"))
         else:
             self.put(End.of(row))
-
-    def _is_first(self) -> bool:
-        with self._lock:
-            is_first, self._is_done = not self._is_done, True
-            return is_first

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvalign.app.serve.answers import Event
+from kvalign.app.serve.answers import Answers, Event
 from kvalign.app.serve.errors import RequestError, failed
 from kvalign.app.serve.guard import Guard, body_of
 from kvalign.app.serve.replies import ChatForm, Events, EventStream, TextForm, whole
@@ -51,7 +51,12 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
                 code="model_not_found",
             )
 
-    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
+    async def answer(
+        request: Request,
+        kind: type[Chat] | type[Completion],
+        form: TextForm,
+        begin: Callable[..., Answers],
+    ) -> Response:
         body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
         asked = await run_in_threadpool(parsed, kind, body, request.headers.get(SESSION_HEADER))
         check_model(asked.model)
@@ -61,9 +66,6 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        is_chat = isinstance(asked, Chat)
-        form = ChatForm(name) if is_chat else TextForm(name)
-        begin = service.chat if is_chat else service.completion
         answers = await run_in_threadpool(begin, asked, put)
         if not asked.stream:
             return await whole(form, answers, events, request.receive)
@@ -72,11 +74,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat)
+        return await answer(request, Chat, ChatForm(name), service.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Completion)
+        return await answer(request, Completion, TextForm(name), service.completion)
 
     model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
 

@@ -1,17 +1,28 @@
-"""The settings of a stream of text, which `kvalign generate` and `kvalign chat` share."""
+"""The settings of a method and of a stream of text, which commands share that stream."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.cache.sizes import Positions, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_SEED, ModelSettings, flag, option
+from kvalign.foundation.settings import (
+    MOST_SEED,
+    NUM_EVICTED,
+    NUM_RECENT,
+    POLICY,
+    POSITIONS,
+    ModelSettings,
+    Settings,
+    flag,
+    option,
+)
 from kvalign.methods import AUTO, METHODS, check_name
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
@@ -19,6 +30,37 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
+SIZES = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(Settings):
+    """Base of the settings of commands that stream with a method."""
+
+    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
+    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
+    num_evicted: str | None = option(None, help=NUM_EVICTED)
+    realign_every: int | None = option(
+        None,
+        help="evicted entries after which kvalign moves those that stay (default: 1)",
+        at_least=1,
+    )
+    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
+    num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
+    positions: str | None = option(
+        None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
+    )
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_evicted_of(self.num_evicted or 1, 2)
+
+    def sizes(self) -> dict[str, Any]:
+        """What the flags say of what is evicted and moved, as `make_method` takes it."""
+        return {name: getattr(self, name) for name in SIZES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,8 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
     def kept() -> str:
-        return _kept(cells, settings.out)
+        num_kept = sum(is_finished(cell, settings.out) for cell in cells)
+        return f"{num_kept} of {len(cells)} cells are kept in {settings.out}" if num_kept else ""
 
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
@@ -105,12 +106,6 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
         return run_cell(command, out), ""
     except (RunError, UserError) as error:
         return "", str(error)
-
-
-def _kept(cells: list[Cell], out: Path) -> str:
-    """What an interrupted run has."""
-    num_kept = sum(is_finished(cell, out) for cell in cells)
-    return f"{num_kept} of {len(cells)} cells are kept in {out}" if num_kept else ""
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
