@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from kvalign import checkpoints
 from kvalign.app.inventory import listing
@@ -83,16 +82,21 @@ def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
     package = metadata.metadata("kvalign")
     yield Check("packages", "kvalign", "ok", package["Version"], required=True)
-    python, supported = sys.version.split()[0], SpecifierSet(package["Requires-Python"])
-    todo = "install a supported Python"
-    yield _in_range("packages", "python", python, supported, todo, required=True)
+    python = Requirement(f"python{package['Requires-Python']}")
+    found: list[tuple[str, Requirement, str | None, str]] = [
+        ("", python, sys.version.split()[0], "install a supported Python")
+    ]
     for extra, needed in requirements():
+        found.append((extra, needed, installed(needed.name), how_to_install(needed.name)))
+    for extra, needed, version, todo in found:
         group = f"packages of kvalign[{extra}]" if extra else "packages"
-        version, todo = installed(needed.name), how_to_install(needed.name)
         if version is None:
             yield Check(group, needed.name, "missing", "not installed", todo, not extra)
+        elif needed.specifier.contains(version, prereleases=True):
+            yield Check(group, needed.name, "ok", version, required=not extra)
         else:
-            yield _in_range(group, needed.name, version, needed.specifier, todo, not extra)
+            about = f"{version}, supported is {needed.specifier}"
+            yield Check(group, needed.name, "wrong", about, todo, not extra)
 
 
 def devices() -> Iterator[Check]:
@@ -203,15 +207,6 @@ def word_lists() -> Iterator[Check]:
     except UserError as error:
         found, _, todo = str(error).partition(": ")
         yield Check("word lists", NAME, "wrong", found, todo)
-
-
-def _in_range(
-    group: str, name: str, version: str, supported: SpecifierSet, todo: str, required: bool
-) -> Check:
-    """A version that is here: ok, or outside what is supported."""
-    if supported.contains(version, prereleases=True):
-        return Check(group, name, "ok", version, required=required)
-    return Check(group, name, "wrong", f"{version}, supported is {supported}", todo, required)
 
 
 def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Iterator[Check]:

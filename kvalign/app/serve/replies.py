@@ -35,12 +35,10 @@ class TextForm:
         self.created = int(time.time())
 
     def said(self, text: str) -> dict[str, Any]:
-        """What a choice says of a whole text."""
+        """What a choice says of a whole text; `told`: of a piece, in a chunk."""
         return {"text": text}
 
-    def told(self, text: str) -> dict[str, Any]:
-        """The same of a piece, in a chunk."""
-        return {"text": text}
+    told = said
 
     def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}

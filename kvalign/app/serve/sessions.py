@@ -8,7 +8,6 @@ import hashlib
 import json
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -99,8 +98,7 @@ class Sessions:
         self.store, self.max_sessions = store, max_sessions
         self._lock = threading.Lock()
         self._busy: set[str] = set()
-        self._by_id: OrderedDict[str, Session] = OrderedDict()
-        self._by_said: dict[str, str] = {}
+        self._by_id: dict[str, Session] = {}  # the least recently used first
         found = store.load()
         if len(found) > max_sessions:
             raise UserError(
@@ -122,8 +120,8 @@ class Sessions:
         """
         said = digest("", messages)[-2::-1] if name is None else []
         with self._lock:
-            known = (self._by_said.get(one) for one in said)
-            found = (one for one in known if one is not None and one not in self._busy)
+            idle = {x.said: x.id for x in self._idle() if x.id.startswith(NAMELESS)}
+            found = (idle[one] for one in said if one in idle)
             name = name or next(found, NAMELESS + secrets.token_hex(16))
             if name in self._busy:
                 raise RequestError(
@@ -148,16 +146,10 @@ class Sessions:
             self._busy.discard(session.id)
 
     def _add(self, session: Session) -> None:
-        self._forget(session.id)
+        self._by_id.pop(session.id, None)
         self._by_id[session.id] = session
-        if session.id.startswith(NAMELESS):
-            self._by_said[session.said] = session.id
-        idle = [one for one in self._by_id.values() if one.id not in self._busy]
-        for old in idle[: max(0, len(self._by_id) - self.max_sessions)]:
-            self._forget(old.id)
-            self.store.drop(old)
+        for old in self._idle()[: max(0, len(self._by_id) - self.max_sessions)]:
+            self.store.drop(self._by_id.pop(old.id))
 
-    def _forget(self, name: str) -> None:
-        session = self._by_id.pop(name, None)
-        if session is not None and self._by_said.get(session.said) == name:
-            del self._by_said[session.said]
+    def _idle(self) -> list[Session]:
+        return [one for one in self._by_id.values() if one.id not in self._busy]
