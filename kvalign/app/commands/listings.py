@@ -6,8 +6,7 @@ from dataclasses import make_dataclass
 from kvalign.foundation.settings import Settings
 
 _ABOUT = {
-    "methods": "List the ways to stream: what --method takes. What --policy takes: kvalign "
-    "policies.",
+    "methods": "List the ways to stream: what --method takes (--policy: kvalign policies).",
     "policies": "List the policies, which say what is evicted: what --policy takes.",
     "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
     "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
