@@ -77,7 +77,7 @@ def test_a_policy_is_a_file_and_a_line(copy):
     copy.add("value_norm.py", "policies/value_norm.py")
     line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
     copy.insert("policies/__init__.py", '"kvalign.policies.h2o:H2O",\n', line)
-    assert "the entry whose value has the smallest norm goes" in copy.run("methods")
+    assert "the entry whose value has the smallest norm goes" in copy.run("policies")
     flags = ["--methods", "kvalign", "--policy", "oldest,value-norm", "--cache-sizes", "32"]
     rows = json.loads(copy.run("eval", "perplexity", *flags, "--num-tokens", "20", "--json"))[
         "rows"
