@@ -64,7 +64,7 @@ def _is_small(asked: str) -> bool:
             input=asked,
             encoding="utf-8",
             capture_output=True,
-            timeout=2 * SECONDS,
+            timeout=4 * SECONDS,  # of a clock, where the processor has no limit
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
         )
     except subprocess.TimeoutExpired:
