@@ -195,7 +195,7 @@ def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     limits = field.metadata
     if kind is str and isinstance(value, numbers.Integral | Path) and not isinstance(value, bool):
         value = str(value)
-    if value == "" and field.default != "":
+    if isinstance(value, str) and not value and field.default != "":
         raise UserError(f"{name} is empty: give a value, or leave it out")
     value = typed(name, value, kind)
     if isinstance(value, str):  # a path may be of any bytes
