@@ -17,8 +17,8 @@ _ALIASES = {
     "stop_at_end": "stop_on_eos eos",
     "stop_strings": "stop stop_sequences stop_words",
     "seed": "random_seed random_state rng manual_seed sampling_seed generator",
-    "cache_size": "max_cache_len cache_length kv_size window window_size window_length n_ctx "
-    "num_ctx context_size context_length",
+    "cache_size": "cache_len max_cache_len cache_length kv_size window window_size window_length "
+    "n_ctx num_ctx context_size context_length",
     "cache_sizes": "cache_len kv_size window_size context_length",
     "num_sinks": "sink_size attention_sinks attention_sink_size num_sink_tokens n_keep",
     "num_evicted": "evict evict_size",

@@ -143,6 +143,10 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+def _is_finite(x: Any) -> bool:
+    return bool(abs(x) <= sys.float_info.max)  # a whole number may be no float
+
+
 def _has_bytes(x: str | Path) -> bool:
     try:
         return b"\0" not in os.fsencode(x)
@@ -153,10 +157,7 @@ def _has_bytes(x: str | Path) -> bool:
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
-    float: (
-        "a finite number",
-        lambda x: isinstance(x, numbers.Real) and abs(x) <= sys.float_info.max,
-    ),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
     str: ("a text", lambda x: isinstance(x, str)),
     Path: ("a path", lambda x: isinstance(x, str | Path) and x != "" and _has_bytes(x)),
 }
@@ -193,7 +194,8 @@ _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operat
 def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     """One value of a field, of its kind and in its range."""
     limits = field.metadata
-    if kind is str and isinstance(value, numbers.Integral | Path) and not isinstance(value, bool):
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is str and (is_number or isinstance(value, Path)):
         value = str(value)
     if isinstance(value, str) and not value and field.default != "":
         raise UserError(f"{name} is empty: give a value, or leave it out")
