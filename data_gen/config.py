@@ -13,7 +13,8 @@ from kvalign.aligners.base import Count, Text
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import LoadedModel, ModelSpec, rotation_of
+from kvalign.models.architectures import ModelSpec, rotation_of
+from kvalign.models.loading import LoadedModel
 
 SPLITS = ("train", "val")
 PAIRS = tuple(f"{kv}_{state}" for kv in KV for state in ("stale", "aligned"))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.models.architectures import LoadedModel, rotation_of
+from kvalign.models.architectures import rotation_of
+from kvalign.models.loading import LoadedModel
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 

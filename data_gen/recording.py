@@ -31,8 +31,8 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.architectures import LoadedModel, load_model
-from kvalign.models.opening import opening_ids
+from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.prefix_tokens import prefix_ids
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
     if run.state() == "finished":
         return open_store(settings.folder)
     progress.phase("reading")
-    opening = opening_ids(loaded.tokenizer)
+    opening = prefix_ids(loaded.tokenizer)
     cut = cut_chunks(_pieces(settings, loaded), settings.chunk_len, config.settings.stride)
     chunks = ([*opening, *ids[len(opening) :]] for ids in cut)
     first_chunks = list(islice(chunks, num_needed))

@@ -21,7 +21,7 @@ from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Shard, ShardNotes, write_shard
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import LoadedModel, load_model
+from kvalign.models.loading import LoadedModel, load_model
 
 OnTokens = Callable[[int], object]
 Write = Callable[[ShardChunks, list[Shard]], None]

@@ -16,7 +16,7 @@ from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.streamed_steps import STEP_ENTRIES, tune_networks

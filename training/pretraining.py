@@ -37,8 +37,9 @@ from kvalign.foundation.files import (
 from kvalign.foundation.memory import check_room
 from kvalign.foundation.runs import ResumableRun, held_back, keeping
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.architectures import check_device, without_bars
-from kvalign.models.opening import begun, opening_ids
+from kvalign.models.loading import check_device
+from kvalign.models.model_folder import quiet
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import HEAD_DIM, PretrainSettings
@@ -103,7 +104,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started, opening = run.saved_at, opening_ids(tokenizer)
+    started, opening = run.saved_at, prefix_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
@@ -111,7 +112,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
         while run.step < run.num_steps:
             num_rows = settings.batch_size * settings.context_len // run.row_len
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
-            rows = replace(rows, ids=begun(rows.ids, opening))
+            rows = replace(rows, ids=with_prefix(rows.ids, opening))
             with torch.autocast(model.device.type, torch.bfloat16):
                 loss = loss_of(model, *rows.on(settings.device))
             run.update(loss)
@@ -164,7 +165,7 @@ def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: in
             "(--context-len): name a longer --eval-corpus"
         )
     blocks = torch.tensor(ids[: num_blocks * context_len]).view(num_blocks, context_len)
-    return begun(blocks, opening_ids(tokenizer))
+    return with_prefix(blocks, prefix_ids(tokenizer))
 
 
 @torch.no_grad()
@@ -275,7 +276,7 @@ def _publish(
     model.to(torch.bfloat16)
 
     def write(folder: Path) -> None:
-        with without_bars():
+        with quiet():
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -26,7 +26,8 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import sha256
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.architectures import LoadedModel, ModelSpec, load_model, rotation_of
+from kvalign.models.architectures import ModelSpec, rotation_of
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.rope import Rotation
 from kvalign.training.aligner_folder import check_free, record_of, save
 from kvalign.training.settings import ImportPublishedSettings

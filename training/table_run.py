@@ -16,7 +16,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.training.kinds.table import TableSettings
 from kvalign.training.projected import project_positions
 from kvalign.training.table_objectives import tune, tuning_tokens

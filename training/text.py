@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from kvalign.data_gen.chunks import equal_shares
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation.errors import UserError
-from kvalign.models.opening import begun, opening_ids
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.recall_rows import answers
 
 VAL_SHARE = 0.1
@@ -36,7 +36,7 @@ class Text:
     def chunks(self, split: str, chunk_len: int) -> Tensor:
         """All chunks of a split, without overlap: [num_chunks, chunk_len]."""
         chunks = [ids.unfold(0, chunk_len, chunk_len) for ids in getattr(self, split)]
-        return begun(torch.cat(chunks), self.opening)
+        return with_prefix(torch.cat(chunks), self.opening)
 
     def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
         """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
@@ -45,12 +45,12 @@ class Text:
             ids = self.train[which]
             start = int(torch.randint(len(ids) - row_len + 1, (), generator=rng))
             rows.append(ids[start : start + row_len])
-        return begun(torch.stack(rows), self.opening)
+        return with_prefix(torch.stack(rows), self.opening)
 
     def val_rows(self, ids: Tensor, starts: Tensor, row_len: int) -> Tensor:
         """Rows [B, row_len] of a text of the validation part, from starts [B]."""
         rows = torch.stack([ids[start : start + row_len] for start in starts.long().tolist()])
-        return begun(rows, self.opening)
+        return with_prefix(rows, self.opening)
 
     def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:
         """Which labels of rows [B, N] count, those after the first cache_size + 1 tokens of a row:
@@ -90,4 +90,4 @@ def read(
             )
         train.append(ids[: len(ids) - num_val])
         val.append(ids[len(ids) - num_val :])
-    return Text(train, val, opening_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+    return Text(train, val, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])

@@ -20,7 +20,7 @@ from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
-from kvalign.models.architectures import LoadedModel, load_model
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.training.aligner_folder import check_free, new_aligner, record_of, save
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks
 from kvalign.training.settings import TextSettings

@@ -18,7 +18,8 @@ from kvalign.foundation import progress
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
-from kvalign.models.architectures import LoadedModel, load_model, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.policies import OLDEST
 
 log = logging.getLogger(__name__)

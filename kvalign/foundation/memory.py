@@ -1,16 +1,10 @@
 """How much memory is free, and whether what is about to be allocated can fit at all."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvalign.foundation.errors import UserError
 
-_BOUNDS = {  # of what spells a size in configs; beyond them no model is built even without memory
-    ("layer", "depth", "block_count"): 2**10,
-    ("head", "size", "dim", "embd", "inner", "position", "len", "window"): 2**31,
-}
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -30,17 +24,6 @@ def check_room(num_bytes: int, what: str) -> None:
     free = free_bytes()
     if free is not None and num_bytes > free:
         raise UserError(f"{what} take {size(num_bytes)} of memory, and {size(free)} are free here")
-
-
-def check_sizes(values: Mapping[str, Any], where: object) -> None:
-    """Raise UserError, beginning with `where`, for a size beyond any in the config of a model, by
-    whatever name an architecture has for it.
-    """
-    for name, value in values.items():
-        for words, most in _BOUNDS.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and any(word in name for word in words) and not abs(value) <= most:
-                raise UserError(f"{where}: {name} must be at most {most}, got {value:g}")
 
 
 def size(num_bytes: float) -> str:

@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterable
 
 from kvalign.foundation.errors import KeywordError
 
-# What other programs call it.
+# What other programs call it, where its letters do not tell.
 _ALIASES = {
     "max_new_tokens": "max_tokens max_length max_len max_completion_tokens n_predict num_predict",
     "no_do_sample": "greedy no_sample no_sampling",
-    "do_sample": "greedy sample sampling",
+    "do_sample": "greedy sampling",
     "temperature": "temp",
     "top_k": "k",
     "top_p": "p nucleus",
-    "repetition_penalty": "repeat_penalty frequency_penalty presence_penalty rep_pen",
-    "no_repeat_ngram_size": "no_repeat_ngram ngram_size",
-    "stop_at_end": "stop_at_eos stop_on_eos eos",
+    "repetition_penalty": "frequency_penalty presence_penalty rep_pen",
+    "no_repeat_ngram_size": "ngram_size",
     "no_stop_at_end": "ignore_eos",
-    "stop_strings": "stop stop_string stop_sequences stop_words",
+    "stop_at_end": "stop_on_eos eos",
+    "stop_strings": "stop stop_sequences stop_words",
     "seed": "random_seed random_state rng manual_seed sampling_seed generator",
-    "cache_size": "cache_len max_cache_len cache_length kv_size kv_cache_size window_size "
-    "window_length window n_ctx num_ctx ctx_size context_size context_length",
+    "cache_size": "cache_len max_cache_len cache_length kv_size window window_size window_length "
+    "n_ctx num_ctx ctx_size context_size context_length",
     "cache_sizes": "cache_len cache_lens kv_size window_size context_length",
     "num_sinks": "sinks sink_size attention_sinks attention_sink_size num_sink_tokens n_keep",
-    "num_evicted": "evict evict_size num_evict",
-    "num_tokens": "max_tokens n_tokens",
+    "num_evicted": "evict evict_size",
+    "num_tokens": "max_tokens",
     "aligner": "adapter checkpoint",
     "dtype": "torch_dtype precision",
     "float32": "fp32 f32",
@@ -39,7 +39,7 @@ _ALIASES = {
     "system": "system_prompt",
     "say": "message",
     "state": "session",
-    "model": "model_name model_id",
+    "model": "model_name",
 }
 
 
@@ -49,9 +49,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
     """
     known = list(known)
     others = [meant for meant, aliases in _ALIASES.items() if name in aliases.split()]
-    if others:
-        return next((meant for meant in others if meant in known), None)
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return next((meant for meant in others or near if meant in known), None)
 
 
 def check_keywords(function: Callable, keywords: Iterable[str], more: Iterable[str] = ()) -> None:

@@ -7,15 +7,15 @@ keywords, and call the same function. They stand beside what they configure and 
 import dataclasses
 import functools
 import inspect
-import math
 import numbers
 import operator
 import os
 import shlex
+import sys
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -76,38 +76,21 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        self._convert()
         hints = typing.get_type_hints(type(self))
         for field in fields_of(type(self)):
-            value = getattr(self, field.name)
-            name = field.name.upper() if field.metadata["positional"] else flag(field.name)
-            if isinstance(value, tuple) and not value:
-                raise UserError(f"{name} needs at least one value")
-            hint = without_none(hints[field.name])
+            value, hint = getattr(self, field.name), without_none(hints[field.name])
             if value is None and hint is not hints[field.name]:
                 continue
-            is_tuple = typing.get_origin(hint) is tuple
-            kind, items = (typing.get_args(hint)[0], value) if is_tuple else (hint, (value,))
-            if value is None and is_tuple:
-                raise UserError(f"{name} needs at least one value")
-            if field.default != "" and any(isinstance(item, str) and item == "" for item in items):
-                raise UserError(f"{name} is empty: give a value, or leave it out")
-            items = tuple(typed(name, item, kind) for item in items)
-            for item in items:
-                if isinstance(item, str):  # a path may be of any bytes
-                    check_text(item, name)
-                _check_range(name, item, field.metadata)
-            object.__setattr__(self, field.name, items if is_tuple else items[0])
-
-    def _convert(self) -> None:
-        for name, hint in typing.get_type_hints(type(self)).items():
-            value, hint = getattr(self, name), without_none(hint)
-            is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if hint is str and (is_number or isinstance(value, Path)):
-                object.__setattr__(self, name, str(value))
-            elif typing.get_origin(hint) is tuple and not isinstance(value, tuple | types.NoneType):
-                several = isinstance(value, list | set | range)
-                object.__setattr__(self, name, tuple(value) if several else (value,))
+            name = field.name.upper() if field.metadata["positional"] else flag(field.name)
+            if typing.get_origin(hint) is not tuple:
+                value = _checked(name, value, hint, field)
+            else:
+                items = value if isinstance(value, tuple | list | set | range) else (value,)
+                if not items or value is None:
+                    raise UserError(f"{name} needs at least one value")
+                kind = typing.get_args(hint)[0]
+                value = tuple(_checked(name, item, kind, field) for item in items)
+            object.__setattr__(self, field.name, value)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
@@ -160,11 +143,8 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
-def _is_finite(x: numbers.Real) -> bool:
-    try:
-        return math.isfinite(x)
-    except OverflowError:  # a whole number that is no float
-        return False
+def _is_finite(x: Any) -> bool:
+    return bool(abs(x) <= sys.float_info.max)  # a whole number may be no float
 
 
 def _has_bytes(x: str | Path) -> bool:
@@ -211,19 +191,27 @@ def expect(name: str, value: object, kind: Any, needed: str) -> None:
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
-def _check_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    if value is None:
-        return
+def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+    """One value of a field, of its kind and in its range."""
+    limits = field.metadata
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is str and (is_number or isinstance(value, Path)):
+        value = str(value)
+    if isinstance(value, str) and not value and field.default != "":
+        raise UserError(f"{name} is empty: give a value, or leave it out")
+    value = typed(name, value, kind)
+    if isinstance(value, str):  # a path may be of any bytes
+        check_text(value, name)
     if (choices := limits["choices"]) and value not in choices:
         near = nearest(str(value), choices)
         hint = f": did you mean {near}?" if near else ""
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    most = MOST if limits["at_most"] is None and isinstance(value, int) else limits["at_most"]
     for limit, holds in _COMPARISONS.items():
-        bound = limits[limit]
-        if bound is None and limit == "at_most" and isinstance(value, int):
-            bound = MOST
+        bound = most if limit == "at_most" else limits[limit]
         if bound is not None and not holds(value, bound):
             raise UserError(f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
+    return value
 
 
 def check_outputs(settings: Settings) -> None:

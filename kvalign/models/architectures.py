@@ -1,4 +1,4 @@
-"""Language models and how they encode positions: load one, and know what its KV cache looks like.
+"""Families of language models: how each encodes positions, and what its KV cache looks like.
 
 A family says what moving a cached entry means:
 
@@ -9,24 +9,16 @@ A family says what moving a cached entry means:
   move.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvalign import checkpoints
-from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import DTYPES, typed
-from kvalign.models import fetched, gguf_file, model_folder
+from kvalign.foundation.settings import typed
 from kvalign.models.rope import Rotation
-from kvalign.models.weights import check_finite
 
 Family = Literal["learned", "rotary", "alibi"]
 
@@ -67,68 +59,13 @@ class ModelSpec:
     context_len: int | None
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    spec: ModelSpec
-
-
-@progress.shown_as("kvalign")
-def load_model(
-    name: str | Path, device: str | torch.device = "cpu", dtype: str = "float32"
-) -> LoadedModel:
-    """Load a causal LM of transformers with its tokenizer and spec.
-
-    Args:
-        name: a shipped name (`gpt2-mini`, `llama-mini`), one that was fetched (`kvalign models`), a
-            hub id, a local folder or a GGUF file.
-        device, dtype: as torch names them.
+def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
+    """Describe a model from its config alone.
 
     Raises:
-        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
+        UserError: an architecture that is not known, sizes that no model has, or a RoPE scaling
+            that cannot be shifted.
     """
-    typed("model", name, Path)
-    name = os.fspath(name)
-    device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
-    progress.phase(f"loading {name}")
-    source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
-    check_device(device)
-    file = gguf_file.find(source)
-    with without_bars():
-        if file is None:
-            config = model_folder.config_of(name, source)
-            spec_of(config, name)  # refuse before the weights are read
-            model, tokenizer = model_folder.read(name, source, config, dtype)
-        else:
-            config = gguf_file.config_of(file)
-            spec_of(config, name)
-            model, tokenizer = gguf_file.read(file, config, dtype)
-    model.config.name_or_path = name
-    spec = spec_of(model.config, name)
-    if rotation := rotation_of(model):
-        check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
-    model.to(device).eval()
-    model_folder.try_step(name, source, model)
-    return LoadedModel(model, tokenizer, spec)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Let transformers load and save without bars of its own, which would be drawn over ours."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
-    """Describe a model from its config alone; UserError as of `load_model`."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise UserError(
@@ -178,28 +115,6 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     """The closed form that moves the model's keys; None where its family has none."""
     make = CLOSED_FORMS.get(spec_of(model.config).family)
     return make(model) if make else None
-
-
-# In torch's reasons that say nothing to a user, or name all that it was ever built for.
-_NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module named")
-
-
-def check_device(device: str) -> None:
-    """Raise UserError for a device that this machine does not have, or on which nothing is kept."""
-    try:
-        wanted = torch.device(device)
-        if wanted.type == "cpu" and wanted.index:
-            raise UserError(f"device {device!r} is not available here: there is one cpu")
-        torch.zeros(1, device=wanted).item()
-    except UserError:
-        raise
-    except Exception as error:  # each backend that is not there has a way of its own to say so
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        if device == "meta" or any(words in reason for words in _NO_WORDS):
-            reason = (
-                "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
-            )
-        raise UserError(f"device {device!r} is not available here: {reason}") from error
 
 
 def _context_len(config: PretrainedConfig) -> int | None:

@@ -6,9 +6,6 @@ that a model of one is as any other.
 """
 
 import importlib.util
-import os
-import struct
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +15,9 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from kvalign.foundation.errors import NotFoundError, UserError
-from kvalign.foundation.memory import check_sizes
+from kvalign.models.model_folder import check_layers, quiet
 
 SUFFIX = ".gguf"
 _READERS = ("gguf", "accelerate")  # what transformers' reader imports
@@ -73,13 +69,13 @@ def config_of(path: Path) -> PretrainedConfig:
     from gguf import GGUFReader
 
     with _reading(path):
-        _check_header(path)
         try:
             file = GGUFReader(path)  # it goes to the end of the last weights
         except Exception as error:
             raise UserError(f"it was cut or damaged ({error})") from error
-        fields = file.fields.items()
-        check_sizes({name: x.contents() for name, x in fields if len(x.types) == 1}, path.name)
+        for name, field in file.fields.items():
+            if name.endswith(".block_count"):
+                check_layers(field.contents(), name)
         scales = [name for name in file.fields if name.endswith(_SCALING)]
         scaled = [name for name in scales if file.fields[name].contents() not in ("none", 1.0)]
         scaled += [tensor.name for tensor in file.tensors if tensor.name in _SCALES]
@@ -122,53 +118,6 @@ def read(
     return model, tokenizer
 
 
-# Bytes of a value by its type; 8 is a text, 9 are several of a type.
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_TEXT, _SEVERAL = 8, 9
-
-
-def _check_header(path: Path) -> None:
-    """Raise UserError for fields that go beyond the end of the file: the reader would look for them
-    one by one. A file of another byte order is left to it.
-    """
-    num_bytes = path.stat().st_size
-
-    def read(form: str) -> Any:
-        data = file.read(struct.calcsize(form))
-        if len(data) < struct.calcsize(form):
-            raise UserError("it was cut or damaged")
-        return struct.unpack(form, data)[0]
-
-    def skip(num: int) -> None:
-        if num > num_bytes - file.tell():
-            raise UserError("it was cut or damaged: its header claims more than the file has")
-        file.seek(num, os.SEEK_CUR)
-
-    def skip_value(kind: int) -> None:
-        if kind in _WIDTHS:
-            skip(_WIDTHS[kind])
-        elif kind == _TEXT:
-            skip(read("<Q"))
-        elif kind == _SEVERAL:
-            inner, num = read("<I"), read("<Q")
-            if inner in _WIDTHS:
-                skip(num * _WIDTHS[inner])
-                return
-            for _ in range(num):  # each takes some bytes: it ends with the file
-                skip_value(inner)
-        else:
-            raise UserError(f"it was cut or damaged: a field is of type {kind}")
-
-    with path.open("rb") as file:
-        magic, version = read("4s"), read("<I")
-        if magic != b"GGUF" or version >= 2**16:
-            return
-        read("<Q")
-        for _ in range(read("<Q")):
-            skip(read("<Q"))
-            skip_value(read("<I"))
-
-
 def _in_folder(path: Path) -> dict[str, Any]:
     return {"gguf_file": path.name, "local_files_only": True}
 
@@ -178,12 +127,10 @@ def _reading(path: Path) -> Iterator[None]:
     """Say in one line what is wrong with a file; keep the reader's own words and bar away."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    bar, verbosity = getattr(reader, "tqdm", None), logging.get_verbosity()
+    bar = getattr(reader, "tqdm", None)
     reader.tqdm = lambda items, **_: items
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             yield
     except MemoryError:
         raise
@@ -192,4 +139,3 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"cannot read the GGUF file {str(path)!r}: {reason}") from error
     finally:
         reader.tqdm = bar
-        logging.set_verbosity(verbosity)

@@ -20,10 +20,11 @@ from kvalign import checkpoints
 from kvalign.foundation import hub
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json
-from kvalign.foundation.memory import check_sizes
 from kvalign.models import fetched
 from kvalign.models.weights import check_header
 
+MOST_LAYERS = 2**10
+_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _LONGEST = 300  # characters of a reason
 
 
@@ -36,7 +37,9 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
-        check_sizes(read_json(path), path)
+        values = read_json(path)
+        for field in _LAYERS & values.keys():
+            check_layers(values[field], f"{path}: {field}")
     with _reading(name, source):
         return transformers.AutoConfig.from_pretrained(source, **_local(source))
 
@@ -63,10 +66,8 @@ def read(
         )
         if missing := sorted(found["missing_keys"]):
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
-        with _panics_unheard():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
-            knows_text = bool(tokenizer("a")["input_ids"])
-        if not knows_text:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
+        if not tokenizer("a")["input_ids"]:
             raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
     return model, tokenizer
 
@@ -78,6 +79,32 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
     with _reading(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
+
+
+def check_layers(num: object, name: str) -> None:
+    """Raise UserError for more layers than any model has: a config may list them one by one, and a
+    model that no memory is taken for is built of them all the same.
+    """
+    if isinstance(num, int) and num > MOST_LAYERS:
+        raise UserError(f"{name} must be at most {MOST_LAYERS}, got {num:g}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers load and save without words of its own, and without bars, which would be
+    drawn over ours.
+    """
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _local(source: str) -> dict[str, Any]:
@@ -102,38 +129,14 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
 
 
 @contextmanager
-def _panics_unheard() -> Iterator[None]:
-    """What is written by others than Python to the standard error is lost: tokenizers, of Rust,
-    says there that it panics, in lines of its own.
-    """
-    try:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    except OSError:  # there is no standard error
-        yield
-        return
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-@contextmanager
 def _reading(name: str, source: str) -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        with redirect_stdout(StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             yield
     except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a reader of anything from anywhere raises anything
         raise UserError(_reason(name, source, error)) from error
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _reason(name: str, source: str, error: BaseException) -> str:

@@ -3,16 +3,16 @@ little time and memory, before it runs in this one, where nothing could stop 9^(
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
 
-SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 29, 10**6
-_TOO_LONG = 3  # an exit code
+SECONDS, MOST_BYTES, MOST_CHARACTERS = 3, 1 << 30, 10**6
+_REFUSED = 3  # an exit code
 
-# What the process runs: jinja2's sandbox, as transformers sets it up. A template that fails there
-# fails in time, which is all that is asked of it.
+# A template that fails there fails in time, which is all that is asked of it.
 _PROGRAM = f"""
 import json, sys
 try:
@@ -21,42 +21,22 @@ try:
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
 except (ImportError, OSError, ValueError):
     pass
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-class Generation(Extension):
-    tags = {{"generation"}}
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return nodes.CallBlock(self.call_method("_whole"), [], [], body).set_lineno(line)
-    def _whole(self, caller):
-        return caller()
-
-def refuse(said):
-    raise ValueError(said)
+from transformers.utils.chat_template_utils import render_jinja_template
 
 template, values = json.load(sys.stdin)
-env = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-)
-env.filters["tojson"] = lambda x, **how: json.dumps(x, **how)
-env.globals |= {{"raise_exception": refuse, "strftime_now": str}}
-user, answer = {{"role": "user", "content": "?"}}, {{"role": "assistant", "content": "!"}}
-system = {{"role": "system", "content": "."}}
+system, user, answer = (dict(role=r, content="?") for r in ("system", "user", "assistant"))
 for messages in ([user], [system, user], [user, answer, user]):
     for asked in (True, False):
         try:
-            made = env.from_string(template).render(
-                messages=messages, add_generation_prompt=asked, **values
+            (text,), _ = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=asked, **values
             )
         except MemoryError:
-            raise
+            sys.exit({_REFUSED})
         except Exception:
             continue
-        if len(made) > {MOST_CHARACTERS}:
-            sys.exit({_TOO_LONG})
+        if len(text) > {MOST_CHARACTERS}:
+            sys.exit({_REFUSED})
 """
 
 
@@ -70,25 +50,25 @@ def fault_of(template: object, values: Mapping[str, object]) -> str:
     """
     templates = template.values() if isinstance(template, dict) else [template]
     asked = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
-    return next(filter(None, map(_fault_of, asked)), "")
+    if all(map(_is_small, asked)):
+        return ""
+    most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
+    return f"it takes over {most} for a word"
 
 
 @lru_cache(maxsize=16)
-def _fault_of(asked: str) -> str:
+def _is_small(asked: str) -> bool:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _PROGRAM],
             input=asked,
             encoding="utf-8",
             capture_output=True,
-            timeout=2 * SECONDS,
+            timeout=4 * SECONDS,  # of a clock, where the processor has no limit
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # NumPy takes memory for each
         )
     except subprocess.TimeoutExpired:
-        return f"it takes over {SECONDS} s"
+        return False
     except OSError:  # no such process can be started: nothing is known
-        return ""
-    if done.returncode < 0:  # killed by the limit
-        return f"it takes over {SECONDS} s"
-    if done.returncode == _TOO_LONG:
-        return f"it makes over {MOST_CHARACTERS} characters of a word"
-    return "it needs too much memory" if "MemoryError" in done.stderr else ""
+        return True
+    return 0 <= done.returncode != _REFUSED  # below: killed by a limit

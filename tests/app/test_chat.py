@@ -17,7 +17,7 @@ import pytest
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.turns import opening_len, turn_ids
 
 # What was typed, what readline may write after it, and the first character of the answer.

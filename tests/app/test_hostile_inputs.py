@@ -15,7 +15,7 @@ import kvalign
 from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
-from kvalign.models.architectures import check_device
+from kvalign.models.loading import check_device
 
 HALF = "an island \udcff of"  # as Python has a byte that is no UTF-8
 MARKED = "marked:" * 2000 + "python-docs"

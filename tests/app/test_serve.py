@@ -20,7 +20,7 @@ from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.turns import messages_text, opening_len, turn_ids
 
 GREEDY = dict(temperature=0, max_tokens=12)

@@ -14,7 +14,7 @@ from helpers.served import serving
 
 from kvalign.app.serve.answers import Answers, Piece
 from kvalign.app.serve.replies import Events, EventStream, TextForm
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 
 KEY = {"Authorization": "Bearer secret"}
 JSON = {"Content-Type": "application/json"}

@@ -11,7 +11,7 @@ from kvalign.app.serve.answers import End, Piece
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
 METHODS = [

@@ -14,7 +14,7 @@ from kvalign.eval.judging.chunks import Chunk, chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.judging.words import load_words
 from kvalign.methods import METHODS, make_method
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
 PROMPT = "The history of the island"

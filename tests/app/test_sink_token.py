@@ -16,7 +16,8 @@ from kvalign.eval.evaluations.attention.rows import read_texts
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.evaluations.perplexity.scores import read_ids
 from kvalign.eval.evaluations.streameval.scores import encode, pieces
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 from kvalign.training import judge, text_run
 from kvalign.training.kinds.table import TableSettings, train_table
 from kvalign.training.token_mix import add_sink

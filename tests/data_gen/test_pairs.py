@@ -7,7 +7,8 @@ from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 from kvalign.data_gen.pairs import record_pairs
-from kvalign.models.architectures import LoadedModel, rotation_of, spec_of
+from kvalign.models.architectures import rotation_of, spec_of
+from kvalign.models.loading import LoadedModel
 from kvalign.models.rope import rerotate
 
 

@@ -19,7 +19,8 @@ from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import open_store
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 
 
 @pytest.fixture(scope="session")

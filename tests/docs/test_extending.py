@@ -148,7 +148,7 @@ def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):
     copy.insert(
         models,
         "from kvalign.models.rope import Rotation\n",
-        "from kvalign.models.rope_interleaved import InterleavedRotation",
+        "import torch\nfrom kvalign.models.rope_interleaved import InterleavedRotation",
     )
     copy.insert(
         models,

@@ -25,8 +25,8 @@ from kvalign.eval.evaluations.attention.weights import (
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.methods import make_method
-from kvalign.models.architectures import load_model
 from kvalign.models.attention import REGISTERED
+from kvalign.models.loading import load_model
 
 SIZE, STEPS = 30, 2
 

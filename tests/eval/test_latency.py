@@ -21,7 +21,7 @@ from kvalign.eval.evaluations.latency.bare_step import BareStep
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
-from kvalign.models.architectures import LoadedModel, load_model
+from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.generation import stream_tokens
 from kvalign.streaming.sampling import Sampling
 

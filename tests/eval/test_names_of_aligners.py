@@ -19,7 +19,8 @@ from kvalign.eval.protocol.tables import label_of
 from kvalign.eval.report.contents import panels, sections, summary
 from kvalign.eval.report.page import render
 from kvalign.eval.report.results_folder import Results, read
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 
 SHORT = {
     "perplexity": dict(num_tokens=40, reference="recompute"),

@@ -21,7 +21,7 @@ from kvalign.eval.evaluations.perplexity.scores import compare
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
 from kvalign.methods import make_method
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
 ROW = [*SIZES, "num_labels"]

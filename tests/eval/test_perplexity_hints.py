@@ -8,7 +8,8 @@ from helpers.tiny_models import tiny_model
 
 from kvalign import load_model
 from kvalign.eval import perplexity
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from kvalign.eval.drawing.conclusions import recalled
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.evaluations.recall.scores import part_of, read_stream, score_method
 from kvalign.eval.protocol.grid import make_grid
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import hits, score_stepwise
 
 

@@ -12,7 +12,7 @@ import uvicorn
 from kvalign.app.serve.server import build
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 
 
 class Served:

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Store, open_store
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 
 CHUNK_LEN, NUM_SINKS, SHIFTS = 16, 4, (1, 2)
 

@@ -141,9 +141,7 @@ def field(name):
 CLAIMS = {
     "fields": (lambda data: 16, struct.pack("<Q", 2**62)),
     "a name": (lambda data: 24, struct.pack("<Q", 2**40)),
-    "several for one": (field(b"general.architecture"), struct.pack("<I", 9)),
     "several tokens": (field(b"tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 8, 2**40)),
-    "several numbers": (field(b"tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 4, 2**62)),
     "a type": (field(b"general.name"), struct.pack("<I", 99)),
     "layers": (field(b"llama.block_count"), struct.pack("<II", 4, 2**31 - 1)),
     "heads": (field(b"llama.attention.head_count"), struct.pack("<II", 4, 0)),

@@ -5,7 +5,8 @@ import torch
 from helpers.tiny_models import CONTEXT_LEN, KINDS, ROTARY_KINDS, SCALINGS, tiny_model
 from transformers import AutoConfig
 
-from kvalign.models.architectures import FAMILIES, load_model, rotation_of, spec_of
+from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
+from kvalign.models.loading import load_model
 from kvalign.models.rope import rerotate
 
 

@@ -12,7 +12,7 @@ from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN
 
 import kvalign
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.batch import stream_rows
 from kvalign.streaming.sampling import Sampling

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from kvalign.app.pages.page import CHOSEN, PROMPT
 from kvalign.app.pages.side_by_side import View, begin, side_by_side
 from kvalign.eval.judging.words import load_words
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 
 CACHE_SIZE, NUM_TOKENS = 64, 600  # the page's defaults
 

@@ -16,7 +16,7 @@ from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import token_pieces
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.training.judge import judge
 
 

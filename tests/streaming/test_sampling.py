@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 import kvalign
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.streaming.processors import RepetitionPenalty
 from kvalign.streaming.sampling import OF_MODEL, Sampling
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import kvalign
 from kvalign import checkpoints
 from kvalign.methods import METHODS
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 
 PROMPT = "The history of the island"
 

@@ -19,7 +19,8 @@ from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.main import main
 from kvalign.app.commands import train
 from kvalign.foundation.settings import fields_of
-from kvalign.models.architectures import LoadedModel, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel
 from kvalign.training import kinds, train_anchored, train_network, train_table
 
 SMALL = "--num-tokens 6000 --chunk-len 48"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from kvalign.data_gen.facts import ANSWER, WORDS
 from kvalign.foundation.errors import Interrupted
 from kvalign.foundation.files import sha256
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows

@@ -15,7 +15,7 @@ from kvalign.aligners import Aligner, Move, NetworkAligner
 from kvalign.app.cli.main import main
 from kvalign.cache.realign import Recursive
 from kvalign.methods import make_method
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.models.rope import rerotate
 from kvalign.training.published import import_published
 from kvalign.training.settings import ImportPublishedSettings

@@ -6,7 +6,7 @@ import torch
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.facts import ANSWER, NUM_VALUES, QUESTION, FactStreams
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 from kvalign.training.recall_rows import answers
 from kvalign.training.table_objectives import LOSSES
 from kvalign.training.text import Text

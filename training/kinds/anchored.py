@@ -8,7 +8,7 @@ from kvalign.training.kinds.table import TableSettings
 from kvalign.training.settings import NetworkSizes
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

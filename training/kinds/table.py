@@ -8,7 +8,7 @@ from kvalign.foundation.settings import MOST_RATE, keywords_of, option
 from kvalign.training.settings import TextSettings
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 log = logging.getLogger(__name__)
 

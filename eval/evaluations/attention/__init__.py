@@ -33,7 +33,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

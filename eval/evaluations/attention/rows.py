@@ -15,8 +15,8 @@ from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.architectures import LoadedModel
-from kvalign.models.opening import begun, opening_ids
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 
 LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2024)
 
@@ -40,7 +40,7 @@ def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
             "--cache-sizes"
         )
     ids = torch.tensor(texts, device=loaded.model.device)
-    return begun(ids, opening_ids(loaded.tokenizer))
+    return with_prefix(ids, prefix_ids(loaded.tokenizer))
 
 
 def row(method: Method, before: Tensor, after: Tensor) -> Row:

@@ -31,7 +31,7 @@ from kvalign.foundation.settings import MOST_ROWS, MOST_SEED, MOST_THREADS, keyw
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from kvalign.eval.protocol.grid import load, trained_for
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.choice import lack_of_aligner
-from kvalign.models.architectures import LoadedModel, check_device, spec_of
+from kvalign.models.architectures import spec_of
+from kvalign.models.loading import LoadedModel, check_device
 
 log = logging.getLogger(__name__)
 

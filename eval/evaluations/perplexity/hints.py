@@ -15,7 +15,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.methods.base import Method
 from kvalign.methods.reencoding import Reencoding
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.architectures import LoadedModel
-from kvalign.models.opening import begun, opening_ids
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score, score_stepwise
 
@@ -39,7 +39,7 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
         ids += piece
         if len(ids) >= num_ids:
             tokens = torch.tensor([ids[:num_ids]], device=loaded.model.device)
-            return begun(tokens, opening_ids(loaded.tokenizer))
+            return with_prefix(tokens, prefix_ids(loaded.tokenizer))
     most = len(ids) - largest - 1
     smaller = f"--num-tokens {most} at most" if most > 0 else "smaller --cache-sizes"
     raise UserError(

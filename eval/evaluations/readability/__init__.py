@@ -31,7 +31,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 NAME = "readability"
 

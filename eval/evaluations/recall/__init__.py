@@ -28,7 +28,7 @@ from kvalign.foundation.settings import MOST_HELD, MOST_SEED, keywords_of, optio
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 
 MOST_STREAMS = 2**12  # each is made token by token

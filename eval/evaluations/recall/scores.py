@@ -15,7 +15,7 @@ from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.verdicts import share_interval
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import OnLabels, hits, score
 

@@ -18,7 +18,7 @@ from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
-from kvalign.models.opening import opening_ids
+from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import OnLabels
 
@@ -94,7 +94,7 @@ def encode(
     """Tokens of pieces that follow each other; the first begins with what the tokenizer puts before
     a text.
     """
-    encoded, start, before = [], 0, opening_ids(tokenizer)
+    encoded, start, before = [], 0, prefix_ids(tokenizer)
     for piece in stream:
         texts = [piece.opening, piece.answer, "\n"]
         opening, *rest = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -13,7 +13,7 @@ from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 PROMPT = "The history of the island"
 

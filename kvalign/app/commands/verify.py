@@ -87,7 +87,7 @@ def run(settings: VerifySettings, as_json: bool) -> None:
     import json
 
     from kvalign.invariants import verify
-    from kvalign.models.architectures import load_model
+    from kvalign.models.loading import load_model
 
     make = settings.make()
     loaded = load_model(settings.model, settings.device)

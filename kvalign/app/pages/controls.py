@@ -16,7 +16,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import fields_of
 from kvalign.methods import METHODS
 from kvalign.methods.choice import trained_here
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import Sampling
 

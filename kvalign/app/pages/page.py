@@ -12,7 +12,7 @@ from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.judging.words import load_words
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import load_model
+from kvalign.models.loading import load_model
 
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 # On gpt2-mini streaming-llm leaves entries stale, which the other two do not.

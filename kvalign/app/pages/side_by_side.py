@@ -15,7 +15,7 @@ from kvalign.eval.judging.rules import RULES
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.text_stream import TextStream
 

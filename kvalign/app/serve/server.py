@@ -21,7 +21,7 @@ from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, parsed
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 
 SESSION_HEADER = "x-session-id"
 _LEFT = 499  # what nginx calls a client that has left; nobody reads it

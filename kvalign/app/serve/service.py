@@ -24,7 +24,7 @@ from kvalign.app.sessions.stream_settings import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
 

@@ -22,7 +22,7 @@ from kvalign.foundation.settings import flag, option
 from kvalign.streaming.sampling import Sampling
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
 SYSTEM = "system"  # the note of a stream that holds --system

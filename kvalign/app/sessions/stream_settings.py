@@ -26,7 +26,7 @@ from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
@@ -143,7 +143,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         Raises:
             UserError: an unknown method, said before anything is loaded, or no such model.
         """
-        from kvalign.models.architectures import load_model
+        from kvalign.models.loading import load_model
 
         check_name(self.method)
         return load_model(self.model, self.device, self.dtype)

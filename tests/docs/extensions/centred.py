@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kvalign.aligners import Aligner, AlignerConfig, Move
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.pairs import positionless
-from kvalign.models.architectures import LoadedModel
+from kvalign.models.loading import LoadedModel
 from kvalign.training.settings import TextSettings
 from kvalign.training.text import Text
 from kvalign.training.text_run import train_on_text

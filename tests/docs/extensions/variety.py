@@ -11,7 +11,7 @@ from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation.settings import keywords_of, option
 
 if TYPE_CHECKING:
-    from kvalign.models.architectures import LoadedModel
+    from kvalign.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

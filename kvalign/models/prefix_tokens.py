@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
-def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that a tokenizer puts before a text; most put none."""
     plain, whole = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True)
@@ -20,13 +20,13 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def begun(ids: Tensor, opening: Sequence[int]) -> Tensor:
-    """Tokens from the middle of a text, [..., T] int64, as the beginning of one: the opening takes
+def with_prefix(ids: Tensor, prefix: Sequence[int]) -> Tensor:
+    """Tokens from the middle of a text, [..., T] int64, as the beginning of one: the prefix takes
     the place of the first of them. So a row is as long as without one, and its other tokens, which
     are the labels, are the same.
     """
-    if not opening:
+    if not prefix:
         return ids
     ids = ids.clone()
-    ids[..., : len(opening)] = ids.new_tensor(opening)[: ids.shape[-1]]
+    ids[..., : len(prefix)] = ids.new_tensor(prefix)[: ids.shape[-1]]
     return ids

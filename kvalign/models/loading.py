@@ -1,0 +1,85 @@
+"""Load a language model with its tokenizer, wherever it is: shipped, fetched, in a folder or a GGUF
+file, on the hub.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvalign import checkpoints
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import DTYPES, typed
+from kvalign.models import fetched, gguf_file, model_folder
+from kvalign.models.architectures import ModelSpec, rotation_of, spec_of
+from kvalign.models.weights import check_finite
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec
+
+
+@progress.shown_as("kvalign")
+def load_model(
+    name: str | Path, device: str | torch.device = "cpu", dtype: str = "float32"
+) -> LoadedModel:
+    """Load a causal LM of transformers with its tokenizer and spec.
+
+    Args:
+        name: a shipped name (`gpt2-mini`, `llama-mini`), one that was fetched (`kvalign models`), a
+            hub id, a local folder or a GGUF file.
+        device, dtype: as torch names them.
+
+    Raises:
+        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
+    """
+    typed("model", name, Path)
+    name = os.fspath(name)
+    device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    progress.phase(f"loading {name}")
+    source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
+    check_device(device)
+    file = gguf_file.find(source)
+    config = gguf_file.config_of(file) if file else model_folder.config_of(name, source)
+    spec_of(config, name)  # refuse before the weights are read
+    if file:
+        model, tokenizer = gguf_file.read(file, config, dtype)
+    else:
+        model, tokenizer = model_folder.read(name, source, config, dtype)
+    model.config.name_or_path = name
+    spec = spec_of(model.config, name)
+    if rotation := rotation_of(model):
+        check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
+    model.to(device).eval()
+    model_folder.try_step(name, source, model)
+    return LoadedModel(model, tokenizer, spec)
+
+
+# In torch's reasons that say nothing to a user, or name all that it was ever built for.
+_NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module named")
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for a device that this machine does not have, or on which nothing is kept."""
+    try:
+        wanted = torch.device(device)
+        if wanted.type == "cpu" and wanted.index:
+            raise UserError(f"device {device!r} is not available here: there is one cpu")
+        torch.zeros(1, device=wanted).item()
+    except UserError:
+        raise
+    except Exception as error:  # each backend that is not there has a way of its own to say so
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if device == "meta" or any(words in reason for words in _NO_WORDS):
+            reason = (
+                "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
+            )
+        raise UserError(f"device {device!r} is not available here: {reason}") from error
