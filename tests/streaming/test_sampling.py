@@ -13,8 +13,9 @@ import kvalign
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import load_model
+from kvalign.streaming.answer import StopStrings
 from kvalign.streaming.processors import RepetitionPenalty
-from kvalign.streaming.sampling import OF_MODEL, Sampling
+from kvalign.streaming.sampling import OF_MODEL, Sampling, SamplingConfig
 
 PROMPT = "The history of the island"
 SIZES = dict(cache_size=24, max_new_tokens=40)
@@ -162,3 +163,16 @@ def test_a_text_ends_with_its_first_stop_string(loaded, tmp_path):
 def test_stop_strings_are_texts(wrong):
     with pytest.raises(UserError, match="stop_strings must be texts that are not empty, got"):
         Sampling(stop_strings=wrong)
+
+
+def test_held_back_text():
+    held = StopStrings(("abc", "bcd!"))
+    assert [held.read(x) for x in ("xa", "b", "x", "ab", "cd")] == ["x", "", "abx", "", ""]
+    assert held.found and held.rest() == ""
+    held = StopStrings(("abc",))
+    assert held.read("zab") + held.rest() == "zab" and not held.found
+    assert StopStrings(()).read("all") == "all"
+
+
+def test_keywords_are_the_fields():
+    assert list(SamplingConfig.__annotations__) == [field.name for field in fields(Sampling)]
