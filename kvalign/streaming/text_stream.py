@@ -268,10 +268,8 @@ def load_stream(
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, model)
-        sizes = {name: getattr(saved, name) for name in _SIZES}
-        cls = METHODS.find(saved.method)
-        for name in cls.not_taken():
-            del sizes[name]
+        taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
+        sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")

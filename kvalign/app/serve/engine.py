@@ -182,9 +182,8 @@ class Engine(threading.Thread):
         tokens = torch.tensor([[row.token_ids[-1]] for _, row in group.rows], device=device)
         logits = group.batch.feed(tokens)
         self._choose(group.rows, logits, group.batch)
-        going = self._ended(group.rows, group.batch)
-        kept = set(map(id, (row for _, row in going)))
-        self._keep(group, [id(row) in kept for _, row in group.rows])
+        self._ended(group.rows, group.batch)
+        self._keep(group, [not row.finish for _, row in group.rows])
 
     def _choose(self, pairs: list[tuple[Turn, Row]], logits: Tensor, batch: Method) -> None:
         """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
@@ -195,8 +194,10 @@ class Engine(threading.Thread):
                 row.finish = "sick"
                 continue
             try:
-                bare, own = row.chooser.is_bare, logits[i : i + 1]
-                row.take(best[i] if bare else int(row.chooser.choose(own, batch)))
+                chosen = best[i]
+                if not row.chooser.is_bare:
+                    chosen = int(row.chooser.choose(logits[i : i + 1], batch))
+                row.take(chosen)
             except Exception as error:
                 log.error("a token could not be taken", exc_info=error)
                 row.finish = "failed"
