@@ -110,6 +110,15 @@ def test_rows_of_a_batch_take_the_same_names(loaded):
         assert texts[row] == "".join(alone)
 
 
+def test_a_prompt_may_end_within_a_character(loaded):
+    """What was fed is no part of the text that follows, in a batch as alone."""
+    prompt = loaded.tokenizer("The town of \u4eba")["input_ids"][:-1]
+    alone = "".join(kvalign.stream(loaded.model, loaded.tokenizer, prompt, seed=3, **SIZES))
+    batch = kvalign.stream_batch(loaded.model, loaded.tokenizer, [prompt], seed=3, **SIZES)
+    assert "".join(piece for _, piece in batch) == alone != ""
+    assert "town" not in alone[:8]
+
+
 def test_the_command_line_has_the_same_names_and_defaults():
     flags = {field.name for field in fields(StreamSettings)}
     assert {field.name for field in fields(Sampling)} <= flags

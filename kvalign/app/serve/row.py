@@ -42,7 +42,7 @@ class Row:
         self.index, self._show = index, show
         self.text, self.finish, self.since_s = "", "", time.perf_counter()
         self.chooser = sampling.chooser(ids[None].to(device), draw)
-        self._answer = Answer(tokenizer, ids[-16:].tolist(), sampling, ends)
+        self._answer = Answer(tokenizer, ids.tolist(), sampling, ends)
         self.token_ids = self._answer.token_ids
 
     @property
