@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from kvalign.foundation.errors import KeywordError
 
@@ -53,13 +54,31 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
     return next((meant for meant in others or near if meant in known), None)
 
 
-def check_keywords(function: Callable, keywords: Iterable[str], more: Iterable[str] = ()) -> None:
-    """Raise KeywordError for the first keyword that is neither a parameter of the function nor one
-    of `more`.
+F = TypeVar("F", bound=Callable)
+
+
+def spelled_out(config: type) -> Callable[[F], F]:
+    """Let the signature of a function name the keys of a typed dictionary beside its `**config`:
+    completion, `check_keywords` and transformers' `generate` read them there.
     """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            for name, hint in config.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def check_keywords(function: Callable, keywords: Iterable[str]) -> None:
+    """Raise KeywordError for the first keyword that is no parameter of the function."""
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    known = list(dict.fromkeys([*known, *more]))
     for name in keywords:
         if name not in known:
             near = nearest(name, known)

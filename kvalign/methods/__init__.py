@@ -4,12 +4,12 @@ registry.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import check_keywords, spelled_out
 from kvalign.foundation.registry import Registry, unknown
 from kvalign.foundation.settings import typed
 
@@ -51,20 +51,37 @@ def check_name(name: str) -> None:
         raise UserError(unknown("method", name, [AUTO, *METHODS]))
 
 
+class MethodConfig(TypedDict, total=False):
+    """What a method is made with, beside its name and its cache_size: keywords of whatever streams.
+
+    Attributes:
+        num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and num_evicted
+            may be `"half"`, of what follows the sinks.
+        realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
+        policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
+            compact.
+        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
+            shipped one.
+    """
+
+    num_sinks: int | None
+    num_evicted: int | str | None
+    realign_every: int | None
+    policy: str | None
+    num_recent: int | None
+    positions: str | None
+    aligner: Aligner | str | Path | None
+
+
+@spelled_out(MethodConfig)
 def make_method(
     name: str,
     model: PreTrainedModel,
     *,
     cache_size: int,
-    num_sinks: int | None = None,
-    num_evicted: int | str | None = None,
-    realign_every: int | None = None,
-    policy: str | None = None,
-    num_recent: int | None = None,
-    positions: str | None = None,
-    aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     warn: bool = True,
+    **config: Unpack[MethodConfig],
 ) -> Method:
     """Make a method ready to stream; everything that can be wrong is said here, before any work.
 
@@ -73,22 +90,19 @@ def make_method(
             ships, else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned
             ones, and logs which.
         model: a causal LM of transformers.
-        cache_size, num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and
-            num_evicted may be `"half"`, of what follows the sinks.
-        realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
-        policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
-            compact.
-        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
-            shipped one.
+        cache_size: see `CacheSizes`.
         compile: compile the step of a full cache (`Method.compile`).
         warn: log, once, that a method leaves entries stale on learned positions; False where
             methods are compared on purpose.
+        config: see `MethodConfig`.
 
     Raises:
         UserError: unknown method, sizes that are no whole numbers or do not fit, no aligner, or
             another model's.
+        KeywordError: an unknown setting, with the nearest one.
         TypeError: the model is none.
     """
+    check_keywords(make_method, config)
     if not hasattr(model, "config"):
         raise TypeError(
             f"the model must be a causal LM of transformers, got {type(model).__name__}: "
@@ -98,48 +112,36 @@ def make_method(
 
     check_name(name)
     cache_size, compile = typed("cache_size", cache_size, int), typed("compile", compile, bool)
+    sizes_asked: dict[str, Any] = {**config}
+    aligner = sizes_asked.pop("aligner", None)
     if name == AUTO:
-        name, why = dataclasses.astuple(choose(model, cache_size=cache_size, aligner=aligner))
+        name, why = choose(model, cache_size=cache_size, aligner=aligner)
         log.info("auto takes %s: %s", name, why)
     cls = METHODS[name]
-    asked: dict[str, Any] = {
-        "num_sinks": num_sinks,
-        "num_evicted": num_evicted,
-        "realign_every": realign_every,
-        "policy": policy,
-        "num_recent": num_recent,
-        "positions": positions,
-    }
     for size in cls.not_taken():
-        if asked[size] is not None:
+        if (value := sizes_asked.pop(size, None)) is not None:
             why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
-            log.warning("%s=%s has no effect on %s: %s", size, asked[size], name, why)
-            asked[size] = None
+            log.warning("%s=%s has no effect on %s: %s", size, value, name, why)
     if cls.takes_aligner:
         loaded = _load_aligner(aligner, model)
-        sizes = cls.sizes_for(cache_size, aligner=loaded, **asked)
+        sizes = cls.sizes_for(cache_size, aligner=loaded, **sizes_asked)
         method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
     else:
         if aligner is not None:
             log.warning("%s takes no aligner: the one given has no effect", name)
-        method = cls(model, cls.sizes_for(cache_size, **asked))
+        method = cls(model, cls.sizes_for(cache_size, **sizes_asked))
     if warn:
         warn_if_stale(method)
     return method.compile() if compile else method
 
 
+@spelled_out(MethodConfig)
 def make_cache(
     model: PreTrainedModel,
     *,
     cache_size: int,
     method: str = AUTO,
-    num_sinks: int | None = None,
-    num_evicted: int | str | None = None,
-    realign_every: int | None = None,
-    policy: str | None = None,
-    num_recent: int | None = None,
-    positions: str | None = None,
-    aligner: Aligner | str | Path | None = None,
+    **config: Unpack[MethodConfig],
 ) -> StreamingCache:
     """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
     nor position ids.
@@ -150,28 +152,17 @@ def make_cache(
             refused: feed it in parts that fit, or let `kvalign.stream_tokens` do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
             first of them that fits the model.
-        num_sinks, num_evicted, realign_every, policy, num_recent, positions, aligner: as in
-            `make_method`.
+        config: see `MethodConfig`.
 
     Raises:
         UserError: as in `make_method`, or a method without such a cache; auto on learned positions
             without an aligner.
     """
+    check_keywords(make_cache, config)
     from kvalign.methods.cached import Cached
     from kvalign.methods.choice import how_to_train, lack_of_aligner
 
-    streaming = make_method(
-        method,
-        model,
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        realign_every=realign_every,
-        policy=policy,
-        num_recent=num_recent,
-        positions=positions,
-        aligner=aligner,
-    )
+    streaming = make_method(method, model, cache_size=cache_size, **config)
     if not isinstance(streaming, Cached):
         if method == AUTO:
             lack = lack_of_aligner(model, cache_size)

@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,12 +11,11 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.sizes import CacheSizes, Positions, num_evicted_of
+from kvalign.cache.sizes import CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
-from kvalign.policies import OLDEST
 
 
 class Method(ABC):
@@ -61,28 +60,18 @@ class Method(ABC):
         num_sinks: int | None = None,
         num_evicted: int | str | None = None,
         aligner: Aligner | None = None,
-        realign_every: int | None = None,
-        policy: str | None = None,
-        num_recent: int | None = None,
-        positions: str | None = None,
+        **more: Any,
     ) -> CacheSizes:
-        """The sizes of a cache; None takes the method's own default, or its aligner's."""
+        """The sizes of a cache, `more` of `CacheSizes` among them; None takes the method's own
+        default, or its aligner's.
+        """
         if num_sinks is None:
             num_sinks = aligner.config.num_sinks if aligner else cls.default_num_sinks
         if num_evicted is None:
             num_evicted = cls.default_num_evicted
         window_size = cache_size - typed("num_sinks", num_sinks, int)
-        num_evicted = num_evicted_of(num_evicted, window_size)
-        every = 1 if realign_every is None else realign_every
-        return CacheSizes(
-            cache_size,
-            num_sinks,
-            num_evicted,
-            every,
-            OLDEST if policy is None else policy,
-            num_recent,
-            "compact" if positions is None else cast(Positions, positions),
-        )
+        given = {name: size for name, size in more.items() if size is not None}
+        return CacheSizes(cache_size, num_sinks, num_evicted_of(num_evicted, window_size), **given)
 
     @classmethod
     def not_taken(cls) -> tuple[str, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -24,8 +23,7 @@ from kvalign.models.architectures import spec_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A method for a model.
 
     Attributes:

@@ -4,27 +4,28 @@ for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens
     print(row, piece)
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Unpack
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.aligners import Aligner
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import spelled_out
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_fast, encoded
-from kvalign.streaming.generation import History, end_ids
-from kvalign.streaming.health import check_scores
-from kvalign.streaming.sampling import Sampling, StopStrings
+from kvalign.streaming.answer import Answer
+from kvalign.streaming.choosing import Chooser
+from kvalign.streaming.generation import end_ids
+from kvalign.streaming.sampling import Sampling, StreamConfig
 
 
+@spelled_out(StreamConfig)
 def stream_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -32,16 +33,8 @@ def stream_batch(
     *,
     method: str = AUTO,
     cache_size: int = 128,
-    num_sinks: int | None = None,
-    num_evicted: int | str | None = None,
-    realign_every: int | None = None,
-    policy: str | None = None,
-    num_recent: int | None = None,
-    positions: str | None = None,
-    aligner: Aligner | str | Path | None = None,
-    compile: bool = False,
     max_rows: int | None = None,
-    **sampling: Any,
+    **config: Unpack[StreamConfig],
 ) -> Iterator[tuple[int, str]]:
     """Continue many prompts at once, and yield pieces of text as they come.
 
@@ -51,12 +44,10 @@ def stream_batch(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
-        policy, num_recent, positions: likewise.
+        method, cache_size: as in `kvalign.make_method`.
         max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
             None: all.
-        sampling: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
+        config: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
 
     Yields:
         Number of the row and the next piece of its text.
@@ -65,49 +56,45 @@ def stream_batch(
         UserError: as in `kvalign.stream`, or an empty prompt.
         KeywordError: an unknown setting, with the nearest one.
     """
-    settings = Sampling.of(stream_batch, sampling)
+    sampling, rest = Sampling.of(stream_batch, config)
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
     expect("prompts", prompts, Iterable, "several texts")
-    streaming = make_method(
-        method,
-        model,
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        realign_every=realign_every,
-        policy=policy,
-        num_recent=num_recent,
-        positions=positions,
-        aligner=aligner,
-        compile=compile,
-    )
-    ends = end_ids(model.generation_config) if settings.stop_at_end else []
-    decoders: dict[int, DecodeStream] = {}
-    stops = defaultdict[int, StopStrings](settings.stops)
-    stopped: set[int] = set()
+    streaming = make_method(method, model, cache_size=cache_size, **rest)
+    ends = end_ids(model.generation_config) if sampling.stop_at_end else []
+    answers: list[Answer] = []
 
     def ids_of() -> Iterator[list[int]]:
-        for row, prompt in enumerate(prompts):
+        for prompt in prompts:
             ids = encoded(prompt, tokenizer, model)
-            decoders[row] = DecodeStream(ids=ids, skip_special_tokens=True)
+            answers.append(Answer(tokenizer, ids, sampling, ends))
             yield ids
 
+    def has_ended(row: int) -> bool:
+        return bool(answers[row].finish)
+
     for row, token in stream_rows(
-        streaming,
-        ids_of(),
-        sampling=settings,
-        eos_token_ids=ends,
-        stopped=stopped,
-        max_rows=max_rows,
+        streaming, ids_of(), sampling=sampling, has_ended=has_ended, max_rows=max_rows
     ):
-        piece = decoders[row].step(tokenizer.backend_tokenizer, token)
+        piece, _ = answers[row].take(token)
         if piece:
-            stops[row].read(piece)
-            if stops[row].found:
-                stopped.add(row)
             yield row, piece
+
+
+@dataclass
+class _Row:
+    """One stream of a batch: it ends when it is `most` ids long, its last token is fed next."""
+
+    number: int
+    chooser: Chooser
+    most: float
+    token: int = -1
+
+    def choose(self, logits: Tensor, method: Method) -> int:
+        self.token = int(self.chooser.choose(logits, method))
+        self.chooser.append(self.token)
+        return self.token
 
 
 @torch.no_grad()
@@ -116,8 +103,7 @@ def stream_rows(
     prompts: Iterable[Sequence[int]],
     *,
     sampling: Sampling,
-    eos_token_ids: Collection[int] = (),
-    stopped: Collection[int] = (),
+    has_ended: Callable[[int], bool] = lambda row: False,
     max_rows: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
@@ -125,9 +111,8 @@ def stream_rows(
     Args:
         method: from `make_method`; it is left as it is.
         prompts: ids of each row, at least one.
-        sampling: how tokens are chosen; row i draws with seed + i.
-        eos_token_ids: tokens that end a row.
-        stopped: numbers of rows that end here; the caller adds to them as tokens come.
+        sampling: how tokens are chosen, and how many; row i draws with seed + i.
+        has_ended: asked after each token of a row, by its number, whether it ends there.
         max_rows: rows that are stepped at once; None: all.
 
     Yields:
@@ -139,6 +124,10 @@ def stream_rows(
     """
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
+
+    def goes_on(row: _Row) -> bool:
+        return row.chooser.ids.shape[1] < row.most and not has_ended(row.number)
+
     waiting, batch = enumerate(prompts), method.new()
     rows: list[_Row] = []
     while True:
@@ -151,9 +140,11 @@ def stream_rows(
                 raise UserError(f"prompt {number} is empty: give at least one token")
             alone = method.new()
             prompt = torch.tensor([list(ids)], device=method.model.device)
-            row = _Row(number, prompt, sampling, eos_token_ids, stopped, alone.tokens_left)
+            room = math.inf if alone.tokens_left is None else alone.tokens_left
+            most = min(room + 1, len(ids) + (sampling.max_new_tokens or math.inf))
+            row = _Row(number, sampling.chooser(prompt, number), most)
             yield number, row.choose(alone.feed(prompt), method)
-            if not row.has_ended:
+            if goes_on(row):
                 begun.append((row, alone))
         if begun:
             batch.join([alone for _, alone in begun])
@@ -164,47 +155,10 @@ def stream_rows(
         logits = batch.feed(tokens)
         for i, row in enumerate(rows):
             yield row.number, row.choose(logits[i : i + 1], method)
-        going = [i for i, row in enumerate(rows) if not row.has_ended]
+        going = [i for i, row in enumerate(rows) if goes_on(row)]
         if len(going) < len(rows):
             rows = [rows[i] for i in going]
             if rows:
                 batch.select(going)
             else:
                 batch = method.new()
-
-
-class _Row:
-    """One stream of a batch: what it has said, and how it chooses."""
-
-    def __init__(
-        self,
-        number: int,
-        prompt: Tensor,
-        sampling: Sampling,
-        eos_token_ids: Collection[int],
-        stopped: Collection[int],
-        room: int | None,
-    ):
-        self.number, self.sampling, self.ends = number, sampling, eos_token_ids
-        self.stopped, self.room = stopped, room
-        self.history, self.num_new, self.token = History(prompt), 0, -1
-        self.processors = sampling.processors()
-        self.generator = sampling.generator(prompt.device, number)
-
-    def choose(self, logits: Tensor, method: Method) -> int:
-        """The next token, of logits [1, V] that a method gave."""
-        scores = self.processors(self.history.ids, logits) if self.processors else logits
-        check_scores(scores, logits, method)
-        if self.sampling.is_greedy:
-            token = scores.argmax(-1)
-        else:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
-        self.history.append(token)
-        self.token, self.num_new = int(token), self.num_new + 1
-        return self.token
-
-    @property
-    def has_ended(self) -> bool:
-        is_long = self.num_new == self.sampling.max_new_tokens
-        is_long |= self.room is not None and self.history.ids.shape[1] > self.room
-        return is_long or self.token in self.ends or self.number in self.stopped

@@ -8,7 +8,6 @@
 
 import inspect
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from kvalign.aligners import Aligner
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.names import check_keywords, nearest
+from kvalign.foundation.names import check_keywords, nearest, spelled_out
 from kvalign.foundation.settings import expect, typed
-from kvalign.methods import AUTO, make_method
+from kvalign.methods import AUTO, MethodConfig, make_method
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids
-from kvalign.streaming.health import check_scores
+from kvalign.streaming.choosing import Chooser
 
 
 @torch.no_grad()
@@ -70,7 +68,8 @@ def stream_tokens(
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
-    history = History(prompt if before is None else torch.cat([before, prompt], 1))
+    ids = prompt if before is None else torch.cat([before, prompt], 1)
+    chooser = Chooser(ids, processors, do_sample, generator)
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
@@ -78,24 +77,19 @@ def stream_tokens(
         method.reset()
     logits = method.feed(prompt) if mask is None or mask.all() else _feed_rows(method, prompt, mask)
     while True:
-        scores = processors(history.ids, logits) if processors else logits
-        check_scores(scores, logits, method)
-        if do_sample:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
-        else:
-            token = scores.argmax(-1)
-        token = torch.where(going, token, pad)
-        history.append(token)
+        token = torch.where(going, chooser.choose(logits, method), pad)
+        chooser.append(token)
         yield token
         if len(ends):
             going = going & ~torch.isin(token, ends)
         if criteria:
-            going = going & ~criteria(history.ids, None)
+            going = going & ~criteria(chooser.ids, None)
         if not going.any() or method.tokens_left == 0:
             return
         logits = method.feed(token[:, None])
 
 
+@spelled_out(MethodConfig)
 def stream_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -104,29 +98,21 @@ def stream_generate(
     generation_config: GenerationConfig | None = None,
     method: str = AUTO,
     cache_size: int = 128,
-    num_sinks: int | None = None,
-    num_evicted: int | str | None = None,
-    realign_every: int | None = None,
-    policy: str | None = None,
-    num_recent: int | None = None,
-    positions: str | None = None,
-    aligner: Aligner | str | Path | None = None,
     compile: bool = False,
     stream_to: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
-    **model_kwargs: Any,
+    **keywords: Any,
 ) -> Tensor:
     """Generate past the context length; made for `model.generate(...,
     custom_generate=stream_generate)`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
-            `generate` hands them over.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
-        policy, num_recent, positions: likewise.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: as `generate`
+            hands them over.
+        method, cache_size, compile: as in `kvalign.make_method`.
         stream_to: a transformers streamer; `streamer=` of `generate` does the same.
         stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
+        keywords: those of `MethodConfig`, and what `generate` hands over for the model.
 
     Returns:
         [B, prompt + new tokens] int64.
@@ -135,7 +121,8 @@ def stream_generate(
         UserError: what streaming cannot do: beams, assistants, padding on the right, embeddings for
             ids, another cache or one already filled, dictionaries of scores.
     """
-    for name in model_kwargs.keys() - inspect.signature(model.forward).parameters.keys():
+    named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
+    for name in keywords.keys() - inspect.signature(model.forward).parameters.keys():
         if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
             check_keywords(stream_generate, [name])
     config = generation_config or model.generation_config
@@ -144,20 +131,8 @@ def stream_generate(
             "stop_strings lack a tokenizer here: give stopping_criteria="
             "[transformers.StopStringCriteria(tokenizer, stop_strings)]"
         )
-    _refuse(config, model, model_kwargs)
-    streaming = make_method(
-        method,
-        model,
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        realign_every=realign_every,
-        policy=policy,
-        num_recent=num_recent,
-        positions=positions,
-        aligner=aligner,
-        compile=compile,
-    )
+    _refuse(config, model, keywords)
+    streaming = make_method(method, model, cache_size=cache_size, compile=compile, **named)
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):
             # It would warn that the context length is exceeded.
@@ -170,7 +145,7 @@ def stream_generate(
         do_sample=bool(config.do_sample),
         eos_token_ids=end_ids(config),
         pad_token_id=config.pad_token_id,
-        mask=model_kwargs.get("attention_mask"),
+        mask=keywords.get("attention_mask"),
     )
     new = []
     if stream_to is not None:
@@ -211,23 +186,6 @@ def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
     logits = [row.feed(ids[own][None]) for row, ids, own in zip(rows, prompt, mask, strict=True)]
     method.join(rows)
     return torch.cat(logits)
-
-
-class History:
-    """All ids so far [B, T], grown by doubling: an endless stream is not copied at each token."""
-
-    def __init__(self, ids: Tensor):
-        self._buffer, self._len = ids, ids.shape[1]
-
-    @property
-    def ids(self) -> Tensor:
-        return self._buffer[:, : self._len]
-
-    def append(self, token: Tensor) -> None:
-        if self._len == self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], 1)
-        self._buffer[:, self._len] = token
-        self._len += 1
 
 
 def _given_to_generate(name: str) -> Any:

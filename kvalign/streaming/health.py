@@ -10,17 +10,21 @@ from kvalign.methods.base import Method
 from kvalign.models.weights import check_finite
 
 
-def check_scores(scores: Tensor, logits: Tensor, method: Method) -> None:
-    """Raise RunError unless there is a token to choose in each row of scores [B, V], made of
-    logits [B, V].
+def most_likely(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely token of each row of scores [B, V], and whether there is one: [B] int64 and
+    bool. NaN counts as the greatest number.
     """
-    if scores.amax(-1).isfinite().all():
-        return
+    best, token = scores.max(-1)
+    return token, best.isfinite()
+
+
+def no_token(logits: Tensor, method: Method) -> RunError:
+    """What to raise where no token can be chosen, of logits [B, V] that the method gave."""
     if logits.isfinite().all():
-        raise RunError(
+        return RunError(
             "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
         )
-    raise RunError(f"this stream has ended: {reason(method)}")
+    return RunError(f"this stream has ended: {reason(method)}")
 
 
 MOST_LOSS = 300.0

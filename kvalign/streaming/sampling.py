@@ -6,15 +6,18 @@ import secrets
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import check_keywords
 from kvalign.foundation.settings import flag, typed, without_none
+from kvalign.methods import MethodConfig
 
 if TYPE_CHECKING:
     import torch
     import transformers
+
+    from kvalign.streaming.choosing import Chooser
 
 # What says from which tokens one is drawn, and what a model's generation_config may say.
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
@@ -41,6 +44,30 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
 }
+
+
+class SamplingConfig(TypedDict, total=False):
+    """`Sampling` as keywords: its fields say what each is."""
+
+    max_new_tokens: int | None
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    stop_at_end: bool
+    stop_strings: str | Sequence[str] | None
+    seed: int | None
+
+
+class StreamConfig(MethodConfig, SamplingConfig, total=False):
+    """All that says how text is streamed: `MethodConfig`, `SamplingConfig`, and `compile` as in
+    `kvalign.make_method`.
+    """
+
+    compile: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +124,14 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, function: Callable, keywords: Mapping[str, Any]) -> Sampling:
-        """What the keywords of a function say; KeywordError for one that is no sampling's."""
-        check_keywords(function, keywords, (field.name for field in fields(cls)))
-        return cls(**keywords)
+    def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
+        """What the keywords of a function say of it, and the others; KeywordError for one that the
+        function does not have.
+        """
+        check_keywords(function, keywords)
+        own = {field.name for field in fields(cls)} & keywords.keys()
+        said = {name: keywords[name] for name in own}
+        return cls(**said), {name: x for name, x in keywords.items() if name not in own}
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
@@ -142,10 +173,12 @@ class Sampling:
         assert self.seed is not None
         return torch.Generator(device).manual_seed(self.seed + row)
 
-    def stops(self) -> StopStrings:
-        """What looks for the stop strings in one text."""
-        assert isinstance(self.stop_strings, tuple)
-        return StopStrings(self.stop_strings)
+    def chooser(self, ids: torch.Tensor, row: int = 0) -> Chooser:
+        """What chooses so after ids [1, T] of row i."""
+        from kvalign.streaming.choosing import Chooser
+
+        generator = self.generator(ids.device, row)
+        return Chooser(ids, self.processors(), not self.is_greedy, generator)
 
     def in_flags(self) -> str:
         """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
@@ -162,20 +195,3 @@ class Sampling:
 
     def _differs(self, name: str) -> bool:
         return getattr(self, name) != getattr(Sampling, name)
-
-
-class StopStrings:
-    """Looks for texts in a text that comes in pieces.
-
-    Attributes:
-        found: whether one of them has come.
-    """
-
-    def __init__(self, strings: tuple[str, ...]):
-        self._strings, self._tail, self.found = strings, "", False
-        self._overlap = max(map(len, strings), default=1) - 1
-
-    def read(self, piece: str) -> None:
-        text = self._tail + piece
-        self.found = self.found or any(string in text for string in self._strings)
-        self._tail = text[len(text) - self._overlap :] if len(text) > self._overlap else text

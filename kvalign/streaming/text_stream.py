@@ -9,28 +9,28 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, embedding_fingerprint
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import KeywordError, RunError, UserError
+from kvalign.foundation.names import spelled_out
 from kvalign.foundation.settings import check_output, typed
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming import stream_file
+from kvalign.streaming.answer import Answer
 from kvalign.streaming.generation import end_ids, stream_tokens
-from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import SavedStream
 
 STATE = "method."  # what a tensor of the method's own state is called by in a file
 _SIZES = tuple(field.name for field in fields(CacheSizes))
-_OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
 
 class TextStream:
@@ -44,9 +44,7 @@ class TextStream:
 
     Attributes:
         ids: all tokens so far, fed and generated.
-        token_ids: those generated since the last input.
-        text: their text.
-        times_s: seconds that each of them took, the input included in the first.
+        times_s: seconds that each token since the last input took, the input included in the first.
         notes: texts by name that are saved with the stream, for whoever goes on with it.
     """
 
@@ -76,7 +74,7 @@ class TextStream:
         ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
-        if self._has_end_token:
+        if self._answer.has_end_token:
             self.ids.pop()  # the end token: it has not been fed, and the stream goes on
         self.ids += ids
         self._begin_answer()
@@ -85,18 +83,18 @@ class TextStream:
         self.check_whole()
         if not self.ids:
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
-        while not (self.has_ended or self.is_cut):
+        while not self._answer.finish:
             start = time.perf_counter()
             self._is_whole = False
             token = next(self._tokens, None)
             self._is_whole = True
             if token is None:
                 return
-            self.token_ids.append(int(token))  # waits for the device
+            chosen = int(token)  # waits for the device
             self.times_s.append(time.perf_counter() - start)
             self.num_fed = len(self.ids)
-            self.ids.append(self.token_ids[-1])
-            piece = self._decode(self.token_ids[-1])
+            self.ids.append(chosen)
+            piece, _ = self._answer.take(chosen)
             if piece:
                 yield piece
 
@@ -109,17 +107,12 @@ class TextStream:
     @property
     def has_ended(self) -> bool:
         """Whether the model's end token or a stop string ends the stream, until it is fed."""
-        return self._has_end_token or self._stops.found
-
-    @property
-    def _has_end_token(self) -> bool:
-        return bool(self.token_ids) and self.token_ids[-1] in self.end_ids
+        return self._answer.finish == "stop"
 
     @property
     def is_cut(self) -> bool:
         """Whether max_new_tokens ends the stream here, until it is fed."""
-        limit = self.sampling.max_new_tokens
-        return limit is not None and len(self.token_ids) >= limit and not self.has_ended
+        return self._answer.finish == "length"
 
     @property
     def num_evicted(self) -> int:
@@ -127,8 +120,14 @@ class TextStream:
         return self.num_fed - self.method.fill if self.num_fed else 0
 
     @property
+    def token_ids(self) -> list[int]:
+        """Tokens that were generated since the last input."""
+        return self._answer.token_ids
+
+    @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        """Their text."""
+        return self._answer.text
 
     def timing(self) -> dict[str, float]:
         """Tokens since the last input, seconds to the first and mean milliseconds of each later."""
@@ -178,20 +177,13 @@ class TextStream:
         self.ids, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer()
         self.ids, self.num_fed = ids, num_fed
-        self.token_ids.extend(answer)
         for token in answer:
-            self._decode(token)
+            self._answer.take(token)
 
     def _begin_answer(self) -> None:
-        self.token_ids: list[int] = []
         self.times_s: list[float] = []
-        self._pieces: list[str] = []
-        self._stops = self.sampling.stops()
+        self._answer = Answer(self.tokenizer, self.ids, self.sampling, self.end_ids)
         self._tokens = self._new_tokens()
-        # It knows what came before, so that a word in the middle keeps its space.
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        for token in self.ids[-_OVERLAP:]:
-            self._decoder.step(self.tokenizer.backend_tokenizer, token)
 
     def _new_tokens(self) -> Iterator[Tensor]:
         ids = torch.tensor([self.ids], device=self.method.model.device)
@@ -205,14 +197,8 @@ class TextStream:
             before=ids[:, : self.num_fed] if self.num_fed else None,
         )
 
-    def _decode(self, token: int) -> str | None:
-        piece = self._decoder.step(self.tokenizer.backend_tokenizer, token)
-        if piece:
-            self._pieces.append(piece)
-            self._stops.read(piece)
-        return piece
 
-
+@spelled_out(StreamConfig)
 def stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -220,15 +206,7 @@ def stream(
     *,
     method: str = AUTO,
     cache_size: int = 128,
-    num_sinks: int | None = None,
-    num_evicted: int | str | None = None,
-    realign_every: int | None = None,
-    policy: str | None = None,
-    num_recent: int | None = None,
-    positions: str | None = None,
-    aligner: Aligner | str | Path | None = None,
-    compile: bool = False,
-    **sampling: Any,
+    **config: Unpack[StreamConfig],
 ) -> TextStream:
     """Stream the text that continues a prompt, past the context length.
 
@@ -236,38 +214,24 @@ def stream(
         model: a causal LM of transformers, in eval mode.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
-        method, cache_size, num_sinks, num_evicted, realign_every, aligner, compile: as in
-            `kvalign.make_method`.
-        policy, num_recent, positions: likewise.
-        sampling: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, stop_at_end, stop_strings, seed: see `Sampling`. Without
-            max_new_tokens the stream has no end, without a seed it draws one:
-            `stream.sampling.seed`.
+        method, cache_size: as in `kvalign.make_method`.
+        config: num_sinks, num_evicted, ...: see `MethodConfig`; `compile`; max_new_tokens,
+            temperature, ...: see `Sampling`. Without max_new_tokens the stream has no end, without
+            a seed it draws one: `stream.sampling.seed`.
 
     Raises:
         UserError: as in `make_method`, a prompt that is no text, a tokenizer that cannot stream.
         KeywordError: an unknown setting, with the nearest one.
     """
-    settings = Sampling.of(stream, sampling)
-    streaming = make_method(
-        method,
-        model,
-        cache_size=cache_size,
-        num_sinks=num_sinks,
-        num_evicted=num_evicted,
-        realign_every=realign_every,
-        policy=policy,
-        num_recent=num_recent,
-        positions=positions,
-        aligner=aligner,
-        compile=compile,
-    )
-    text_stream = TextStream(tokenizer, streaming, settings)
+    sampling, rest = Sampling.of(stream, config)
+    streaming = make_method(method, model, cache_size=cache_size, **rest)
+    text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
         text_stream.feed(prompt)
     return text_stream
 
 
+@spelled_out(SamplingConfig)
 def load_stream(
     path: str | Path,
     model: PreTrainedModel,
@@ -275,7 +239,7 @@ def load_stream(
     *,
     aligner: Aligner | str | Path | None = None,
     compile: bool = False,
-    **sampling: Any,
+    **config: Unpack[SamplingConfig],
 ) -> TextStream:
     """The stream that `TextStream.save` wrote, ready to be fed and iterated.
 
@@ -286,8 +250,8 @@ def load_stream(
         model, tokenizer: those that the stream was made with.
         aligner: that the stream was made with, if it was another than the shipped default.
         compile: as in `kvalign.make_method`.
-        sampling: what is chosen otherwise from here on, as in `kvalign.stream`; the rest is as
-            saved, and draws go on unless the seed is another.
+        config: what is chosen otherwise from here on: see `Sampling`; the rest is as saved, and
+            draws go on unless the seed is another.
 
     Raises:
         NotFoundError: no such file.
@@ -295,22 +259,21 @@ def load_stream(
         KeywordError: an unknown setting, with the nearest one.
     """
     for name in ("method", *_SIZES):
-        if name in sampling:
+        if name in config:
             raise KeywordError(f"load_stream() takes no {name}: the saved stream keeps its own")
-    Sampling.of(load_stream, sampling)
-    if sampling.get("seed") is None:
-        sampling.pop("seed", None)
+    Sampling.of(load_stream, config)
+    asked: dict[str, Any] = {**config}
+    if asked.get("seed") is None:
+        asked.pop("seed", None)
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
         stream_file.check_fits(saved, tensors, model)
-        sizes = {name: getattr(saved, name) for name in _SIZES}
-        cls = METHODS.find(saved.method)
-        for name in cls.not_taken():
-            del sizes[name]
+        taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
+        sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
             raise UserError("it was made with another aligner: name that one")
-        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | sampling))
+        loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(STATE)}

@@ -15,7 +15,6 @@ from helpers.smaller import example
 
 import kvalign
 from kvalign.app.cli.main import main
-from kvalign.app.serve.row import HeldBack
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
@@ -111,15 +110,6 @@ def test_stop_strings_are_not_shown(client):
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
     chunks = client.completions.create(**asked, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-
-
-def test_held_back_text():
-    held = HeldBack(("abc", "bcd!"))
-    assert [held.read(x) for x in ("xa", "b", "x", "ab", "cd")] == ["x", "", "abx", "", ""]
-    assert held.found and held.rest() == ""
-    held = HeldBack(("abc",))
-    assert held.read("zab") + held.rest() == "zab" and not held.found
-    assert HeldBack(()).read("all") == "all"
 
 
 def test_a_session_is_the_conversation_s_stream(client, loaded):

@@ -1,9 +1,11 @@
 """Which name is meant by one that is nearly right."""
 
+from typing import TypedDict, Unpack
+
 import pytest
 
 from kvalign.foundation.errors import KeywordError
-from kvalign.foundation.names import check_keywords, nearest
+from kvalign.foundation.names import check_keywords, nearest, spelled_out
 
 KNOWN = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "cache_size", "seed"]
 
@@ -37,12 +39,16 @@ def test_an_alias_of_what_is_not_there_is_no_answer():
 
 
 def test_a_wrong_keyword_is_both_a_type_error_and_a_users():
-    def ours(model, *, cache_size=4, **more):
-        return model, cache_size, more
+    class Config(TypedDict):
+        seed: int
 
-    check_keywords(ours, ["cache_size", "seed"], ["seed"])
+    @spelled_out(Config)
+    def ours(model, *, cache_size=4, **config: Unpack[Config]):
+        return model, cache_size, config
+
+    check_keywords(ours, ["cache_size", "seed"])
     for kind in (KeywordError, TypeError, ValueError):
         with pytest.raises(kind, match=r"ours\(\) has no keyword 'rng': did you mean seed\?"):
-            check_keywords(ours, ["rng"], ["seed"])
-    with pytest.raises(KeywordError, match=r"'qqq': it has model, cache_size$"):
+            check_keywords(ours, ["rng"])
+    with pytest.raises(KeywordError, match=r"'qqq': it has model, cache_size, seed$"):
         check_keywords(ours, ["qqq"])

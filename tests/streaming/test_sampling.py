@@ -13,8 +13,9 @@ import kvalign
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import load_model
+from kvalign.streaming.answer import StopStrings
 from kvalign.streaming.processors import RepetitionPenalty
-from kvalign.streaming.sampling import OF_MODEL, Sampling
+from kvalign.streaming.sampling import OF_MODEL, Sampling, SamplingConfig
 
 PROMPT = "The history of the island"
 SIZES = dict(cache_size=24, max_new_tokens=40)
@@ -109,6 +110,15 @@ def test_rows_of_a_batch_take_the_same_names(loaded):
         assert texts[row] == "".join(alone)
 
 
+def test_a_prompt_may_end_within_a_character(loaded):
+    """What was fed is no part of the text that follows, in a batch as alone."""
+    prompt = loaded.tokenizer("The town of \u4eba")["input_ids"][:-1]
+    alone = "".join(kvalign.stream(loaded.model, loaded.tokenizer, prompt, seed=3, **SIZES))
+    batch = kvalign.stream_batch(loaded.model, loaded.tokenizer, [prompt], seed=3, **SIZES)
+    assert "".join(piece for _, piece in batch) == alone != ""
+    assert "town" not in alone[:8]
+
+
 def test_the_command_line_has_the_same_names_and_defaults():
     flags = {field.name for field in fields(StreamSettings)}
     assert {field.name for field in fields(Sampling)} <= flags
@@ -162,3 +172,16 @@ def test_a_text_ends_with_its_first_stop_string(loaded, tmp_path):
 def test_stop_strings_are_texts(wrong):
     with pytest.raises(UserError, match="stop_strings must be texts that are not empty, got"):
         Sampling(stop_strings=wrong)
+
+
+def test_held_back_text():
+    held = StopStrings(("abc", "bcd!"))
+    assert [held.read(x) for x in ("xa", "b", "x", "ab", "cd")] == ["x", "", "abx", "", ""]
+    assert held.found and held.rest() == ""
+    held = StopStrings(("abc",))
+    assert held.read("zab") + held.rest() == "zab" and not held.found
+    assert StopStrings(()).read("all") == "all"
+
+
+def test_keywords_are_the_fields():
+    assert list(SamplingConfig.__annotations__) == [field.name for field in fields(Sampling)]

@@ -52,6 +52,11 @@ CALLS = [
         lambda m: make_method("kvalign", m.model, cache_size=256),
         "at most 255 with the aligner kvalign-",
     ),
+    (
+        lambda m: make_method("window", m.model, cache_size=8, sinks=2),
+        r"make_method\(\) has no keyword 'sinks': did you mean num_sinks",
+    ),
+    (lambda m: kvalign.make_cache(m.model, cache_size=8, compile=True), "no keyword 'compile'"),
     (lambda m: kvalign.stream("gpt2-mini", m.tokenizer, "It"), "transformers, got str"),
     (lambda m: kvalign.stream(m.tokenizer, m.model, "It"), "causal LM of transformers, got Tok"),
     (

@@ -21,6 +21,7 @@ from kvalign.app.serve.row import Row
 from kvalign.app.serve.turn import Turn, free, states_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.streaming.health import most_likely
 
 log = logging.getLogger(__name__)
 PART = 512
@@ -152,7 +153,7 @@ class Engine(threading.Thread):
                     self._feeding.append(turn)
                     continue
                 pairs = [(turn, row) for row in turn.rows]
-                self._choose(pairs, logits.expand(len(pairs), -1))
+                self._choose(pairs, logits.expand(len(pairs), -1), turn.method)
                 going = self._ended(pairs, turn.method)
             except Exception as error:
                 self._fail([turn], error)
@@ -178,23 +179,25 @@ class Engine(threading.Thread):
 
     def _step(self, group: _Group) -> None:
         device = group.batch.model.device
-        tokens = torch.tensor([[row.token] for _, row in group.rows], device=device)
+        tokens = torch.tensor([[row.token_ids[-1]] for _, row in group.rows], device=device)
         logits = group.batch.feed(tokens)
-        self._choose(group.rows, logits)
-        going = self._ended(group.rows, group.batch)
-        kept = set(map(id, (row for _, row in going)))
-        self._keep(group, [id(row) in kept for _, row in group.rows])
+        self._choose(group.rows, logits, group.batch)
+        self._ended(group.rows, group.batch)
+        self._keep(group, [not row.finish for _, row in group.rows])
 
-    def _choose(self, pairs: list[tuple[Turn, Row]], logits: Tensor) -> None:
+    def _choose(self, pairs: list[tuple[Turn, Row]], logits: Tensor, batch: Method) -> None:
         """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
-        best, greedy = (x.tolist() for x in logits.max(-1))  # NaN is the greatest
+        best, is_one = (x.tolist() for x in most_likely(logits))
         now = time.perf_counter()
         for i, (_, row) in enumerate(pairs):
-            if not -torch.inf < best[i] < torch.inf:
+            if not is_one[i]:
                 row.finish = "sick"
                 continue
             try:
-                row.take(greedy[i] if row.is_plain else row.choose(logits[i : i + 1]))
+                chosen = best[i]
+                if not row.chooser.is_bare:
+                    chosen = int(row.chooser.choose(logits[i : i + 1], batch))
+                row.take(chosen)
             except Exception as error:
                 log.error("a token could not be taken", exc_info=error)
                 row.finish = "failed"
