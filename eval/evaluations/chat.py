@@ -109,8 +109,8 @@ class Chat(JudgedText):
         }
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import readable
         from kvalign.eval.drawing.heat import draw_heat
+        from kvalign.eval.protocol.conclusions import readable
         from kvalign.eval.protocol.tables import grouped
 
         title, rows = document["settings"]["model"], document["rows"]

@@ -173,8 +173,8 @@ class Attention(Evaluation):
         return f"{super().title(document)}, {num}, {settings['num_steps']} queries each"
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import sinks
         from kvalign.eval.evaluations.attention.pictures import by_place
+        from kvalign.eval.protocol.conclusions import sinks
 
         caption = "Attention by layer and place, and of the first four by head: "
         return by_place(document), caption + self.title(document), sinks(document["rows"])
@@ -185,8 +185,8 @@ class Attention(Evaluation):
         return [*super().sections(documents), lines]
 
     def _by_layer(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import sink_layers
         from kvalign.eval.evaluations.attention.pictures import by_layer
+        from kvalign.eval.protocol.conclusions import sink_layers
 
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
         return by_layer(document), caption, sink_layers(document["rows"])

@@ -208,7 +208,7 @@ class Latency(Evaluation):
         return [row for row in first if row["method"] != FLOOR]
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import cost
+        from kvalign.eval.protocol.conclusions import cost
 
         rows = document["rows"]
         if len({row["cache_size"] for row in rows}) == 1:
@@ -218,8 +218,8 @@ class Latency(Evaluation):
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens a second over batch sizes, if there are several: a panel a cache size."""
-        from kvalign.eval.drawing.conclusions import by_batch
         from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.protocol.conclusions import by_batch
 
         title, rows = self.title(document), document["rows"]
         if (

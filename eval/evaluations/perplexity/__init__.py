@@ -229,7 +229,7 @@ class Perplexity(Evaluation):
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import by_size
+        from kvalign.eval.protocol.conclusions import by_size
 
         rows, reference = document["rows"], document["settings"]["reference"]
         if len({row["cache_size"] for row in rows}) == 1:
@@ -249,8 +249,8 @@ class Perplexity(Evaluation):
         return [*super().sections(chosen), drift, recall, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import by_drift
         from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.protocol.conclusions import by_drift
 
         settings, judged = document["settings"], _judged(document)
         points = [
@@ -271,8 +271,8 @@ class Perplexity(Evaluation):
         return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import by_time
         from kvalign.eval.drawing.plots import draw, series, with_intervals
+        from kvalign.eval.protocol.conclusions import by_time
 
         title, rows = self.title(document), document["rows"]
         lines = with_intervals(series(rows, "seconds", "perplexity"), rows)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvalign.eval.drawing.conclusions import recall
 from kvalign.eval.drawing.plots import draw, panels_by
+from kvalign.eval.protocol.conclusions import recall
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Row
 from kvalign.eval.protocol.tables import Table, grouped, table
 

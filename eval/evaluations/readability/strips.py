@@ -9,8 +9,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvalign.eval.drawing.conclusions import readable
 from kvalign.eval.drawing.plots import THEME
+from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.evaluation import Document, Drawing, Row
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.escape import escape_controls

@@ -156,7 +156,7 @@ class Recall(Evaluation):
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import recalled
+        from kvalign.eval.protocol.conclusions import recalled
 
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
         return _by_distance(document), f"{caption}; bars: 95 %", recalled(document["rows"])

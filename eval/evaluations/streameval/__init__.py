@@ -137,8 +137,8 @@ class StreamEval(Evaluation):
         return means(document["rows"], self.in_summary)
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import answers
         from kvalign.eval.drawing.plots import draw, panels_by
+        from kvalign.eval.protocol.conclusions import answers
 
         title, rows = self.title(document), document["rows"]
         x, y = "distance_lines", "answer_nll_nats"
