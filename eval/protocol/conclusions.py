@@ -162,8 +162,8 @@ def sinks(rows: Sequence[Row]) -> str:
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
         said.append(
             f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of "
-            f"the attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); after, "
-            f"to the first that is kept: {listed(after)}."
+            f"the attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); "
+            f"after, to the first that is kept: {listed(after)}."
         )
     return " ".join(said)
 

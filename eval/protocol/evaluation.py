@@ -80,7 +80,9 @@ class Column:
         return self.digits is not None
 
     def text(self, value: Any) -> str:
-        return "" if value is None else f"{value:.{self.digits}f}"
+        if value is None or self.digits is None:
+            return value or ""
+        return f"{value:.{self.digits}f}"
 
     def interval(self, row: Row) -> tuple[float, float] | None:
         """Its interval in a row, if it has one; infinite where labels were too few."""
