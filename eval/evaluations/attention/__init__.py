@@ -125,15 +125,11 @@ BY_LAYER = (
     "spread over all entries would give."
 )
 
-
 ENDS = {
     name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
     for column in COLUMNS.values()
     for name in column.ends or ()
 }
-
-
-WHEN = ("before", "after")
 
 
 class Attention(Evaluation):
@@ -152,7 +148,9 @@ class Attention(Evaluation):
 
     def check(self, document: Document) -> None:
         for part in ("by_entry", "by_head"):
-            maps = [row[when].get(part, []) for row in document["rows"] for when in WHEN]
+            maps = [
+                row[when].get(part, []) for row in document["rows"] for when in ("before", "after")
+            ]
             shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
             if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
                 raise UserError(f"rows: {part} must be maps of the same shape before and after")

@@ -211,9 +211,8 @@ class Latency(Evaluation):
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        if (
-            len({row["batch_size"] for row in rows if "tokens_per_s" in row}) < 2
-        ):  # older ones lack it
+        timed = [row for row in rows if "tokens_per_s" in row]  # older ones lack it
+        if len({row["batch_size"] for row in timed}) < 2:
             return None
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
