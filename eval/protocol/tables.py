@@ -63,18 +63,6 @@ def _range(column: Column, interval: tuple[float, float] | None) -> str:
     return "\N{EN DASH}".join(map(column.text, interval))
 
 
-def tables_by_cache(
-    title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
-) -> list[Table]:
-    """One table a cache size, so that the best is among methods which keep as much; texts that no
-    method wrote have none.
-    """
-    return [
-        table(f"{title}, C = {cache_size}" if cache_size else title, group, columns, reference)
-        for cache_size, group in grouped(rows, "cache_size").items()
-    ]
-
-
 def best(
     values: list[Any],
     better: Literal["lower", "higher", ""],

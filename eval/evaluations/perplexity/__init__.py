@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ from kvalign.eval.protocol.evaluation import (
     Section,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
-from kvalign.eval.protocol.tables import Table, tables_by_cache
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.runs import keeping
@@ -233,7 +233,8 @@ class Perplexity(Evaluation):
         drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
         recall = Section.of(chosen, "Recall", RECALL, figure, tables, suffix="-recall")
         title = "Perplexity against total time"
-        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
+        tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
+        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
         return [*super().sections(chosen), drift, recall, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
@@ -266,10 +267,6 @@ class Perplexity(Evaluation):
         figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
         caption = f"Perplexity against total time: {title}; {_bars(document)}"
         return figure, caption, by_time(rows)
-
-    def _time_tables(self, document: Document) -> list[Table]:
-        reference = document["settings"]["reference"]
-        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS, reference)
 
 
 def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
