@@ -39,10 +39,11 @@ def spread(values: Iterable[float], digits: int) -> str:
     return " to ".join([*texts][:: max(1, len(texts) - 1)])
 
 
-def spans(rows: Iterable[Row], name: str, digits: int) -> list[str]:
+def spans(rows: Iterable[Row], name: str, digits: int, unit: str = "") -> list[str]:
     """Each method with the smallest and the largest of a figure."""
     groups = grouped(rows, in_words)
-    return [f"{x} ({spread((row[name] for row in group), digits)})" for x, group in groups.items()]
+    figures = [spread((row[name] for row in group), digits) for group in groups.values()]
+    return [f"{label} ({figure}{unit})" for label, figure in zip(groups, figures, strict=True)]
 
 
 def spans_at(
@@ -61,7 +62,7 @@ def spans_at(
     return "; ".join(said)
 
 
-def compared(rows: Sequence[Row], reference: str) -> str:
+def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
     """Which methods are as good as the reference at every cache size, and which fail at one."""
     others = [row for row in rows if row["method"] != reference]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
@@ -71,10 +72,8 @@ def compared(rows: Sequence[Row], reference: str) -> str:
     good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
     said = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
-    failing = grouped([row for row in others if verdict(row) is Verdict.FAILS], in_words)
-    fails = [
-        f"{x} (ratio {spread((r['ratio'] for r in group), 2)})" for x, group in failing.items()
-    ]
+    failing = [row for row in others if verdict(row) is Verdict.FAILS]
+    fails = spans(failing, "ratio", 2, " times") if with_ratios else [*grouped(failing, in_words)]
     return f"{said}; {listed(fails)} {'fails' if len(fails) == 1 else 'fail'}" if fails else said
 
 
@@ -95,7 +94,7 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
     if not reference:
         return f"Lowest: {lowest(rows)}."
     is_alone = all(row["method"] == reference for row in rows)
-    return "" if is_alone else f"Here {compared(rows, reference)}."
+    return "" if is_alone else f"Here {compared(rows, reference, with_ratios=True)}."
 
 
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:
@@ -208,10 +207,11 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
     """
     rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
     shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
-    groups = grouped(shown, in_words).values()
-    ranked = sorted(groups, key=lambda group: fmean(row["bare_mean_ratio"] for row in group))
+    groups = grouped(shown, in_words).items()
+    times = {label: [row["bare_mean_ratio"] for row in group] for label, group in groups}
+    ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
     what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
-    said = [span for group in ranked for span in spans(group, "bare_mean_ratio", 2)]
+    said = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
     rule = f"Mean step {what}, times a bare step, which evicts nothing"
     return f"{rule}: {'; '.join(said)}." if said else ""
 
