@@ -33,7 +33,6 @@ from kvalign.eval.protocol.evaluation import (
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.runs import keeping
 from kvalign.foundation.settings import keywords_of, option
 
 if TYPE_CHECKING:
@@ -92,6 +91,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     from kvalign.eval.evaluations.perplexity.loss_store import about_kept
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
     from kvalign.eval.protocol.grid import load, make_grid
+    from kvalign.foundation.runs import keeping
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
