@@ -73,6 +73,8 @@ def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> 
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
     said = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
     failing = [row for row in others if verdict(row) is Verdict.FAILS]
+    if with_ratios and not good and not failing:
+        return f"{said} ({spread((row['ratio'] for row in others), 2)} times)"
     fails = spans(failing, "ratio", 2, " times") if with_ratios else [*grouped(failing, in_words)]
     return f"{said}; {listed(fails)} {'fails' if len(fails) == 1 else 'fail'}" if fails else said
 
