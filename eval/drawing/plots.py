@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +87,19 @@ def series(
     return lines
 
 
-def with_intervals(lines: list[Series], rows: Iterable[Row]) -> list[Series]:
-    """Lines of perplexities with whiskers: 95 % of the ratio to the reference where rows have one,
-    since that tells methods apart, and else of the perplexity; none where labels were too few.
+def perplexities(rows: Iterable[Row], x: str) -> list[Series]:
+    """Lines of perplexities over a column with whiskers: 95 % of the ratio to the reference where
+    rows have one, since that tells methods apart, and else of the perplexity; none where labels
+    were too few.
     """
-    ends: dict[str, list[tuple[float, float]]] = {}
+    spanned = []
     for row in rows:
-        y: float = row["perplexity"]
-        low, high, scale = row["low"], row["high"], 1.0
+        y, low, high, scale = row["perplexity"], row["low"], row["high"], 1.0
         if "ratio_low" in row:
             low, high, scale = row["ratio_low"], row["ratio_high"], y / row["ratio"]
-        span = (y, y) if high is None else (scale * low, scale * high)
-        ends.setdefault(label_of(row), []).append(span)
-    return [
-        replace(line, low=[low for low, _ in span], high=[high for _, high in span])
-        for line in lines
-        for span in [ends[line.label]]
-    ]
+        ends = (y, y) if high is None else (scale * low, scale * high)
+        spanned.append(row | dict(zip(("low", "high"), ends, strict=True)))
+    return series(spanned, x, "perplexity", "high", low="low")
 
 
 def panels_by(

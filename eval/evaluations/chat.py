@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.protocol.conclusions import readable
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing
+from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
@@ -49,9 +53,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
     """
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge
-    from kvalign.eval.judging.rules import RULES
     from kvalign.eval.judging.words import load_words
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import turn_ids
@@ -76,7 +78,7 @@ def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Docume
                 | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
             bar.update(1)
-    more = {"turns": turns, "rule": rule.described, "word_list": words.about}
+    more: dict[str, Any] = {"turns": turns, "rule": rule.described, "word_list": words.about}
     return document("eval chat", settings, rows, started=started, **more)
 
 
@@ -93,8 +95,6 @@ class Chat(JudgedText):
     document_fields = JUDGED_BY
 
     def check(self, document: Document) -> None:
-        from kvalign.eval.protocol.tables import grouped, label_of
-
         for rows in grouped(document["rows"], "cache_size").values():
             if len({len(answers) for answers in grouped(rows, label_of).values()}) > 1:
                 raise UserError("rows.answer: each method needs the same answers")
@@ -109,16 +109,14 @@ class Chat(JudgedText):
         }
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import readable
-        from kvalign.eval.drawing.heat import draw_heat
-        from kvalign.eval.protocol.tables import grouped
+        from kvalign.eval.drawing.strips import draw_answers
 
         title, rows = document["settings"]["model"], document["rows"]
         panels = {
             f"{title}, C = {size}": group for size, group in grouped(rows, "cache_size").items()
         }
         caption = f"Readable chunks of each answer, in %, one after another: {title}"
-        return draw_heat(panels), caption, readable(self.rows(document), "chunks of all answers")
+        return draw_answers(panels), caption, readable(self.rows(document), "chunks of all answers")
 
 
 EVALUATION = Chat()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalign.eval.judging.rules import RULES
 from kvalign.eval.protocol.evaluation import Column, Document, Documents, Evaluation, Row, Section
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.tables import means
 from kvalign.eval.protocol.verdicts import share_interval
-from kvalign.foundation.settings import MOST_SEED, flag, option
+from kvalign.foundation.settings import flag, option
 
 if TYPE_CHECKING:
     from kvalign.streaming.sampling import Sampling
@@ -37,9 +38,7 @@ class WritingSettings(ComparisonSettings):
         "chunk of fewer than 10 tokens does not)",
         choices=tuple(RULES),
     )
-    seed: int = option(
-        0, help="seed of the draws, the same for each method", at_least=0, at_most=MOST_SEED
-    )
+    seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
         """The first of the prompts or turns, as many as the setting of that name says; a warning
@@ -99,8 +98,6 @@ class JudgedText(Evaluation):
         return self.about
 
     def rows(self, document: Document) -> list[Row]:
-        from kvalign.eval.protocol.tables import means
-
         rows = means(document["rows"], MEASURES, self.by, COUNTS)
         for row in rows:
             if interval := share_interval(row["readable"], row["num_chunks"]):

@@ -7,26 +7,47 @@
 and variables; `kvalign report` reads them.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvalign
+from kvalign.eval.protocol.evaluation import Document, Row
 from kvalign.foundation.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def document(
-    kind: str, settings: Settings, rows: list[dict[str, Any]], *, started: float, **more: Any
-) -> dict[str, Any]:
+    kind: str,
+    settings: Settings,
+    rows: list[Row],
+    *,
+    started: float,
+    plot: Callable[[Document], Figure] | None = None,
+    **more: Any,
+) -> Document:
     """Rows (values that JSON knows) of the command `kind` with all that is needed to make them
-    again, and further entries; `started` is `time.perf_counter()` when the work began.
+    again, and further entries.
+
+    Args:
+        kind: "eval " and the evaluation's name.
+        settings: of the run.
+        rows: of the results.
+        started: `time.perf_counter()` when the work began.
+        plot: draws what the setting of that name asks for.
+        more: further entries.
     """
-    return {
+    made = {
         "kind": kind,
         "command": settings.command_line(kind),
         "settings": settings.as_dict(),
@@ -35,6 +56,11 @@ def document(
         "seconds": time.perf_counter() - started,
         **more,
     }
+    if plot and (path := getattr(settings, "plot", None)):
+        from kvalign.eval.drawing.plots import save
+
+        save(plot(made), path)
+    return made
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:

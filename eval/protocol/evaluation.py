@@ -80,7 +80,9 @@ class Column:
         return self.digits is not None
 
     def text(self, value: Any) -> str:
-        return "" if value is None else f"{value:.{self.digits}f}"
+        if value is None or self.digits is None:
+            return value or ""
+        return f"{value:.{self.digits}f}"
 
     def interval(self, row: Row) -> tuple[float, float] | None:
         """Its interval in a row, if it has one; infinite where labels were too few."""
@@ -216,12 +218,21 @@ class Evaluation:
         """What its tables are of."""
         return str(document["settings"]["model"])
 
-    def tables(self, document: Document) -> list[Table]:
-        """A table for each cache size."""
-        from kvalign.eval.protocol.tables import tables_by_cache
+    def tables(
+        self, document: Document, columns: Mapping[str, Column] | None = None
+    ) -> list[Table]:
+        """A table for each cache size, of all columns or of these, so that the best is among
+        methods which keep as much; texts that no method wrote have none.
+        """
+        from kvalign.eval.protocol.tables import grouped, table
 
-        reference = document["settings"].get("reference")
-        return tables_by_cache(self.title(document), self.rows(document), self.columns, reference)
+        title, reference = self.title(document), document["settings"].get("reference")
+        return [
+            table(
+                f"{title}, C = {size}" if size else title, rows, columns or self.columns, reference
+            )
+            for size, rows in grouped(self.rows(document), "cache_size").items()
+        ]
 
     def figure(self, document: Document) -> Drawing | None:
         """A figure for the report, what it shows and what is seen in it, if there is one."""

@@ -116,18 +116,13 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
     if not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return []
     names: dict[Path, str] = {}
-    for name in settings.aligner or _at_hand(settings, model):
+    asked = settings.aligner or ()
+    if not asked and (trained := trained_for(settings, model)):
+        log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
+        asked = (str(trained),)
+    for name in asked:
         names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
     return [Aligner.from_pretrained(name) for name in names.values()]
-
-
-def _at_hand(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[str]:
-    """What was trained here, where none ships; that is said."""
-    trained = trained_for(settings, model)
-    if trained is None:
-        return ()
-    log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
-    return (str(trained),)
 
 
 def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:

@@ -8,6 +8,7 @@ from kvalign.cache.sizes import Positions, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import (
+    MOST_SEED,
     NUM_EVICTED,
     NUM_RECENT,
     NUM_SINKS,
@@ -18,6 +19,12 @@ from kvalign.foundation.settings import (
 )
 from kvalign.methods import METHODS
 from kvalign.policies import OLDEST, POLICIES
+
+
+def seed_option(of: str, default: int = 0) -> int:
+    """A setting for the seed of something."""
+    seed: int = option(default, help=f"seed of {of}", at_least=0, at_most=MOST_SEED)
+    return seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +74,9 @@ class ComparisonSettings(ModelSettings):
                 raise UserError(unknown("method", name, METHODS))
         for number in self.num_evicted or ():
             num_evicted_of(number, 2)
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise UserError for a --plot that cannot be drawn."""
-    if path and path.suffix not in (".png", ".svg"):
-        raise UserError(f"--plot takes a path ending in .png or .svg, got {str(path)!r}")
+        reference = getattr(self, "reference", None)
+        if reference and reference not in self.methods and "reference" in self.changed():
+            raise UserError(f"--reference {reference} is not among --methods")
+        plot: Path | None = getattr(self, "plot", None)
+        if plot and plot.suffix not in (".png", ".svg"):
+            raise UserError(f"--plot takes a path ending in .png or .svg, got {str(plot)!r}")

@@ -1,16 +1,20 @@
 """Rows of results and the tables made of them, for pages and terminals."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row
 from kvalign.eval.protocol.verdicts import MIN_LABELS, apart
-from kvalign.foundation.console import Entry
 from kvalign.policies import OLDEST
+
+if TYPE_CHECKING:
+    from kvalign.foundation.console import Entry
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
@@ -36,6 +40,8 @@ def table(
     them has a value of is left out. The `reference` is not in the running where others are measured
     by it.
     """
+    from kvalign.foundation.console import Entry  # rich, which no command's --help needs
+
     shown = [METHOD]
     lines = [[Entry(label_of(row))] for row in rows]
     for name, column in columns.items():
@@ -61,18 +67,6 @@ def _range(column: Column, interval: tuple[float, float] | None) -> str:
     if interval is None or not math.isfinite(interval[1]) or interval[0] == interval[1]:
         return ""
     return "\N{EN DASH}".join(map(column.text, interval))
-
-
-def tables_by_cache(
-    title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
-) -> list[Table]:
-    """One table a cache size, so that the best is among methods which keep as much; texts that no
-    method wrote have none.
-    """
-    return [
-        table(f"{title}, C = {cache_size}" if cache_size else title, group, columns, reference)
-        for cache_size, group in grouped(rows, "cache_size").items()
-    ]
 
 
 def best(

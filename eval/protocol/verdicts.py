@@ -1,9 +1,6 @@
-"""What numbers allow to say of a method beside the reference: plain rules, one place for their
-limits, and how figures are put in words.
-"""
+"""What numbers allow to say of a method beside the reference: plain rules and their limits."""
 
 import math
-from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from kvalign.eval.protocol.evaluation import Row
@@ -71,19 +68,3 @@ def readable_apart(one: Row, other: Row) -> bool:
         return False
     ends = [share_interval(row["readable"], row["num_chunks"]) for row in (one, other)]
     return bool(ends[0] and ends[1] and apart(ends[0], ends[1]))
-
-
-def spread(values: Iterable[float], digits: int) -> str:
-    """The smallest and the largest of figures, or the one that all are."""
-    texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
-    return " to ".join([*texts][:: max(1, len(texts) - 1)])
-
-
-def in_words(label: str) -> str:
-    """What a row is called, in a sentence."""
-    return label.replace(", ", " with ", 1)
-
-
-def listed(words: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -24,10 +24,11 @@ def summary(results: Results) -> list[Table]:
     together; of rows of one method with the same aligner and sizes, and of subjects, the first
     counts. Aligners are named anew beside all that a table has.
     """
-    columns = {
-        f"{name}.{key}": _prefixed(name, column)
+    columns = {  # an evaluation's rows have its name before their figures' names
+        f"{name}.{key}": replace(column, ends=ends and (f"{name}.{ends[0]}", f"{name}.{ends[1]}"))
         for name, evaluation in EVALUATIONS.items()
         for key, column in evaluation.summary_columns.items()
+        for ends in [column.ends]
     }
     references: dict[str, str | None] = {}
     # By model and size, by evaluation: what was measured first, and its rows by what they are of.
@@ -39,7 +40,7 @@ def summary(results: Results) -> list[Table]:
                 references.setdefault(settings["model"], settings.get("reference"))
             by_size = grouped(evaluation.summary_rows(document), "cache_size")
             for cache_size, rows in by_size.items():
-                by_name = measured.setdefault((document["settings"]["model"], cache_size), {})
+                by_name = measured.setdefault((settings["model"], cache_size), {})
                 first, by_identity = by_name.setdefault(name, (subject, {}))
                 if first == subject:
                     by_identity |= {identity_of(row): row for row in rows} | by_identity
@@ -57,20 +58,11 @@ def summary(results: Results) -> list[Table]:
     return tables
 
 
-def _prefixed(name: str, column: Column) -> Column:
-    """A column of an evaluation where the rows' figures have its name before theirs."""
-    ends = column.ends and (f"{name}.{column.ends[0]}", f"{name}.{column.ends[1]}")
-    return replace(column, ends=ends)
-
-
 def sections(results: Results) -> list[Section]:
     """Those that have something to show: sweeps, then the evaluations in their order."""
     tuning = Section("Tuning", sweeps.ABOUT, [], [], sweeps.tables(results.sweeps))
-    parts = [
-        tuning,
-        *(s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))),
-    ]
-    return [section for section in parts if section.plots or section.tables]
+    parts = [s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))]
+    return [section for section in (tuning, *parts) if section.plots or section.tables]
 
 
 def panels(results: Results) -> list[Panel]:

@@ -51,6 +51,7 @@ def write_report(folder: str | Path) -> Path:
 
 def render(results: Results, contents: list[Section]) -> str:
     """The page's source, with these sections of the results."""
+    documents = results.documents.values()
     loader = PackageLoader("kvalign.eval.report")
     templates = Environment(
         loader=loader,
@@ -62,13 +63,11 @@ def render(results: Results, contents: list[Section]) -> str:
     templates.filters |= {"escape_controls": escape_controls, "svg": _svg}
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    used = {row["method"] for d in results.documents.values() for row in d["rows"]}
+    used = {row["method"] for d in documents for row in d["rows"]}
     return templates.get_template("report.html").render(
         suite=results.suite,
         documents=results.documents,
-        changed=[
-            *filter(None, dict.fromkeys(d.get("changed") for d in results.documents.values()))
-        ],
+        changed=[x for x in dict.fromkeys(d.get("changed") for d in documents) if x],
         findings=findings(results),
         meaning=MEANING,
         summary=summary(results),

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Evaluation
-from kvalign.eval.report.suite_file import Step, Suite, filled_in, parse_suite_text
+from kvalign.eval.report.suite_file import Suite, filled_in, parse_suite_text
 from kvalign.eval.report.sweeps import Sweep
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, read_checked, read_json, read_text
@@ -43,7 +44,8 @@ def read(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
-    suite = _suite(folder / SUITE_FILE)
+    file = folder / SUITE_FILE
+    suite = parse_suite_text(read_text(file), str(file)) if file.exists() else NO_SUITE
     documents = {path.stem: read_document(path) for path in sorted(folder.glob("*.json"))}
     for document in documents.values():
         document["command"] = filled_in(document["command"], folder)
@@ -54,21 +56,10 @@ def read(folder: Path) -> Results:
         )
     ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
     names = sorted(documents, key=lambda name: (ranks.get(name, len(ranks)), name))
-    paths = {s.name: folder / PREPARED / f"{s.name}.json" for s in suite.prepare if _is_sweep(s)}
-    sweeps = {name: _sweep(path) for name, path in paths.items() if path.exists()}
+    tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
+    paths = {name: folder / PREPARED / f"{name}.json" for name in tuned}
+    sweeps = {n: read_checked(_Prepared, path).result for n, path in paths.items() if path.exists()}
     return Results({name: documents[name] for name in names}, suite, sweeps)
-
-
-def _is_sweep(step: Step) -> bool:
-    return step.command.split()[:1] == ["tune"]
-
-
-def _sweep(path: Path) -> Sweep:
-    return read_checked(_Prepared, path).result
-
-
-def _suite(path: Path) -> Suite:
-    return parse_suite_text(read_text(path), str(path)) if path.exists() else NO_SUITE
 
 
 class _Prepared(BaseModel):
@@ -157,19 +148,19 @@ def _model_of(evaluation: Evaluation) -> type[BaseModel]:
     for name, column in evaluation.all_columns.items():
         figure = _Positive if name in evaluation.above_0 else _Figure
         columns[name] = (figure | None, None) if column.is_optional else (figure, ...)
-    columns |= _required(*evaluation.row_fields)
+    columns |= _required(evaluation.row_fields)
     columns |= {name: (hint | None, None) for name, hint in evaluation.row_options}
     row = create_model("Row", __base__=_Row, **columns)
     hints = typing.get_type_hints(evaluation.settings)
-    settings = [(name, hints[name]) for name in evaluation.settings_read]
+    settings = _required((name, hints[name]) for name in evaluation.settings_read)
     return create_model(
         "Document",
         __base__=_Document,
-        settings=(create_model("Settings", __base__=_Settings, **_required(*settings)), ...),
+        settings=(create_model("Settings", __base__=_Settings, **settings), ...),
         rows=(list[row], Field(min_length=1, max_length=_MOST_ROWS)),  # type: ignore[valid-type]
-        **_required(*evaluation.document_fields),
+        **_required(evaluation.document_fields),
     )
 
 
-def _required(*fields: tuple[str, Any]) -> dict[str, Any]:
+def _required(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: (hint, ...) for name, hint in fields}

@@ -24,6 +24,8 @@ FIGURES = {
     "input_label_mse": Column("left stale", 5, about="the same error of entries left as they are"),
 }
 _TRIAL = {
+    "trial": Column("trial", None),
+    "state": Column("state", None),
     **{name: column for name, column in FIGURES.items() if name != "input_label_mse"},
     "num_reports": Column("reports", about="validations; ASHA decides after each"),
     "seconds": Column("s", 1),
@@ -60,22 +62,14 @@ class Sweep(BaseModel):
 
 def tables(sweeps: Mapping[str, Sweep]) -> list[Table]:
     """The trials of each sweep."""
-    shown = [Column("trial", None), Column("state", None), *_TRIAL.values()]
-    return [
-        Table(
-            f"{name}: {sweep.target} network",
-            shown,
-            [
-                [
-                    Entry(trial.trial),
-                    Entry(trial.state),
-                    *(Entry(c.text(getattr(trial, name))) for name, c in _TRIAL.items()),
-                ]
-                for trial in sweep.trials
-            ],
-        )
-        for name, sweep in sweeps.items()
-    ]
+    found = []
+    for name, sweep in sweeps.items():
+        rows = [
+            [Entry(column.text(getattr(trial, figure))) for figure, column in _TRIAL.items()]
+            for trial in sweep.trials
+        ]
+        found.append(Table(f"{name}: {sweep.target} network", [*_TRIAL.values()], rows))
+    return found
 
 
 def beside(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:

@@ -9,7 +9,6 @@ from helpers.tiny_models import KINDS, ROTARY_KINDS, tiny_model
 
 from kvalign.app.cli.main import main
 from kvalign.eval import attention
-from kvalign.eval.drawing.conclusions import sinks
 from kvalign.eval.evaluations.attention.rows import row
 from kvalign.eval.evaluations.attention.weights import (
     EDGE,
@@ -22,6 +21,7 @@ from kvalign.eval.evaluations.attention.weights import (
     watch,
     watched,
 )
+from kvalign.eval.protocol.conclusions import sinks
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.methods import make_method

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from kvalign.eval.drawing.conclusions import recall
 from kvalign.eval.evaluations.perplexity.bigrams import distances, slices
 from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, slice_name, tables
 from kvalign.eval.evaluations.perplexity.scores import slice_bigrams
+from kvalign.eval.protocol.conclusions import recall
 
 
 def test_distances_are_to_the_last_token_of_the_same_bigram():

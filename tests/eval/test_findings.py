@@ -5,17 +5,10 @@ not.
 import pytest
 from helpers.results_example import documents
 
-from kvalign.eval.drawing import conclusions
-from kvalign.eval.protocol.verdicts import (
-    Verdict,
-    drifts,
-    in_words,
-    listed,
-    share_interval,
-    spread,
-    verdict,
-)
-from kvalign.eval.report.findings import answers, cost, findings, quality, writing
+from kvalign.eval.protocol import conclusions
+from kvalign.eval.protocol.conclusions import answers, cost, in_words, listed, spread
+from kvalign.eval.protocol.verdicts import Verdict, drifts, share_interval, verdict
+from kvalign.eval.report.findings import findings, quality, writing
 from kvalign.eval.report.results_folder import Results
 
 
@@ -100,7 +93,7 @@ def test_few_labels_judge_nothing():
     rows = [REFERENCE, row("window", 1.9, 0.0, None, labels=60)]
     headline, (sentence,) = quality(rows, "recompute", "60 labels")
     assert (
-        headline == "On 60 labels at C = 32 there are too few labels to tell any method from "
+        headline == "On 60 labels at C = 32, there are too few labels to tell any method from "
         "recompute."
     )
     assert (
@@ -128,12 +121,11 @@ def test_cost_is_of_what_does_not_fail():
         row("kvalign", bare_mean_ratio=1.3),
         row("recompute", bare_mean_ratio=4.0),
     ]
-    (sentence,) = cost(rows, ["kvalign, 0 sinks"], "recompute")
-    assert sentence.text.endswith("kvalign with 0 sinks 1.30; recompute with 0 sinks 4.00.")
-    assert "window" not in sentence.text and "bare with" not in sentence.text
-    (sentence,) = cost(rows, [], None)
-    assert "of all" in sentence.text and "window with 0 sinks 1.10" in sentence.text
-    assert cost([row("window")], [], None) == []
+    said = cost(rows, ["kvalign with 0 sinks"], "recompute")
+    assert said.endswith("kvalign with 0 sinks 1.30; recompute with 0 sinks 4.00.")
+    assert "window" not in said and "bare with" not in said
+    assert "of all" in cost(rows) and "window with 0 sinks 1.10" in cost(rows)
+    assert cost([row("window")]) == ""
 
 
 def written(method, readable, num_chunks=60, repetition=0.0):
@@ -165,11 +157,14 @@ def test_what_repeats_itself_is_said_to():
     assert len(writing([base, written("window", 0.9, repetition=0.4)], "Passages")) == 1
 
 
-def test_answers_of_which_none_is_right_tell_nothing():
+def test_answers_of_which_none_is_right_are_no_merit():
     rows = [row("window", accuracy=0.0), row("recompute", accuracy=0.0)]
-    assert answers(rows)[0].text.startswith("tells nothing here")
+    rows = [one | {"distance_lines": 5} for one in rows]
+    assert answers(rows).startswith("No answer is right with any method")
+    rows[1]["accuracy"] = 0.3
+    assert answers(rows).endswith("half of the queries of any distance: 0.30 at most.")
     rows[1]["accuracy"] = 0.5
-    assert answers(rows)[0].text.endswith("recompute with 0 sinks 50 %; window with 0 sinks 0 %.")
+    assert answers(rows).endswith("lines back: recompute with 0 sinks to 5.")
 
 
 def test_a_model_has_its_paragraph_and_texts_have_none():
@@ -189,16 +184,16 @@ def test_plots_have_conclusions():
         row("kvalign", 1.0, 0.98, 1.02, drift=1.1),
     ]
     assert conclusions.by_size(rows, "recompute") == (
-        "As good as recompute at every C: kvalign with 0 sinks. Far above recompute: window with 0 "
-        "sinks (1.90 times)."
+        "Here kvalign with 0 sinks is as good as recompute; window with 0 sinks (1.90 times) fails."
     )
     assert conclusions.by_size(rows[::2], None) == (
-        "Lowest at C = 32: recompute with 0 sinks (80.0)."
+        "Lowest: recompute with 0 sinks at C = 32 (80.0, its interval overlaps 1 more)."
     )
     middling = [REFERENCE, row("window", 1.1, 0.9, 1.4)]
-    assert conclusions.by_size(middling, "recompute").startswith("1.10 times recompute's: none is")
+    said = conclusions.by_size(middling, "recompute")
+    assert said == "Here no method is shown to be as good as recompute (1.10 times)."
     assert conclusions.by_drift(rows[1:], "recompute") == (
-        "An error adds up: window with 0 sinks (at C = 32 drift 1.73)."
+        "An error adds up: window with 0 sinks, drift 1.730."
     )
     assert conclusions.by_drift(rows[2:], "recompute") == (
         "No error is shown to add up: drift is 1.10."
@@ -225,9 +220,8 @@ def test_plots_have_conclusions():
 def test_figures_in_words():
     assert spread([1.234, 1.0], 2) == "1.00 to 1.23" and spread([1.001, 1.0], 2) == "1.00"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c" and listed([]) == ""
-    assert (
-        in_words("kvalign (table), 0 sinks, 8 at once") == "kvalign (table) with 0 sinks, 8 at once"
-    )
+    several = row("kvalign") | {"aligner": "table", "num_evicted": 8}
+    assert in_words(several) == "kvalign (table) with 0 sinks, 8 at once"
     low, high = share_interval(0.5, 10)  # Wilson's, by hand: 0.2366, 0.7634
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
     assert share_interval(0.0, 0) is None

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from kvalign.eval.evaluations.latency.peak_memory import peak_bytes
+from kvalign.eval.evaluations.latency.rows import peak_bytes
 
 MB = 10**6
 DEVICES = ["cpu"]

@@ -4,8 +4,8 @@ import pytest
 from helpers.results_example import documents
 from matplotlib.colors import to_hex
 
-from kvalign.eval.drawing.heat import MAX_CELLS, draw_heat
-from kvalign.eval.drawing.plots import Series, draw, series, with_intervals
+from kvalign.eval.drawing.plots import Series, draw, perplexities
+from kvalign.eval.drawing.strips import MAX_CELLS, draw_answers
 from kvalign.eval.evaluations import EVALUATIONS
 
 STYLE = ("#000000", "o", "-")
@@ -29,13 +29,13 @@ def test_axes_have_three_ticks_at_least(values, sizes):
 
 def test_whiskers_are_those_of_the_ratio_where_there_is_one():
     row = SIZES | dict(perplexity=110.0, low=80.0, high=150.0)
-    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    (line,) = perplexities([row], "cache_size")
     assert (line.low, line.high) == ([80.0], [150.0])
     row |= dict(ratio=1.1, ratio_low=1.05, ratio_high=1.2)
-    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    (line,) = perplexities([row], "cache_size")
     assert line.low == pytest.approx([105.0]) and line.high == pytest.approx([120.0])
     row |= dict(ratio_low=0.0, ratio_high=None)
-    (line,) = with_intervals(series([row], "cache_size", "perplexity"), [row])
+    (line,) = perplexities([row], "cache_size")
     assert (line.low, line.high) == ([110.0], [110.0])
 
 
@@ -50,7 +50,7 @@ def test_perplexities_are_drawn_with_their_whiskers():
 def test_answers_are_a_strip_of_numbers_for_each_method():
     answers = [SIZES | dict(readable=share) for share in (0.0, 0.5, 1.0)]
     others = [one | dict(method="recompute") for one in answers]
-    axes = draw_heat({"model": answers + others}).axes[0]
+    axes = draw_answers({"model": answers + others}).axes[0]
     assert [text.get_text() for text in axes.texts] == ["0", "50", "100"] * 2
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "window, 0 sinks",
@@ -61,7 +61,7 @@ def test_answers_are_a_strip_of_numbers_for_each_method():
 
 def test_many_answers_are_put_together():
     answers = [SIZES | dict(readable=number % 2) for number in range(80)]
-    axes = draw_heat({"model": answers}).axes[0]
+    axes = draw_answers({"model": answers}).axes[0]
     assert [text.get_text() for text in axes.texts] == ["40", "60"] * (MAX_CELLS // 2)
     assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1-5", "6-10"]
 

@@ -7,9 +7,9 @@ import torch
 
 import kvalign
 from kvalign.data_gen.facts import ANSWER, ages
-from kvalign.eval.drawing.conclusions import recalled
 from kvalign.eval.evaluations.recall import EVALUATION, MIDDLES, RecallSettings
 from kvalign.eval.evaluations.recall.scores import part_of, read_stream, score_method
+from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.grid import make_grid
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import hits, score_stepwise

@@ -155,7 +155,7 @@ def _commands(known: dict[str, Part], names: list[str]) -> str:
         (command,) = (step.command for step in steps if step.name == cell)
         command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
         command = command if command.startswith("python ") else f"kvalign {command}"
-        lines += " \\\n  ".join(wrap(command, 130, break_on_hyphens=False)).splitlines()
+        lines += " \\\n  ".join(wrap(command, 116, break_on_hyphens=False)).splitlines()
     return "\n".join(["```bash", *lines, "```"]) + "\n"
 
 

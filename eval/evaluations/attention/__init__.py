@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol.conclusions import sink_layers, sinks
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -27,12 +29,14 @@ from kvalign.eval.protocol.evaluation import (
     Evaluation,
     Section,
 )
-from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvalign.models.loading import LoadedModel
 
 
@@ -60,7 +64,6 @@ class AttentionSettings(ComparisonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_plot(self.plot)
         fewest = 22 + self.num_steps  # so that the first watched step fills the bins
         if min(self.cache_sizes) < fewest:
             raise UserError(
@@ -86,7 +89,6 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
     """
     from kvalign.eval.evaluations.attention.rows import read_texts, row
     from kvalign.eval.evaluations.attention.weights import num_tokens, watch
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
@@ -100,13 +102,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
         texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
         before, after = watch(method, texts, settings.num_steps, bar.update)
         rows.append(row(method, before, after) | {"seconds": time.perf_counter() - start})
-    result = document("eval attention", settings, rows, started=started)
-    if settings.plot:
-        from kvalign.eval.drawing.plots import save
-        from kvalign.eval.evaluations.attention.pictures import by_place
-
-        save(by_place(result), settings.plot)
-    return result
+    return document("eval attention", settings, rows, started=started, plot=_plotted)
 
 
 LAYERS = "% of the attention of the layers after the second; 95 % over texts"
@@ -129,15 +125,11 @@ BY_LAYER = (
     "spread over all entries would give."
 )
 
-
 ENDS = {
     name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
     for column in COLUMNS.values()
     for name in column.ends or ()
 }
-
-
-WHEN = ("before", "after")
 
 
 class Attention(Evaluation):
@@ -156,7 +148,9 @@ class Attention(Evaluation):
 
     def check(self, document: Document) -> None:
         for part in ("by_entry", "by_head"):
-            maps = [row[when].get(part, []) for row in document["rows"] for when in WHEN]
+            maps = [
+                row[when].get(part, []) for row in document["rows"] for when in ("before", "after")
+            ]
             shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
             if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
                 raise UserError(f"rows: {part} must be maps of the same shape before and after")
@@ -173,7 +167,6 @@ class Attention(Evaluation):
         return f"{super().title(document)}, {num}, {settings['num_steps']} queries each"
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import sinks
         from kvalign.eval.evaluations.attention.pictures import by_place
 
         caption = "Attention by layer and place, and of the first four by head: "
@@ -185,11 +178,14 @@ class Attention(Evaluation):
         return [*super().sections(documents), lines]
 
     def _by_layer(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import sink_layers
         from kvalign.eval.evaluations.attention.pictures import by_layer
 
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
         return by_layer(document), caption, sink_layers(document["rows"])
+
+
+def _plotted(document: Document) -> Figure:
+    return EVALUATION.figure(document)[0]
 
 
 EVALUATION = Attention()

@@ -54,14 +54,11 @@ def row(method: Method, before: Tensor, after: Tensor) -> Row:
             low, high = mean_interval(shares)
             name = f"{part}_{phase}"
             found |= {name: shares.mean().item(), f"{name}_low": low, f"{name}_high": high}
-    return found | {phase: _pictured(weights) for phase, weights in phases.items()}
-
-
-def _pictured(weights: Tensor) -> dict[str, list[list[float]]]:
-    """What the pictures show, in %."""
-    mean = 100 * weights.mean(0)  # [L, H, bins]
-    by_entry, by_head = mean.mean(1), mean[..., :EDGE].sum(-1)
-    return {"by_entry": _short(by_entry), "by_head": _short(by_head)}
+    for phase, weights in phases.items():  # what the pictures show
+        mean = 100 * weights.mean(0)  # [L, H, bins]
+        by_entry, by_head = mean.mean(1), mean[..., :EDGE].sum(-1)
+        found[phase] = {"by_entry": _short(by_entry), "by_head": _short(by_head)}
+    return found
 
 
 def _short(shares: Tensor) -> list[list[float]]:

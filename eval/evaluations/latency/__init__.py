@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol.conclusions import by_batch, cost
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     FLOOR,
     Column,
@@ -23,10 +25,10 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
-from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_ROWS, MOST_SEED, MOST_THREADS, keywords_of, option
+from kvalign.foundation.settings import MOST_ROWS, MOST_THREADS, keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +89,7 @@ class LatencySettings(ComparisonSettings):
     compile: bool = option(
         False, help="compile every method's step (torch.compile); the bare step stays as it is"
     )
-    seed: int = option(0, help="seed of weights, tokens and draws", at_least=0, at_most=MOST_SEED)
+    seed: int = seed_option("weights, tokens and draws")
     plot: Path | None = option(
         None,
         help="also draw tokens/s over batch sizes, of one batch size the time per token over "
@@ -97,13 +99,10 @@ class LatencySettings(ComparisonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reference not in self.methods and "reference" not in self.changed():
-            object.__setattr__(self, "reference", self.methods[0])
         if self.reference not in self.methods:
-            raise UserError(f"--reference {self.reference} is not among --methods")
+            object.__setattr__(self, "reference", self.methods[0])
         if self.aligner and self.aligner_kinds:
             raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
-        check_plot(self.plot)
 
 
 @keywords_of(LatencySettings)
@@ -126,7 +125,6 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import measure, num_turns
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import make_grid
 
     started = time.perf_counter()
@@ -145,15 +143,9 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
                     rows += measure(group, prompts, batch_size, settings, bar)
-        result = document("eval latency", settings, rows, started=started)
+        return document("eval latency", settings, rows, started=started, plot=_plotted)
     finally:
         torch.set_num_threads(num_threads)
-    if settings.plot:
-        from kvalign.eval.drawing.plots import save
-
-        drawn = EVALUATION.batches_figure(result)
-        save(drawn[0] if drawn else _by_size(result), settings.plot)
-    return result
 
 
 BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
@@ -208,8 +200,6 @@ class Latency(Evaluation):
         return [row for row in first if row["method"] != FLOOR]
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import cost
-
         rows = document["rows"]
         if len({row["cache_size"] for row in rows}) == 1:
             return None
@@ -218,13 +208,11 @@ class Latency(Evaluation):
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens a second over batch sizes, if there are several: a panel a cache size."""
-        from kvalign.eval.drawing.conclusions import by_batch
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        if (
-            len({row["batch_size"] for row in rows if "tokens_per_s" in row}) < 2
-        ):  # older ones lack it
+        timed = [row for row in rows if "tokens_per_s" in row]  # older ones lack it
+        if len({row["batch_size"] for row in timed}) < 2:
             return None
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
@@ -236,6 +224,12 @@ class Latency(Evaluation):
             documents, "Tokens a second", BATCHES, self.batches_figure, suffix="-batches"
         )
         return [*super().sections(documents), batches]
+
+
+def _plotted(document: Document) -> Figure:
+    """Of several batch sizes the tokens a second, else the time per token."""
+    drawn = EVALUATION.batches_figure(document)
+    return drawn[0] if drawn else _by_size(document)
 
 
 def _by_size(document: Document) -> Figure:

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol.conclusions import by_drift, by_size, by_time
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -27,7 +30,7 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
-from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
@@ -35,7 +38,6 @@ from kvalign.foundation.settings import keywords_of, option
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvalign.eval.protocol.tables import Table
     from kvalign.models.loading import LoadedModel
 
 
@@ -69,12 +71,6 @@ class PerplexitySettings(ComparisonSettings):
         None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reference and self.reference not in self.methods:
-            raise UserError(f"--reference {self.reference} is not among --methods")
-        check_plot(self.plot)
-
 
 @keywords_of(PerplexitySettings)
 @progress.shown_as("eval perplexity")
@@ -94,7 +90,6 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
     from kvalign.eval.evaluations.perplexity.loss_store import about_kept
     from kvalign.eval.evaluations.perplexity.scores import read_ids, score_methods
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import load, make_grid
     from kvalign.foundation.runs import keeping
 
@@ -105,12 +100,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     with keeping(lambda: about_kept(settings.keep)):
         rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
-    result = document("eval perplexity", settings, rows, started=started)
-    if settings.plot:
-        from kvalign.eval.drawing.plots import save
-
-        save(_by_size(result), settings.plot)
-    return result
+    return document("eval perplexity", settings, rows, started=started, plot=_by_size)
 
 
 COLUMNS = {
@@ -229,8 +219,6 @@ class Perplexity(Evaluation):
         return f"{super().title(document)}, {num_labels} labels of {document['settings']['corpus']}"
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import by_size
-
         rows, reference = document["rows"], document["settings"]["reference"]
         if len({row["cache_size"] for row in rows}) == 1:
             return None
@@ -245,11 +233,11 @@ class Perplexity(Evaluation):
         drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
         recall = Section.of(chosen, "Recall", RECALL, figure, tables, suffix="-recall")
         title = "Perplexity against total time"
-        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, self._time_tables)
+        tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
+        timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
         return [*super().sections(chosen), drift, recall, timed]
 
     def _drift(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import by_drift
         from kvalign.eval.drawing.plots import draw, panels_by
 
         settings, judged = document["settings"], _judged(document)
@@ -271,21 +259,14 @@ class Perplexity(Evaluation):
         return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import by_time
-        from kvalign.eval.drawing.plots import draw, series, with_intervals
+        from kvalign.eval.drawing.plots import draw, perplexities
 
         title, rows = self.title(document), document["rows"]
-        lines = with_intervals(series(rows, "seconds", "perplexity"), rows)
         x, y = "total time, s", "perplexity (lower is better)"
-        figure = draw({title: lines}, x=x, y=y, log_x=True, log_y=True)
+        panels = {title: perplexities(rows, "seconds")}
+        figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
         caption = f"Perplexity against total time: {title}; {_bars(document)}"
         return figure, caption, by_time(rows)
-
-    def _time_tables(self, document: Document) -> list[Table]:
-        from kvalign.eval.protocol.tables import tables_by_cache
-
-        reference = document["settings"]["reference"]
-        return tables_by_cache(self.title(document), document["rows"], TIMED_COLUMNS, reference)
 
 
 def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
@@ -310,18 +291,12 @@ def _judged(document: Document) -> str:
 
 def _by_size(document: Document) -> Figure:
     """Perplexity (log scale) against cache size, a line with intervals a method."""
-    from kvalign.eval.drawing.plots import draw, series, with_intervals
+    from kvalign.eval.drawing.plots import draw, perplexities
 
-    rows = document["rows"]
-    lines = with_intervals(series(rows, "cache_size", "perplexity"), rows)
+    title = f"{EVALUATION.title(document)}\n{_bars(document)}"
+    panels = {title: perplexities(document["rows"], "cache_size")}
     x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw(
-        {f"{EVALUATION.title(document)}\n{_bars(document)}": lines},
-        x=x,
-        y=y,
-        doubling_x=True,
-        log_y=True,
-    )
+    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Perplexity()

@@ -1,9 +1,7 @@
 """Recall slices in the report: a table and a plot of each by distance (`bigrams.py`)."""
 
-from typing import Any
-
-from kvalign.eval.drawing.conclusions import recall
 from kvalign.eval.drawing.plots import draw, panels_by
+from kvalign.eval.protocol.conclusions import recall
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Row
 from kvalign.eval.protocol.tables import Table, grouped, table
 
@@ -19,15 +17,14 @@ def slice_name(one: Row) -> str:
 
 def figure(document: Document) -> Drawing | None:
     """The ratio to the reference, or the perplexity, by distance; None of a document without."""
-    reference, judged = _judged(document)
+    reference = document["settings"]["reference"]
     rows = [row for row in document["rows"] if row.get("bigrams")]
-    if not rows:
-        return None
     points = [
-        row | {"x": x, "y": one[judged]} | _ends(one, judged)
+        row | {"x": x} | one
         for row in rows
-        for x, one in enumerate(row["bigrams"])
-        if one[judged] is not None and row["method"] != reference
+        if row["method"] != reference
+        for x, one in enumerate(_figures(row, "ratio" if reference else "perplexity"))
+        if one["y"] is not None
     ]
     if not points:
         return None
@@ -45,45 +42,41 @@ def tables(document: Document) -> list[Table]:
     """Of each cache size a table of perplexities, and with a reference one of ratios."""
     reference, model = document["settings"]["reference"], document["settings"]["model"]
     rows = [row for row in document["rows"] if row.get("bigrams")]
-    found = []
-    for size, group in grouped(rows, "cache_size").items():
-        for judged in ("perplexity", "ratio") if reference else ("perplexity",):
-            title = f"{model}, C = {size}, {judged} by distance"
-            found.append(_table(title, group, judged, reference))
-    return found
+    return [
+        _table(f"{model}, C = {size}, {judged} by distance", group, judged, reference)
+        for size, group in grouped(rows, "cache_size").items()
+        for judged in (("perplexity", "ratio") if reference else ("perplexity",))
+    ]
 
 
 def _table(title: str, rows: list[Row], judged: str, reference: str | None) -> Table:
-    of_rows = rows[0]["bigrams"]
     columns = {
-        f"{i}": Column(
+        f"y{i}": Column(
             f"{slice_name(one)} ({one['num_labels']})",
             2 if judged == "perplexity" else 3,
             "lower",
             "distance of the bigram's last occurrence, and labels",
-            ends=None if reference and judged == "perplexity" else (f"{i}_low", f"{i}_high"),
+            ends=None if reference and judged == "perplexity" else (f"low{i}", f"high{i}"),
             by_reference=True,
         )
-        for i, one in enumerate(of_rows)
+        for i, one in enumerate(rows[0]["bigrams"])
     }
-    lines = []
-    for row in rows:
-        line: dict[str, Any] = dict(row)
-        for i, one in enumerate(row["bigrams"]):
-            ends = _ends(one, judged) if one[judged] is not None else {}
-            line |= {f"{i}": one[judged]} | {f"{i}_{name}": end for name, end in ends.items()}
-        lines.append(line)
+    lines = [
+        row | {f"{name}{i}": one[name] for i, one in enumerate(figures) for name in one}
+        for row in rows
+        for figures in [_figures(row, judged)]
+    ]
     return table(title, lines, columns, reference)
 
 
-def _ends(one: Row, judged: str) -> dict[str, float]:
-    """The ends of a figure's interval; the figure itself where labels were too few."""
+def _figures(row: Row, judged: str) -> list[Row]:
+    """Of each slice the figure, `y`, and the ends of its interval, `low` and `high`: the figure
+    itself where labels were too few.
+    """
     low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
-    if one[high] is None:
-        return {"low": one[judged], "high": one[judged]}
-    return {"low": one[low], "high": one[high]}
-
-
-def _judged(document: Document) -> tuple[str | None, str]:
-    reference = document["settings"]["reference"]
-    return reference, "ratio" if reference else "perplexity"
+    figures = []
+    for one in row["bigrams"]:
+        y = one[judged]
+        ends = (y, y) if one[high] is None else (one[low], one[high])
+        figures.append({"y": y, "low": ends[0], "high": ends[1]})
+    return figures

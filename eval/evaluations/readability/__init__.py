@@ -12,9 +12,12 @@ import time
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.judging.judged_text import JUDGED_BY, MEAN_COLUMNS, JudgedText, WritingSettings
+from kvalign.eval.judging.rules import RULES
+from kvalign.eval.protocol.conclusions import readable
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     Column,
     Document,
@@ -26,6 +29,7 @@ from kvalign.eval.protocol.evaluation import (
     Row,
     Section,
 )
+from kvalign.eval.protocol.tables import grouped, label_of, method_name
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option
@@ -103,9 +107,7 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
 def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Document:
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge
-    from kvalign.eval.judging.rules import RULES
     from kvalign.eval.judging.words import load_words
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import in_turn, load, make_grid, sizes_of
     from kvalign.streaming.text_stream import TextStream
 
@@ -131,7 +133,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
                 | {"no_repeat_ngram_size": ngram, "prompt": number}
                 | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
-    more = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
+    more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
     return document("eval readability", settings, rows, started=started, **more)
 
 
@@ -192,19 +194,31 @@ class Readability(JudgedText):
 
     def sections(self, documents: Documents) -> list[Section]:
         """One, with a figure for each cache size and prompt: the strips of all methods."""
-        from kvalign.eval.evaluations.readability.strips import figures
-
-        plots = [
-            Plot(f"{name}{ending}", *drawn)
-            for name, document in documents.items()
-            for ending, drawn in figures(document).items()
-        ]
+        plots = [plot for name, one in documents.items() for plot in self._strips(name, one)]
         return [dataclasses.replace(one, plots=plots) for one in super().sections(documents)]
+
+    def _strips(self, name: str, document: Document) -> list[Plot]:
+        """The plots of a document of that name, in which the n-gram rules are below each other."""
+        from kvalign.eval.drawing.strips import draw_chunks
+
+        model, rule = document["settings"]["model"], document["rule"].get("name")
+        plots = []
+        groups = grouped(document["rows"], itemgetter("cache_size", "prompt"))
+        for (cache_size, prompt), rows in groups.items():
+            by_ngram = grouped(rows, "no_repeat_ngram_size")
+            panels = {_heading(ngram): group for ngram, group in by_ngram.items()}
+            said = [
+                f"{title}: {readable(group)}" if title else readable(group)
+                for title, group in panels.items()
+            ]
+            of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
+            ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
+            caption = f"Chunks in their order: {of}, rule {rule}"
+            plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(said)))
+        return plots
 
     def panels(self, document: Document) -> list[Panel]:
         """One for each cache size, n-gram rule and prompt; texts share one."""
-        from kvalign.eval.protocol.tables import grouped
-
         model, same = document["settings"]["model"], ("cache_size", *self.by, "prompt")
         groups = grouped(document["rows"], itemgetter(*same))
         return [
@@ -239,10 +253,14 @@ def setting_of(ngram: int | None) -> str:
     return f", no repeated {ngram}-gram" if ngram else ""
 
 
+def _heading(ngram: int | None) -> str:
+    if ngram is None:
+        return ""
+    return f"no repeated {ngram}-gram" if ngram else "repetition allowed"
+
+
 def _passages(rows: list[Row]) -> list[Passage]:
     """Those of rows side by side, called by their methods alone where these differ."""
-    from kvalign.eval.protocol.tables import label_of, method_name
-
     names = [method_name(row) for row in rows]
     if len(set(names)) < len(names):
         names = [label_of(row) for row in rows]

@@ -39,7 +39,7 @@ def of_texts(settings: TextSettings) -> Document:
         {**of_none, "method": name, "prompt": 0} | judged(_read(Path(name)), words.words, rule)
         for name in settings.text
     ]
-    more = {"prompts": [""], "rule": rule.described, "word_list": words.about}
+    more: dict[str, Any] = {"prompts": [""], "rule": rule.described, "word_list": words.about}
     return document("eval readability", settings, rows, started=started, **more)
 
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from kvalign.eval.protocol.conclusions import recalled
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
-from kvalign.eval.protocol.settings import ComparisonSettings, check_plot
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, MOST_SEED, keywords_of, option
+from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,9 +53,7 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_HELD,
     )
-    seed: int = option(
-        1, help="seed of the stream, the same for each method", at_least=0, at_most=MOST_SEED
-    )
+    seed: int = seed_option("the stream, the same for each method", default=1)
     num_streams: int = option(
         1,
         help="streams side by side, each with its part of the questions: faster for what steps",
@@ -65,7 +65,6 @@ class RecallSettings(ComparisonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_plot(self.plot)
         if (least := min(self.cache_sizes)) < len(QUARTERS):
             raise UserError(
                 f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
@@ -86,7 +85,6 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         UserError: a model that was not trained on such streams.
     """
     from kvalign.eval.evaluations.recall.scores import check_words, read_stream, score_method
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
@@ -102,12 +100,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         stream = streams[method.sizes.cache_size]
         rows.append(score_method(method, stream, bar.update))
         bar.skip(longest - stream.ages.numel())
-    result = document("eval recall", settings, rows, started=started)
-    if settings.plot:
-        from kvalign.eval.drawing.plots import save
-
-        save(_by_distance(result), settings.plot)
-    return result
+    return document("eval recall", settings, rows, started=started, plot=_by_distance)
 
 
 QUARTERS = ("newest", "second", "third", "oldest")
@@ -156,8 +149,6 @@ class Recall(Evaluation):
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
-        from kvalign.eval.drawing.conclusions import recalled
-
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
         return _by_distance(document), f"{caption}; bars: 95 %", recalled(document["rows"])
 

@@ -20,11 +20,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvalign.eval.protocol.conclusions import answers
+from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, Row
-from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.eval.protocol.tables import means
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MOST_HELD, MOST_SEED, keywords_of, option
+from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
@@ -48,12 +51,7 @@ class StreamEvalSettings(ComparisonSettings):
         200, help="lines of the stream, a value each", at_least=1, at_most=MOST_HELD
     )
     query_every: int = option(10, help="lines from one query to the next", at_least=1)
-    seed: int = option(
-        0,
-        help="seed of the values, the same for each method and distance",
-        at_least=0,
-        at_most=MOST_SEED,
-    )
+    seed: int = seed_option("the values, the same for each method and distance")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +84,6 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
         pieces,
         score,
     )
-    from kvalign.eval.protocol.document import document
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
@@ -132,12 +129,9 @@ class StreamEval(Evaluation):
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Means over the distances."""
-        from kvalign.eval.protocol.tables import means
-
         return means(document["rows"], self.in_summary)
 
     def figure(self, document: Document) -> Drawing | None:
-        from kvalign.eval.drawing.conclusions import answers
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]

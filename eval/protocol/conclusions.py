@@ -1,0 +1,297 @@
+"""Results in sentences made of their numbers, by the rules of `verdicts`: what is seen in each
+plot, and what a report begins with. Where the figures do not tell, the sentence says that.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from kvalign.eval.protocol.evaluation import FLOOR, Row
+from kvalign.eval.protocol.tables import grouped, label_of
+from kvalign.eval.protocol.verdicts import (
+    DRIFT_LABELS,
+    Verdict,
+    apart,
+    drifts,
+    readable_apart,
+    verdict,
+)
+
+SINK = 5  # times its even share that the first entry gets at least where it is a sink
+NEAR_RIGHT = 0.02  # of the share of right answers
+NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
+BESIDE = "recompute"  # what is written is compared with what this writes
+
+
+def in_words(row: Row) -> str:
+    """What a row is called, in a sentence."""
+    return label_of(row).replace(", ", " with ", 1)
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def spread(values: Iterable[float], digits: int) -> str:
+    """The smallest and the largest of figures, or the one that all are."""
+    texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
+    return " to ".join([*texts][:: max(1, len(texts) - 1)])
+
+
+def spans(rows: Iterable[Row], name: str, digits: int, unit: str = "") -> list[str]:
+    """Each method with the smallest and the largest of a figure."""
+    groups = grouped(rows, in_words)
+    figures = [spread((row[name] for row in group), digits) for group in groups.values()]
+    return [f"{label} ({figure}{unit})" for label, figure in zip(groups, figures, strict=True)]
+
+
+def spans_at(
+    rows: Iterable[Row], sizes: Sequence[int], name: str = "ratio", with_interval: bool = False
+) -> str:
+    """The same with the cache sizes if not all are meant, and the ends of the ratios' intervals."""
+    said = []
+    for label, group in grouped(rows, in_words).items():
+        own = sorted({row["cache_size"] for row in group})
+        at = f" at C = {', '.join(map(str, own))}" if own != [*sizes] else ""
+        figures = f"{name} {spread((row[name] for row in group), 3)}"
+        if with_interval:
+            low, high = min(r["ratio_low"] for r in group), max(r["ratio_high"] for r in group)
+            figures += f" (95 %: {low:.3f} to {high:.3f})"
+        said.append(f"{label}{at}, {figures}")
+    return "; ".join(said)
+
+
+def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
+    """Which methods are as good as the reference at every cache size, and which fail at one."""
+    others = [row for row in rows if row["method"] != reference]
+    verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
+    if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
+        return f"there are too few labels to tell any method from {reference}"
+    every = "" if len({row["cache_size"] for row in others}) == 1 else " at every C"
+    good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
+    who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
+    said = f"{who if good else 'no method is shown to be'} as good as {reference}{every}"
+    failing = [row for row in others if verdict(row) is Verdict.FAILS]
+    if with_ratios and not good and not failing:
+        return f"{said} ({spread((row['ratio'] for row in others), 2)} times)"
+    fails = spans(failing, "ratio", 2, " times") if with_ratios else [*grouped(failing, in_words)]
+    return f"{said}; {listed(fails)} {'fails' if len(fails) == 1 else 'fail'}" if fails else said
+
+
+def lowest(rows: Iterable[Row]) -> str:
+    """The method of the lowest perplexity at each cache size."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        low, *others = sorted(group, key=lambda row: row["perplexity"])
+        ends, *of_others = [(r["low"], r["high"] or math.inf) for r in (low, *others)]
+        tied = sum(not apart(ends, other) for other in of_others)
+        more = f", its interval overlaps {tied} more" if tied else ""
+        said.append(f"{in_words(low)} at C = {size} ({low['perplexity']:.1f}{more})")
+    return "; ".join(said)
+
+
+def by_size(rows: Sequence[Row], reference: str | None) -> str:
+    """How methods compare at all cache sizes, or which is the best of each."""
+    if not reference:
+        return f"Lowest: {lowest(rows)}."
+    is_alone = all(row["method"] == reference for row in rows)
+    return "" if is_alone else f"Here {compared(rows, reference, with_ratios=True)}."
+
+
+def by_drift(rows: Sequence[Row], reference: str | None) -> str:
+    """Of which methods an error adds up (`drifts`)."""
+    if not reference:
+        return "Without a reference the lines hold the text's own ups and downs."
+    rows = [row for row in rows if row.get("drift") is not None]
+    if not rows:
+        return ""
+    if (num_labels := rows[0]["num_labels"]) < DRIFT_LABELS:
+        return f"{num_labels} labels are too few to tell of drift, which takes {DRIFT_LABELS}."
+    if growing := [row for row in rows if drifts(row)]:
+        sizes = sorted({row["cache_size"] for row in rows})
+        return f"An error adds up: {spans_at(growing, sizes, 'drift')}."
+    return f"No error is shown to add up: drift is {spread((row['drift'] for row in rows), 2)}."
+
+
+def recall(rows: Sequence[Row], reference: str | None) -> str:
+    """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
+    that on new ones, where their intervals are apart; without a reference both perplexities.
+    """
+    if reference is None:
+        last = max(row["cache_size"] for row in rows)
+        said = [
+            f"{in_words(row)} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
+            for row in rows
+            for old, new in [_oldest_and_new(row)]
+            if row["cache_size"] == last and new["perplexity"]
+        ]
+        return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
+    lost: dict[str, list[str]] = {}
+    for row in rows:
+        old, new = _oldest_and_new(row)
+        ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
+        if row["method"] == reference or None in (*ends[0], *ends[1]):
+            continue
+        if ends[0][0] > ends[1][1]:
+            figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
+            lost.setdefault(in_words(row), []).append(figures)
+    what = "on bigrams of 0.75 to 1 C tokens back"
+    if not lost:
+        return f"No method is shown to be further from {reference} {what} than on new ones."
+    said = [f"{label} {', '.join(figures)}" for label, figures in lost.items()]
+    return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
+
+
+def _oldest_and_new(row: Row) -> tuple[Row, Row]:
+    """The slice of the oldest quarter of C, and that of new bigrams."""
+    slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
+    return slices[0.75, 1.0], slices[None, None]
+
+
+def sinks(rows: Sequence[Row]) -> str:
+    """Whether the model has attention sinks, and what its queries look at once they are gone."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        row, even = group[0], 100 / (size + 1)
+        share, low, high = (
+            row[name] for name in ("first_before", "first_before_low", "first_before_high")
+        )
+        num_layers = len(row["before"]["by_head"])
+        layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
+        found = "an attention sink" if low > SINK * even else "no sink"
+        after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
+        said.append(
+            f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of "
+            f"the attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); "
+            f"after, to the first that is kept: {listed(after)}."
+        )
+    return " ".join(said)
+
+
+def sink_layers(rows: Sequence[Row]) -> str:
+    """How many layers have a sink, before and after."""
+    said = []
+    for size, group in grouped(rows, "cache_size").items():
+        maps = {"before": group[0]["before"]} | {in_words(row): row["after"] for row in group}
+        shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
+        even = 400 / (size + 1)
+        num = {label: sum(x > SINK * even for x in found) for label, found in shares.items()}
+        counts = [f"{label} {n}" for label, n in num.items()]
+        most = max(shares["before"])
+        said.append(
+            f"At C = {size}: of {len(shares['before'])} layers, those that give the first four "
+            f"more than {SINK} times an even share: {', '.join(counts)}; most before: layer "
+            f"{shares['before'].index(most) + 1}, {most:.0f} %."
+        )
+    return " ".join(said)
+
+
+def by_time(rows: Sequence[Row]) -> str:
+    """The least time for a perplexity near the lowest."""
+    low = min(rows, key=lambda row: row["perplexity"])
+    near = [row for row in rows if row["perplexity"] <= NEAR * low["perplexity"]]
+    fast = min(near, key=lambda row: row["seconds"])
+    near_by = f"within {100 * (NEAR - 1):.0f} % of it"
+    if fast is low:
+        return f"Lowest, and the fastest of those {near_by}: {_point(low)}."
+    return f"Lowest: {_point(low)}. The fastest of those {near_by}: {_point(fast)}."
+
+
+def _point(row: Row) -> str:
+    figures = f"{row['perplexity']:.1f} in {row['seconds']:.2g} s"
+    return f"{in_words(row)} at C = {row['cache_size']} ({figures})"
+
+
+def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = None) -> str:
+    """What a step costs: of the methods that are `fit` and the reference, or of all where it is not
+    known which are; "" of rows without a bare step, as older ones are.
+    """
+    rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
+    shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
+    groups = grouped(shown, in_words).items()
+    times = {label: [row["bare_mean_ratio"] for row in group] for label, group in groups}
+    ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
+    what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
+    said = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
+    rule = f"Mean step {what}, times a bare step, which evicts nothing"
+    return f"{rule}: {'; '.join(said)}." if said else ""
+
+
+def by_batch(rows: Sequence[Row]) -> str:
+    """How much a method gains from the smallest batch to the largest."""
+    gains: dict[str, list[float]] = {}
+    first, last = min(r["batch_size"] for r in rows), max(r["batch_size"] for r in rows)
+    for (label, _), group in grouped(rows, lambda r: (in_words(r), r["cache_size"])).items():
+        at = {row["batch_size"]: row["tokens_per_s"] for row in group}
+        if first in at and last in at:
+            gains.setdefault(label, []).append(at[last] / at[first])
+    spans = [f"{label} {spread(values, 1)}" for label, values in gains.items()]
+    return f"Batch {last} by batch {first}, tokens/s: {'; '.join(spans)}."
+
+
+def answers(rows: Sequence[Row]) -> str:
+    """How far back exact answers reach."""
+    right = {
+        label: [row["distance_lines"] for row in group if row["accuracy"] >= 0.5]
+        for label, group in grouped(rows, in_words).items()
+    }
+    if not any(row["accuracy"] for row in rows):
+        return "No answer is right with any method, so these losses are no merit."
+    far = [f"{label} to {max(lines)}" for label, lines in right.items() if lines]
+    if not far:
+        most = max(row["accuracy"] for row in rows)
+        return f"No method answers half of the queries of any distance: {most:.2f} at most."
+    return f"Half of the answers or more are right, lines back: {'; '.join(far)}."
+
+
+def recalled(rows: Sequence[Row]) -> str:
+    """Which methods answer as re-encoding does in the oldest quarter of the cache, at every size,
+    and which do not.
+    """
+    base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}
+    others = [row for row in rows if row["method"] != "recompute"]
+    if not others:
+        return ""
+    where = "Right answers in the oldest quarter of the cache"
+    if len(base) < len({row["cache_size"] for row in rows}):
+        return f"{where}: {'; '.join(spans(others, 'oldest', 2))}."
+    near, below = list[str](), list[str]()
+    for group in grouped(others, in_words).values():
+        is_near = all(r["oldest"] >= base[r["cache_size"]] - NEAR_RIGHT for r in group)
+        (near if is_near else below).extend(spans(group, "oldest", 2))
+    points = f"{100 * NEAR_RIGHT:.0f} points of recompute ({spread(base.values(), 2)})"
+    said = [f"within {points}: {listed(near)}" if near else ""]
+    said += [f"not within {points if not near else 'them'}: {listed(below)}" if below else ""]
+    return f"{where}: {'; '.join(filter(None, said))}."
+
+
+def readable(rows: Sequence[Row], what: str = "chunks") -> str:
+    """The most and the least readable, by rows with `readable` and `num_chunks`."""
+    ranked = sorted(rows, key=lambda row: -row["readable"])
+    first, last = ranked[0], ranked[-1]
+    shares = [f"{100 * row['readable']:.0f} %" for row in (first, last)]
+    if len(rows) == 1 or shares[0] == shares[1]:
+        return f"Readable {what}: {shares[0]}{' of each' * (len(rows) > 1)}."
+    few = "" if readable_apart(first, last) else ", too few to tell them apart"
+    return (
+        f"Readable {what}: {shares[0]} ({in_words(first)}) to {shares[1]} ({in_words(last)}){few}."
+    )
+
+
+def beside(rows: Iterable[Row]) -> str:
+    """Whose words read worse or better than those of recompute; "" where there are none of both."""
+    judged = [row for row in rows if row.get("readable_low") is not None]
+    base = next((row for row in judged if row["method"] == BESIDE), None)
+    others = [row | {"percent": 100 * row["readable"]} for row in judged if row is not base]
+    if not base or not others:
+        return ""
+    share = 100 * base["readable"]
+    own = f"{BESIDE}'s {share:.0f} % of {base['num_chunks']} chunks, one draw"
+    told = [row for row in others if readable_apart(row, base)]
+    less = [f"{in_words(x)} {x['percent']:.0f} %" for x in told if x["percent"] < share]
+    more = [f"{in_words(x)} {x['percent']:.0f} %" for x in told if x["percent"] > share]
+    parts = [f"less readable than {own}: {', '.join(less)}"] if less else []
+    parts += [f"more readable than {own}: {', '.join(more)}"] if more else []
+    none = f"none is told from {own} ({spread((row['percent'] for row in others), 0)} %)"
+    return f"{'; '.join(parts or [none])}."
