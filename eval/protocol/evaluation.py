@@ -14,7 +14,7 @@ from kvalign.eval.protocol.settings import ComparisonSettings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvalign.eval.protocol.tables import Table
+    from kvalign.foundation.console import Entry
 
 Row = dict[str, Any]
 Document = dict[str, Any]
@@ -88,6 +88,16 @@ class Column:
         """Its interval in a row, if it has one; infinite where labels were too few."""
         low, high = (row.get(name) for name in self.ends or ("", ""))
         return None if low is None else (low, math.inf if high is None else high)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of entries; `note` says what a reader would ask of them."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Entry]]
+    note: str = ""
 
 
 class Plot(NamedTuple):

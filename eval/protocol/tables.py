@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row
+from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row, Table
 from kvalign.eval.protocol.verdicts import MIN_LABELS, apart
 from kvalign.policies import OLDEST
 
 if TYPE_CHECKING:
-    from kvalign.foundation.console import Entry
+    pass
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
     f"No intervals: they take {MIN_LABELS} labels or more (--num-tokens), and without them no "
     "difference is told from chance."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of entries; `note` says what a reader would ask of them."""
-
-    title: str
-    columns: list[Column]
-    rows: list[list[Entry]]
-    note: str = ""
 
 
 def table(

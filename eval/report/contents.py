@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.aligner_names import identity_of, renamed
-from kvalign.eval.protocol.evaluation import Column, Panel, Row, Section
-from kvalign.eval.protocol.tables import METHOD, Table, grouped, method_name, table
+from kvalign.eval.protocol.evaluation import Column, Panel, Row, Section, Table
+from kvalign.eval.protocol.tables import METHOD, grouped, method_name, table
 from kvalign.eval.report import sweeps
 from kvalign.eval.report.results_folder import Results
 from kvalign.eval.report.suite_file import PaperTable

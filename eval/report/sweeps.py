@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from kvalign.eval.protocol.evaluation import Column
-from kvalign.eval.protocol.tables import Table
+from kvalign.eval.protocol.evaluation import Column, Table
 from kvalign.eval.report.suite_file import PaperSweep
 from kvalign.foundation.console import Entry
 

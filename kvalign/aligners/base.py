@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
-from kvalign.aligners.card import card_text
-from kvalign.aligners.kinds import KINDS
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
@@ -199,6 +197,8 @@ class Aligner(
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The README.md that `save_pretrained` writes where there is none."""
+        from kvalign.aligners.card import card_text
+
         return ModelCard(card_text(self.config))
 
     def _save_pretrained(self, save_directory: Path) -> None:
@@ -228,6 +228,8 @@ class Aligner(
         if not (folder / CONFIG).is_file():
             raise NotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}")
         config = read_checked(AlignerConfig, folder / CONFIG)
+        from kvalign.aligners.kinds import KINDS
+
         kind = KINDS.find(config.kind)
         if unknown := sorted(config.sizes.keys() - kind.default_sizes.keys()):
             known = ", ".join(kind.default_sizes) or "none"

@@ -8,8 +8,7 @@ from helpers.results_example import write_folder
 from rich.console import Console
 
 from kvalign.app.cli.main import main
-from kvalign.eval.protocol.evaluation import Column
-from kvalign.eval.protocol.tables import Table
+from kvalign.eval.protocol.evaluation import Column, Table
 from kvalign.eval.report import terminal
 from kvalign.eval.report.terminal import fitted, print_tables
 from kvalign.foundation.console import Entry, console_for

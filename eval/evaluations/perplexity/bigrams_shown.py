@@ -2,8 +2,8 @@
 
 from kvalign.eval.drawing.plots import draw, panels_by
 from kvalign.eval.protocol.conclusions import recall
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Row
-from kvalign.eval.protocol.tables import Table, grouped, table
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Row, Table
+from kvalign.eval.protocol.tables import grouped, table
 
 NEW = "new"  # bigrams that were not there before
 

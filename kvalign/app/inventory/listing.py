@@ -147,8 +147,7 @@ def show(as_json: bool, **tables: list[Row]) -> None:
     if as_json:
         print(json.dumps(tables))
         return
-    from kvalign.eval.protocol.evaluation import Column
-    from kvalign.eval.protocol.tables import Table
+    from kvalign.eval.protocol.evaluation import Column, Table
     from kvalign.eval.report.terminal import print_tables
     from kvalign.foundation.console import Entry, print_table
 
