@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvalign.foundation import progress
-from kvalign.invariants.base import Invariant, Measured, NotApplicableError
+from kvalign.invariants.base import Measured, NotApplicableError, invariant
 from kvalign.invariants.stream import Stream
 from kvalign.invariants.subject import Subject, in_precision
 
@@ -87,17 +87,11 @@ def _run(subject: Subject) -> LongRun:
                 for layer, (_, values) in full.watched.found.items():
                     error = _largest_error(half.watched.found[layer][1], values)
                     run.most_apart = max(run.most_apart, error)
-        for stream in (half, full):
-            _forget(stream, i)
+        for watched in filter(None, (half.watched, full.watched)):
+            for births in watched.births[1:]:  # more than the first layer is not asked for
+                births.clear()
         progress.advance(1)
     return run
-
-
-def _forget(stream: Stream, step: int) -> None:
-    """A long stream need not be remembered beyond the first layer."""
-    if stream.watched is not None:
-        for births in stream.watched.births[1:]:
-            births.clear()
 
 
 def _error(logits: Tensor, exact: Tensor) -> float:
@@ -146,15 +140,21 @@ def _mean(figures: list[float]) -> float:
     return sum(figures) / len(figures)
 
 
-def _check_alike(run: LongRun) -> None:
+def _comparable(subject: Subject) -> LongRun:
     """Values carry no rotation: one that is far off is another token's."""
+    run = long_run(subject)
     if run.most_apart > OTHER:
         raise NotApplicableError("in half precision it keeps other tokens: there is no comparing")
+    return run
 
 
-def measure_half_entries(subject: Subject) -> Measured:
-    run = long_run(subject)
-    _check_alike(run)
+@invariant(
+    "in half precision old entries are as exact as new ones",
+    unit="old by new",
+    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
+)
+def half_entries(subject: Subject) -> Measured:
+    run = _comparable(subject)
     if not run.entries:
         raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
@@ -168,15 +168,25 @@ def measure_half_entries(subject: Subject) -> Measured:
     return Measured(float(ratios[kind, place]), ENTRIES, note)
 
 
-def measure_half_logits(subject: Subject) -> Measured:
-    run = long_run(subject)
-    _check_alike(run)
+@invariant(
+    "in half precision errors do not grow with the stream",
+    unit="last by first",
+    look_at="positions, angles or sums kept in half precision",
+)
+def half_logits(subject: Subject) -> Measured:
+    run = _comparable(subject)
     first, last = _mean(run.first_errors), _mean(run.last_errors)
     note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
     return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")
 
 
-def measure_kl(subject: Subject) -> Measured:
+@invariant(
+    "the distance to re-encoding is finite and does not grow with the stream",
+    unit="nats",
+    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
+    "on",
+)
+def kl(subject: Subject) -> Measured:
     run = long_run(subject)
     if run.no_kl:
         raise NotApplicableError(run.no_kl)
@@ -184,24 +194,3 @@ def measure_kl(subject: Subject) -> Measured:
     note = f"{first:.2g} early; with nothing but the last token it would be {unread:.2g}"
     error = math.hypot(GROWTH * _error_of(run.first_kl), _error_of(run.last_kl))
     return Measured(last, GROWTH * first + ERRORS * error + _FLOOR, note)
-
-
-HALF_ENTRIES = Invariant(
-    about="in half precision old entries are as exact as new ones",
-    unit="old by new",
-    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
-    measure=measure_half_entries,
-)
-HALF_LOGITS = Invariant(
-    about="in half precision errors do not grow with the stream",
-    unit="last by first",
-    look_at="positions, angles or sums kept in half precision",
-    measure=measure_half_logits,
-)
-KL = Invariant(
-    about="the distance to re-encoding is finite and does not grow with the stream",
-    unit="nats",
-    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
-    "on",
-    measure=measure_kl,
-)

@@ -83,26 +83,26 @@ class Subject:
     @cached_property
     def capacity(self) -> int:
         """Entries that a token finds at most."""
-        return self._probed[0]
-
-    @cached_property
-    def evicts(self) -> bool:
-        return self._probed[1]
-
-    @cached_property
-    def _probed(self) -> tuple[int, bool]:
-        stream, most = self.stream(is_watched=True), 0
-        ids = self.ids(1, self.room)
+        stream, most, ids = self.stream(is_watched=True), 0, self.ids(1, self.room)
         for i in range(self.room):
             stream.feed(ids[:, i : i + 1])
             if stream.num_found < i:
-                return most, True
+                break
             most = stream.num_found
-        return most, False
+        return most
+
+    @property
+    def evicts(self) -> bool:
+        return self.capacity < self.room - 1
 
     def needs_eviction(self) -> None:
         if not self.evicts:
             raise NotApplicableError(f"it evicts nothing in {self.capacity + 1} tokens")
+
+    @property
+    def num_unevicted(self) -> int:
+        """Tokens that can be fed while nothing is evicted."""
+        return self.capacity + 1 if self.evicts else self.capacity
 
     @property
     def num_tokens(self) -> int:
