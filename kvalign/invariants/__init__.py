@@ -109,6 +109,8 @@ def verify(
             is_number = math.isfinite(measured.figure)
             note = measured.note if is_number else f"no number; {measured.note}".rstrip("; ")
             figures = (measured.figure if is_number else None, measured.bound, invariant.unit, note)
-            state, mend = ("passed", "") if measured.holds else ("failed", look_at)
-            outcomes.append(outcome(state, *figures, mend))
+            if measured.holds:
+                outcomes.append(outcome("passed", *figures))
+            else:
+                outcomes.append(outcome("failed", *figures, look_at))
     return outcomes

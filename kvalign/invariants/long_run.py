@@ -10,7 +10,7 @@ from torch import Tensor
 from kvalign.foundation import progress
 from kvalign.invariants.base import Measured, NotApplicableError, invariant
 from kvalign.invariants.stream import Stream
-from kvalign.invariants.subject import Subject, in_precision
+from kvalign.invariants.subject import Subject, in_precision, once
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over
@@ -49,15 +49,10 @@ class LongRun:
     no_kl: str = ""
 
 
-def long_run(subject: Subject) -> LongRun:
-    """The long stream of a subject, run once."""
-    if "long_run" not in vars(subject):
-        vars(subject)["long_run"] = _run(subject)
-    return vars(subject)["long_run"]
-
-
+@once
 @torch.no_grad()
-def _run(subject: Subject) -> LongRun:
+def long_run(subject: Subject) -> LongRun:
+    """The long stream of a subject."""
     subject.needs_eviction()
     half_model = in_precision(subject.model, subject.half)
     full_model = in_precision(half_model, torch.float32)  # the very same weights
@@ -75,18 +70,18 @@ def _run(subject: Subject) -> LongRun:
         token = ids[:, i : i + 1]
         logits, exact = half.feed(token), full.feed(token)
         if capacity - STRETCH <= i < capacity:
-            run.first_errors.append(_error(logits, exact))
+            run.first_errors.append(_logit_error(logits, exact))
         for steps, figures in ((first_kl, run.first_kl), (last_kl, run.last_kl)):
             if i in steps and not run.no_kl:
                 _add_kl(run, figures, subject, full, exact)
         if i >= num - STRETCH:
-            run.last_errors.append(_error(logits, exact))
+            run.last_errors.append(_logit_error(logits, exact))
             if half.watched is not None and full.watched is not None:
                 pairs = zip(half.watched.found[0], full.watched.found[0], strict=True)
-                run.entries.append(torch.stack([_by_entry(x, y) for x, y in pairs]))
+                run.entries.append(torch.stack([_error(x, y, (0, 1, 3)) for x, y in pairs]))
                 for layer, (_, values) in full.watched.found.items():
-                    error = _largest_error(half.watched.found[layer][1], values)
-                    run.most_apart = max(run.most_apart, error)
+                    error = _error(half.watched.found[layer][1], values, (3,)).max()
+                    run.most_apart = max(run.most_apart, float(error))
         for watched in filter(None, (half.watched, full.watched)):
             for births in watched.births[1:]:  # more than the first layer is not asked for
                 births.clear()
@@ -94,21 +89,15 @@ def _run(subject: Subject) -> LongRun:
     return run
 
 
-def _error(logits: Tensor, exact: Tensor) -> float:
-    """Root mean square error by root mean square size, of logits [B, V] about their mean."""
+def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Root mean square error by root mean square size, over some dimensions."""
+    return (found.float() - exact).norm(dim=over) / exact.norm(dim=over)
+
+
+def _logit_error(logits: Tensor, exact: Tensor) -> float:
+    """The same of logits [B, V] about their mean."""
     logits, exact = (x - x.mean(-1, keepdim=True) for x in (logits, exact))
-    return float((logits - exact).norm() / exact.norm())
-
-
-def _by_entry(found: Tensor, exact: Tensor) -> Tensor:
-    """The same of entries [B, H, S, D], for each of them: [S]."""
-    apart = (found.float() - exact.float()).square().sum((0, 1, 3))
-    return (apart / exact.float().square().sum((0, 1, 3))).sqrt()
-
-
-def _largest_error(found: Tensor, exact: Tensor) -> float:
-    """The same of vectors [B, H, S, D], the largest of all."""
-    return float(((found.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+    return float(_error(logits, exact, (0, 1)))
 
 
 def _add_kl(

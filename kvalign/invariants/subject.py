@@ -1,8 +1,9 @@
 """What is put to the invariants: what makes a cache, and a model."""
 
 import copy
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from kvalign.models.architectures import Family, ModelSpec, spec_of
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
+
+T = TypeVar("T")
 
 MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
 SAMPLED_LEN = 128  # tokens of a text that the model writes itself
@@ -146,6 +149,18 @@ class Subject:
     def encoded(self, ids: Tensor, model: PreTrainedModel | None = None) -> Tensor:
         """Logits [B, T, V] of ids [B, T] from position 0, without a cache."""
         return (model or self.model)(input_ids=ids, use_cache=False).logits.float()
+
+
+def once(run: Callable[[Subject], T]) -> Callable[[Subject], T]:
+    """Stands above what is run once for a subject, whoever asks for it."""
+
+    @wraps(run)
+    def found(subject: Subject) -> T:
+        if run.__name__ not in vars(subject):
+            vars(subject)[run.__name__] = run(subject)
+        return vars(subject)[run.__name__]
+
+    return found
 
 
 def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
