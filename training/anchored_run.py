@@ -22,8 +22,8 @@ from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
 from kvalign.aligners.base import KeysValues
 from kvalign.aligners.network_sizes import KV
-from kvalign.cache import relative
-from kvalign.cache.realign import FromBirth, OnRead, realigner_of
+from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import FromBirth, realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
@@ -173,8 +173,8 @@ def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: i
     tables = realigner_of(model, aligner.table)
     if isinstance(tables, OnRead) and tables.rotation is None:
         cache = StreamingCache(spec_of(model.config), CacheSizes(size, 0), tables)
-        relative.feed(model, cache, ids.to(model.device), logits_to_keep=1)
-        held = ([x.last(size) for x in layer.entries] for layer in cache.layers)
+        cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
+        held = (layer.entries.last(size) for layer in cache.layers)
         return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in held])
     births, realigner = slice(0, size), FromBirth(model, aligner)
     entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)

@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from kvalign.aligners import TableAligner
-from kvalign.cache import relative
-from kvalign.cache.realign import OnRead
+from kvalign.cache.realign import realigner_of
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation import progress
@@ -56,7 +56,7 @@ def tune(
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
-    largest, realigner = aligner.config.chunk_len - 1, OnRead(model, aligner)
+    largest, realigner = aligner.config.chunk_len - 1, realigner_of(model, aligner)
     model.requires_grad_(False)
     hats = hat_functions(aligner.config.chunk_len).to(aligner.key.device)
     names = [name for name in TABLES if name.partition("_")[0] in settings.kvs]
@@ -132,7 +132,8 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
-        sizes, realigner = CacheSizes(cache_size, aligner.config.num_sinks), OnRead(model, aligner)
+        sizes = CacheSizes(cache_size, aligner.config.num_sinks)
+        realigner = realigner_of(model, aligner)
         parts = []
         for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
             parts.append(_streamed(model, sizes, realigner, part))
@@ -162,11 +163,13 @@ def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) ->
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens
 
 
-def _streamed(model: PreTrainedModel, sizes: CacheSizes, realigner: OnRead, ids: Tensor) -> Tensor:
+def _streamed(
+    model: PreTrainedModel, sizes: CacheSizes, realigner: Realigner | None, ids: Tensor
+) -> Tensor:
     """Logits [B, N - cache_size, V] on rows [B, N + 1] of text, after the first `cache_size`."""
     ids, num_logits = ids.to(model.device), ids.shape[1] - 1 - sizes.cache_size
     cache = StreamingCache(spec_of(model.config), sizes, realigner)
-    return relative.feed(model, cache, ids[:, :-1], logits_to_keep=num_logits).float()
+    return cache.feed_segment(model, ids[:, :-1], num_logits).float()
 
 
 def stream_loss(

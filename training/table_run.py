@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, TableAligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.cache.realign import realigner_of
-from kvalign.cache.relative import is_exact
+from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress

@@ -1,4 +1,4 @@
-"""A sliding buffer: entries in the order of time, written once and read as one slice.
+"""Keys and values in a sliding buffer: in the order of time, written once and read as one slice.
 
     [ . . . 5 6 7 8 9 . . . ]     appended at `end`, dropped by reading fewer of them
             ^ view    ^ end
@@ -7,60 +7,124 @@ When `end` meets the buffer's end, what is kept moves to its start: a copy of C 
 steps instead of one at each.
 """
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign.cache.sizes import CacheSizes
+
+SLACK = 4  # a buffer has room for another 1 / SLACK of its entries
+_SHORTEST = 64
 
 
-class SlidingBuffer:
-    """Entries [B, H, S, D] appended at the end; the owner says how many of the last still count.
+class KV(NamedTuple):
+    """Keys and values of the same entries, [B, H, S, D] each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KV":
+        return KV(function(self.keys), function(self.values))
+
+    def slots(self, start: int, num: int) -> "KV":
+        """A view of so many of the entries."""
+        return KV(self.keys.narrow(2, start, num), self.values.narrow(2, start, num))
+
+    def rows(self, rows: slice | Tensor) -> "KV":
+        """Those of some rows of the batch."""
+        return KV(self.keys[rows], self.values[rows])
+
+    def padded(self, width: int) -> "KV":
+        """As many entries as `width` says: zeros in front of those that there are."""
+        missing = width - self.keys.shape[2]
+        return self.map(lambda x: pad(x, (0, 0, missing, 0)))
+
+
+def cat(parts: Iterable[tuple[Tensor, Tensor]], dim: int = 2) -> KV:
+    """Entries one after another; with another dim their rows (0) or layers."""
+    keys, values = zip(*parts, strict=True)
+    return KV(torch.cat(keys, dim), torch.cat(values, dim))
+
+
+def slack_of(sizes: CacheSizes) -> int:
+    """Entries that a buffer has room for beyond those that are seen at once: so many steps lie
+    between two copies to its front.
+    """
+    return max(1, sizes.first_input_len // SLACK)
+
+
+class KVBuffer:
+    """Keys and values appended at the end; the owner says how many of the last still count.
 
     Args:
-        most: entries that are read at once, at most; `slack` more fit before anything is copied.
+        like: of the shape [B, H, ?, D] and on the device of what is to be held.
+        sizes: of the cache: as many entries as a step sees are read at once, `slack_of` them more
+            fit before anything is copied.
+        dtype: of what is held.
     """
 
-    data: Tensor
+    def __init__(self, like: KV, sizes: CacheSizes, dtype: torch.dtype):
+        self.size, self.end = sizes.first_input_len + slack_of(sizes), 0
+        self.data = like.map(lambda x: _empty(x, 0, dtype))
 
-    def __init__(self, most: int, slack: int):
-        self.size, self.end = most + slack, 0
-
-    def last(self, num: int) -> Tensor:
+    def last(self, num: int, rows: slice = slice(None)) -> KV:
         """A view of the newest entries [B, H, num, D]."""
-        return self.data.narrow(2, self.end - num, num)
+        assert num <= self.end
+        return self.data.slots(self.end - num, num).rows(rows)
 
-    def make_room(self, num_kept: int, num_new: int, like: Tensor) -> None:
-        """See to it that `num_new` more fit after the `num_kept` last ones. A buffer that is not
-        there yet is made for entries like `like` [B, H, ?, D].
-        """
-        if self.end == 0:
-            length = min(self.size, max(2 * num_new, 64))
-            self.data = like.new_empty(*like.shape[:2], max(length, num_new), like.shape[3])
-        elif self.end + num_new > self.data.shape[2]:
-            self._compact(num_kept, num_new)
+    def make_room(self, num_kept: int, num_new: int) -> None:
+        """See to it that `num_new` more fit after the `num_kept` last ones."""
+        assert num_kept <= self.end
+        length = self.data.keys.shape[2]
+        if self.end + num_new > length:
+            self._compact(num_kept, num_kept + num_new)
 
-    def write(self, new: Tensor) -> None:
+    def put(self, slot: int, new: KV, rows: slice = slice(None)) -> None:
+        """Put entries [B, H, T, D] into the slots from this one on."""
+        num = new.keys.shape[2]
+        for x, y in zip(self.data, new, strict=True):
+            x.narrow(2, slot, num)[rows].copy_(y.detach())
+
+    def write(self, new: KV) -> None:
         """Put new entries [B, H, T, D] after the last; there is room."""
-        self.data.narrow(2, self.end, new.shape[2]).copy_(new)
-        self.end += new.shape[2]
+        num = new.keys.shape[2]
+        assert self.end + num <= self.data.keys.shape[2]
+        self.put(self.end, new)
+        self.end += num
 
-    def replace(self, entries: Tensor) -> None:
+    def rewrite(self, new: KV, rows: slice = slice(None)) -> None:
+        """Put entries [B, H, S, D] in place of the newest S."""
+        self.put(self.end - new.keys.shape[2], new, rows)
+
+    def replace(self, entries: KV) -> None:
         """Hold these entries [B, H, S, D] alone."""
-        shape = (*entries.shape[:2], max(entries.shape[2], 1), entries.shape[3])
-        self.data, self.end = entries.new_empty(shape), 0
+        num = entries.keys.shape[2]
+        self.data, self.end = entries.map(lambda x: _empty(x, max(num, 1), x.dtype)), 0
         self.write(entries)
-
-    def _compact(self, num_kept: int, num_new: int) -> None:
-        old, needed = self.data, num_kept + num_new
-        first = self.end - num_kept
-        if old.shape[2] < self.size or needed > old.shape[2]:
-            length = max(needed, min(self.size, 2 * needed))
-            self.data = old.new_empty(*old.shape[:2], length, old.shape[3])
-            self.data[:, :, :num_kept] = old[:, :, first : self.end]
-        elif first:
-            # In pieces that do not overlap with where they go: no second buffer.
-            for start in range(0, num_kept, first):
-                piece = min(first, num_kept - start)
-                old[:, :, start : start + piece] = old[:, :, first + start : first + start + piece]
-        self.end = num_kept
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
-        self.data = self.data[rows.to(self.data.device)]
+        self.data = self.data.map(lambda x: x[rows.to(x.device)])
+
+    def _compact(self, num_kept: int, needed: int) -> None:
+        first, length = self.end - num_kept, self.data.keys.shape[2]
+        if length < self.size or needed > length:
+            length = max(needed, min(self.size, max(2 * needed, _SHORTEST)))
+            old, self.data = self.data, self.data.map(lambda x: _empty(x, length, x.dtype))
+            for x, y in zip(self.data, old, strict=True):
+                x[:, :, :num_kept] = y[:, :, first : self.end]
+        elif first:
+            # In pieces that do not overlap with where they go: no second buffer.
+            for start in range(0, num_kept, first):
+                num = min(first, num_kept - start)
+                for x in self.data:
+                    x.narrow(2, start, num).copy_(x.narrow(2, first + start, num))
+        self.end = num_kept
+
+
+def _empty(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    num_rows, num_heads, _, head_dim = like.shape
+    return like.new_empty(num_rows, num_heads, length, head_dim, dtype=dtype)

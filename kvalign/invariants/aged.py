@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.realign import LONG_RUN
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.realigner import LONG_RUN
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import Stream, Watched, matches
 from kvalign.invariants.subject import Subject, first_layer, once
@@ -51,7 +51,7 @@ def age(subject: Subject) -> Aged:
         raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
-    if isinstance(stream.cache, StreamingCache):
+    if isinstance(stream.cache, FixedSizeCache):
         while stream.cache.frame.num_behind(num) and num < 4 * (capacity + LONG_RUN):
             num += 1
     ids, done = subject.ids(1, num), 0

@@ -3,8 +3,9 @@
 import torch
 
 from kvalign.aligners import Move
-from kvalign.cache.realign import OnRead, Realigner
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.on_read import OnRead
+from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
 from kvalign.invariants.base import Measured, NotApplicableError, difference, invariant
 from kvalign.invariants.stream import SAME
@@ -51,7 +52,7 @@ def kept(subject: Subject) -> Measured:
     watched, cache = aged.watched, aged.stream.cache
     values = watched.found[0][1][0, :, : watched.num_found]
     born = watched.born()[1][0, :, :-1]
-    if isinstance(cache, StreamingCache):
+    if isinstance(cache, FixedSizeCache):
         places, which = aged.stream.places(), "entries, as index() names them"
         if aligner_of(cache) is not None:
             places, which = places[: cache.sizes.num_sinks], "sinks; of its other entries see moves"
@@ -76,7 +77,7 @@ def kept(subject: Subject) -> Measured:
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
 
-def aligner_of(cache: StreamingCache) -> Realigner | None:
+def aligner_of(cache: FixedSizeCache) -> Realigner | None:
     """What places a streaming cache's entries, if it is more than rotation."""
     realigner = cache.realigner
     if isinstance(realigner, OnRead):
@@ -93,7 +94,7 @@ def moves(subject: Subject) -> Measured:
     subject.needs_eviction()
     aged = age(subject)
     cache = aged.stream.cache
-    if isinstance(cache, StreamingCache) and (placing := aligner_of(cache)) is not None:
+    if isinstance(cache, FixedSizeCache) and (placing := aligner_of(cache)) is not None:
         aged.stream.places()  # which are the same in all layers and heads
         if placing.recursive:
             raise NotApplicableError(
@@ -119,14 +120,14 @@ def moves(subject: Subject) -> Measured:
 
 
 @torch.no_grad()
-def _placed_once(aged: Aged, cache: StreamingCache, placing: Realigner) -> Measured:
+def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measured:
     """Entries as attention sees them, and as one move from their birth makes them."""
     sizes, num = cache.sizes, aged.stream.ids.shape[1]
     behind, index = cache.frame.num_behind(num), cache.index()
-    rotation = cache.realigner.rotation if cache.realigner else None
+    rotation = cache.realigner.rotation
     sinks, window = index.split([sizes.num_sinks, len(index) - sizes.num_sinks])
     at = torch.tensor(aged.watched.positions)
-    turns = rotation is not None and cache.realigner is not None and not cache.realigner.moves
+    turns = cache.realigner.runs_on
     births = torch.tensor([sizes.num_stored(n) for n in range(num)]) if turns else at
     first = sizes.num_sinks + (0 if turns else behind)
     now = torch.arange(first, first + len(window))

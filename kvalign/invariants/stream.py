@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import NotApplicableError
 from kvalign.methods.base import Method
@@ -48,7 +48,7 @@ class Watched:
         layers = range(self.num_layers)
         told = [self.cache.get_mask_sizes(num_new, layer) for layer in layers]
         self.told = [(int(length), int(offset)) for length, offset in told]
-        if isinstance(self.cache, StreamingCache):
+        if isinstance(self.cache, FixedSizeCache):
             rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
             self.index = [_of_all_heads(index) for index in rows]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
+from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import CacheSizes, Positions, num_evicted_of
-from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.models.architectures import spec_of
@@ -161,32 +161,22 @@ class Method(ABC):
         return self
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: StreamingCache) -> Tensor:
-        """One pass over ids [B, T] after what a streaming cache holds: logits as of `feed`."""
-        if self.compiled is None or ids.shape[1] > 1:
-            return self.forward(ids, cache, **cache.row_inputs(self.model))
-        cache.ends_steps = False
-        try:
-            step = cache.begin_step(len(ids), 1)
+    def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
+        """One pass over ids [B, T] after what a cache holds: logits as of `feed`."""
+        with cache.forward_pass(len(ids), ids.shape[1]) as step:
             is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
-            if step.is_plain and is_full:
-                model, inputs = self.compiled, {"position_ids": step.position_ids}
-            else:
-                model, inputs = self.model, cache.row_inputs(self.model)
-            out = model(
-                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
-            )
-            cache.end_step()
-        finally:
-            cache.step, cache.ends_steps = None, True
-        return out.logits[:, -1].float()
+            if self.compiled is not None and step.decode is not None and is_full:
+                position_ids = step.decode.position_ids
+                return self.forward(ids, cache, self.compiled, position_ids=position_ids)
+            return self.forward(ids, cache, **cache.row_inputs(self.model))
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, cache: Cache | None = None, **inputs: Tensor) -> Tensor:
-        """One pass of the model over ids [B, T], after what is cached: logits as of `feed`."""
-        use = cache is not None
-        out = self.model(
-            input_ids=ids, past_key_values=cache, use_cache=use, logits_to_keep=1, **inputs
+    def forward(
+        self, ids: Tensor, cache: Cache, model: PreTrainedModel | None = None, **inputs: Tensor
+    ) -> Tensor:
+        """One pass of the model, or of one made of it, over ids [B, T]: logits as of `feed`."""
+        out = (self.model if model is None else model)(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
         )
         return out.logits[:, -1].float()
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache import relative
-from kvalign.cache.policy_cache import PolicyCache
-from kvalign.cache.realign import Realigner
+from kvalign.cache import segments
+from kvalign.cache.any_slot_cache import AnySlotCache
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
@@ -34,16 +35,16 @@ class Cached(Method):
         super().__init__(model, sizes)
         self.places_by = self.realigner()
         self.cache = self._new_cache()
-        self.is_exact = sizes.is_oldest and relative.is_exact(
+        self.is_exact = sizes.is_oldest and is_exact(
             self.model, sizes.cache_size, self.cache.realigner
         )
         if self.is_exact:
             install(self.model.config)
 
-    def _new_cache(self) -> StreamingCache:
+    def _new_cache(self) -> FixedSizeCache:
         if self.sizes.is_oldest:
             return StreamingCache(self.spec, self.sizes, self.places_by)
-        return PolicyCache(self.spec, self.sizes, self.places_by, self.model.config)
+        return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
@@ -52,7 +53,7 @@ class Cached(Method):
     @property
     def goes_stale(self) -> bool:
         is_moved = self.sizes.positions == "compact"
-        return self.spec.family == "learned" and self.cache.realigner is None and is_moved
+        return self.spec.family == "learned" and self.places_by is None and is_moved
 
     @property
     def tokens_left(self) -> int | None:
@@ -93,7 +94,7 @@ class Cached(Method):
         window, all of which see what those before them saw.
         """
         check_ids(ids, self.model.config.vocab_size)
-        if isinstance(self.cache, PolicyCache):
+        if isinstance(self.cache, AnySlotCache):
             self.cache.check_room(ids.shape[1])
         if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
             for i in range(ids.shape[1]):
@@ -108,7 +109,7 @@ class Cached(Method):
                 return logits
 
     def _take(self, ids: Tensor) -> Tensor:
-        if self._is_plain(ids.shape[1]):
+        if self._fits_at_once(ids.shape[1]):
             return self.step(ids, self.cache)
         return self.feed_segment(ids, logits_to_keep=1)[:, -1].float()
 
@@ -120,9 +121,10 @@ class Cached(Method):
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        return relative.feed(self.model, self.cache, ids, logits_to_keep)
+        assert isinstance(self.cache, StreamingCache)
+        return self.cache.feed_segment(self.model, ids, logits_to_keep)
 
-    def _is_plain(self, num_tokens: int) -> bool:
+    def _fits_at_once(self, num_tokens: int) -> bool:
         """Whether the model's own attention does: nothing is dropped between these tokens."""
         seen = max(self.cache.seen, default=0)
         return (
@@ -133,8 +135,8 @@ class Cached(Method):
 
     def _chunk_len(self, num_left: int) -> int:
         stored = self.cache.num_stored
-        if self.is_exact and not self._is_plain(num_left):
-            return relative.SEGMENT_LEN
+        if self.is_exact and not self._fits_at_once(num_left):
+            return segments.SEGMENT_LEN
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
         if not self.sizes.is_oldest:

@@ -5,7 +5,8 @@
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner
-from kvalign.cache.realign import Realigner, check_realign_every, realigner_of
+from kvalign.cache.realign import check_realign_every, realigner_of
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods.cached import Cached

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.cache.saved import expect_tensor
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.streaming_cache import expect_tensor
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import check_ids, rows_of

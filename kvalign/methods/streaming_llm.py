@@ -7,7 +7,8 @@ LLM Runtime's shift-RoPE-K (`n_discard`). Where positions are not rotary, llama.
 shift and the entries stay stale there, too.
 """
 
-from kvalign.cache.realign import Realigner, realigner_of
+from kvalign.cache.realign import realigner_of
+from kvalign.cache.realigner import Realigner
 from kvalign.methods.cached import Cached
 
 

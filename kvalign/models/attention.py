@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 REGISTERED = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 """Architectures whose attention is a function of the registry."""
 
-Read = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+ReadKeys = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a query [B, H, T, D], keys, values [B, H_kv, S, D] and the scale: [B, T, H, D]."""
 
 _PREFIX = "kvalign_"
@@ -29,7 +29,7 @@ _MARK = "_kvalign_read"
 _mask: ContextVar[Tensor | None] = ContextVar("mask", default=None)
 
 
-def mark(keys: Tensor, read: Read) -> Tensor:
+def mark(keys: Tensor, read: ReadKeys) -> Tensor:
     """The same keys, to be read by this function."""
     keys._kvalign_read = read  # type: ignore[attr-defined]
     return keys
@@ -61,7 +61,7 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        read: Read | None = getattr(key, _MARK, None)
+        read: ReadKeys | None = getattr(key, _MARK, None)
         if read is None:
             own = sys.modules[type(module).__module__]
             eager = getattr(own, "eager_attention_forward", None)

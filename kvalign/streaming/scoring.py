@@ -3,7 +3,7 @@ or by a faster way with the same figures.
 
 - Methods that re-encode clean windows (`recompute`, `discard-half`): a batch of windows at once.
 - Caches whose entries are placed from birth (`window`, `streaming-llm`, `kvalign` with a table):
-  whole segments in the relative form (`kvalign.cache.relative`).
+  whole segments in the relative form (`kvalign.cache.segments`).
 - Any other method steps.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from kvalign.cache import relative
+from kvalign.cache import segments
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect
 from kvalign.methods.base import Method
@@ -108,8 +108,8 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
     method.reset()
     method.feed(ids[:, :first])
     nll = []
-    for start in range(first, end, relative.SEGMENT_LEN):
-        stop = min(start + relative.SEGMENT_LEN, end)
+    for start in range(first, end, segments.SEGMENT_LEN):
+        stop = min(start + segments.SEGMENT_LEN, end)
         logits = method.feed_segment(ids[:, start:stop])[0].float()
         nll.append(measure(logits, ids[0, start + 1 : stop + 1]))
         on_labels(stop - start)

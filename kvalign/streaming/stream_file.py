@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners.base import has_fingerprint
-from kvalign.cache.streaming_cache import expect_tensor
+from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method

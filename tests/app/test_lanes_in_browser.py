@@ -126,8 +126,9 @@ def test_script_writes_where_the_cache_writes(opened):
         cache = StreamingCache(ANY, CacheSizes(*sizes))
         for token, frame in enumerate(frames):
             cache.update(*2 * [torch.full((1, 1, 1, 1), float(token))], 0)
-            for buffer in cache.layers[0].entries:
-                held = buffer.data[0, 0, : buffer.end, 0]
+            buffer = cache.layers[0].entries
+            for data in buffer.data:
+                held = data[0, 0, : buffer.end, 0]
                 assert [held.tolist(), buffer.size] == frame, (sizes, token)
 
 

@@ -137,7 +137,7 @@ def test_rotated_keys_are_the_keys_of_their_new_position(
     """Layer 0 of a rotary model depends on token and position alone: the cache must hold what
     re-encoding gives, at positions that have run on.
     """
-    monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", long_run)
+    monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", long_run)
     model = models[kind]
     sizes = CacheSizes(14, num_evicted=num_evicted)
     cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))

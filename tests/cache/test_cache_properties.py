@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvalign.cache.realign import FromBirth, OnRead, Realigner, Recursive, Returning, Rotating
-from kvalign.cache.relative import Segment
+from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import FromBirth, Recursive, Returning, Rotating
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import ModelSpec
@@ -286,28 +287,31 @@ class CacheMachine(RuleBasedStateMachine):
     def feed_segment(self, data):
         """Each token is computed at its own place; in the cache it is where stepping leaves it."""
         length = data.draw(st.integers(1, 2 * self.sizes.cache_size + 3), label="tokens")
-        num_seen, moved = self.rows[0].seen, self.rows[0].moved
+        moved = self.rows[0].moved
         found = [row.stored(row.found()) for row in self.rows]
         sinks = range(self.sizes.num_sinks)
         for entry in (entry for some in found for entry in some if entry.token in sinks):
             entry.key = entry.token  # they lie where each query finds them
         new = [row.take(length) for row in self.rows]
-        self.cache.segment = Segment(self.cache, num_seen, length, torch.device("cpu"))
-        for layer in range(NUM_LAYERS):
-            given, expected = [], []
-            for row, some, before in zip(self.rows, new, found, strict=True):
-                births = [entry.key for entry in some]
-                if row.rotates:  # computed at its place, turned to where it would run on
-                    births = [entry.value for entry in some]
-                    some = [replace(entry, key=entry.token - moved) for entry in some]
-                computed = [replace(e, key=birth) for e, birth in zip(some, births, strict=True)]
-                given.append(row.fake(layer, computed))
-                expected.append(row.fake(layer, before + row.stored(some)))
-            got = self.cache.update(*batch(given), layer)
-            for i, one in enumerate(expected):
-                assert got[0].shape[2] == one[0].shape[1]
-                assert_last(got, i, one)
-        self.cache.segment = None
+        segment = self.cache.segment(length, torch.device("cpu"))
+        with self.cache.forward_pass(len(self.rows), length, segment):
+            for layer in range(NUM_LAYERS):
+                self.take_segment(layer, found, new, moved)
+
+    def take_segment(self, layer, found, new, moved):
+        given, expected = [], []
+        for row, some, before in zip(self.rows, new, found, strict=True):
+            births = [entry.key for entry in some]
+            if row.rotates:  # computed at its place, turned to where it would run on
+                births = [entry.value for entry in some]
+                some = [replace(entry, key=entry.token - moved) for entry in some]
+            computed = [replace(e, key=birth) for e, birth in zip(some, births, strict=True)]
+            given.append(row.fake(layer, computed))
+            expected.append(row.fake(layer, before + row.stored(some)))
+        got = self.cache.update(*batch(given), layer)
+        for i, one in enumerate(expected):
+            assert got[0].shape[2] == one[0].shape[1]
+            assert_last(got, i, one)
 
     @rule()
     def reset(self):

@@ -37,7 +37,7 @@ def test_a_stream_does_not_depend_on_its_frames(kind, name, num_evicted, ids, mo
     extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
     logits = []
     for long_run in (1, 1000):
-        monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", long_run)
+        monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", long_run)
         method = make(name, model, num_evicted=num_evicted, num_sinks=4, **extra)
         logits.append(step(method, ids[:, :160], CACHE_SIZE + 1))
         num_frames = method.cache.frame.num_moved(160) // method.cache.frame.move_size

@@ -159,7 +159,7 @@ def test_where_it_has_no_effect_it_is_refused(models):
     for kind, aligner in CELLS:
         check_realign_every(sizes, realigner_of(models[kind], ALIGNERS[aligner](models[kind])))
     rotary_table = realigner_of(models["llama"], tables(models["llama"]))
-    for realigner in (None, realigner_of(models["llama"]), rotary_table):
+    for realigner in (realigner_of(models["llama"]), rotary_table):
         with pytest.raises(UserError, match="realign_every must be 1"):
             check_realign_every(sizes, realigner)
         check_realign_every(CacheSizes(CACHE_SIZE, 4, 1, 1), realigner)

@@ -5,7 +5,8 @@ import torch
 from helpers.methods import CACHE_SIZE, make, tables
 from helpers.tiny_models import KINDS, tiny_model
 
-from kvalign.cache import relative
+from kvalign.cache import segments
+from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import spec_of
@@ -30,7 +31,7 @@ def test_segments_are_stepping(models, kind, name, num_evicted, ids, monkeypatch
     expected = score_stepwise(method, ids[:1, :120])
     assert method.is_exact != ((kind, name) == ("bloom", "kvalign"))
     for segment_len in (7, 50, 256):
-        monkeypatch.setattr(relative, "SEGMENT_LEN", segment_len)
+        monkeypatch.setattr(segments, "SEGMENT_LEN", segment_len)
         found = score(method, ids[:1, :120])
         assert torch.allclose(found, expected, atol=2e-4)
         assert abs(found.mean().exp() / expected.mean().exp() - 1) < 1e-4
@@ -57,8 +58,8 @@ def test_how_an_input_is_cut_does_not_matter(
 ):
     if (kind, name) == ("bloom", "kvalign"):
         return  # tables on BLOOM are not read in its attention
-    monkeypatch.setattr("kvalign.cache.realign.LONG_RUN", 1)
-    monkeypatch.setattr(relative, "SEGMENT_LEN", 30)
+    monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", 1)
+    monkeypatch.setattr(segments, "SEGMENT_LEN", 30)
     method = method_of(name, models[kind], num_evicted=num_evicted, num_sinks=num_sinks)
     expected = [method.feed(ids[:, i : i + 1]) for i in range(101)]
     for cut in CUTS:
@@ -75,7 +76,7 @@ def test_how_an_input_is_cut_does_not_matter(
 def test_nothing_else_is_taken(models):
     """Other models step: attention of their own, sliding windows inside the cache, networks."""
     for kind in set(KINDS) - set(EXACT):
-        assert not relative.is_exact(models[kind], CACHE_SIZE, None)
+        assert not is_exact(models[kind], CACHE_SIZE, None)
     sliding = tiny_model("mistral", sliding_window=8)
     assert not make("window", sliding).is_exact
     assert not make("kvalign", models["gpt2"]).is_exact  # a network
@@ -86,7 +87,7 @@ def test_memory_does_not_grow_with_the_text(models, ids):
     cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE, 4, 3))
     stored = set()
     for start in range(0, 200, 10):
-        relative.feed(model, cache, ids[:, start : start + 10])
+        cache.feed_segment(model, ids[:, start : start + 10])
         stored.add(cache.num_stored)
         stored.add(cache.layers[0].keys.shape[2])
     assert max(stored) <= CACHE_SIZE
@@ -95,9 +96,7 @@ def test_memory_does_not_grow_with_the_text(models, ids):
 def test_logits_are_kept_as_asked(models, ids):
     model = models["llama"]
     all_of_them, some = (
-        relative.feed(
-            model, StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE)), ids, keep
-        )
+        StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE)).feed_segment(model, ids, keep)
         for keep in (0, 3)
     )
     assert all_of_them.shape[:2] == ids.shape and some.shape[1] == 3
@@ -110,6 +109,6 @@ def test_a_segment_that_fails_leaves_no_trace(models, ids):
     before = model(input_ids=ids[:, :30]).logits
     cache = StreamingCache(spec_of(model.config), CacheSizes(CACHE_SIZE))
     with pytest.raises(RuntimeError):
-        relative.feed(model, cache, ids.float())
-    assert cache.segment is None and cache.seen == []
+        cache.feed_segment(model, ids.float())
+    assert cache.step is None and cache.seen == []
     assert torch.equal(model(input_ids=ids[:, :30]).logits, before)

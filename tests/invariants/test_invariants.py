@@ -11,10 +11,11 @@ from helpers.tiny_models import KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
-from kvalign.cache.cache_layer import StreamingLayer
 from kvalign.cache.realign import Rotating
+from kvalign.cache.sinks import Sinks
 from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.invariants import INVARIANTS
 from kvalign.invariants.base import NotApplicableError
@@ -122,22 +123,23 @@ def test_a_model_that_is_not_known():
 
 
 def shift_by_two(patch):
-    right = StreamingLayer.move
+    right = WindowLayer.move
 
     def wrong(self, step, shifts):
         right(self, step, [shift + 2 for shift in shifts])
 
-    patch(StreamingLayer, "move", wrong)
+    patch(WindowLayer, "move", wrong)
 
 
 def table_read_two_places_off(patch):
-    right = Step.__post_init__
+    right = Step.of
 
-    def wrong(self):
-        right(self)
-        self.first_place += 2 if self.num_before == CACHE_SIZE else 0
+    def wrong(*of_pass):
+        step = right(*of_pass)
+        is_full = step.num_before == CACHE_SIZE
+        return replace(step, first_place=step.first_place + 2) if is_full else step
 
-    patch(Step, "__post_init__", wrong)
+    patch(Step, "of", wrong)
 
 
 def sinks_lost(patch):
@@ -145,14 +147,12 @@ def sinks_lost(patch):
 
 
 def sinks_of_the_first_row(patch):
-    right = StreamingLayer.write_sinks
+    right = WindowLayer.write_sinks
 
-    def wrong(self, step, keys):
-        own, self.sinks = self.sinks, [x[:1].expand_as(x) for x in self.sinks]
-        right(self, step, keys[:1].expand_as(keys))
-        self.sinks = own
+    def wrong(self, step, sinks):
+        right(self, step, sinks.map(lambda x: x[:1].expand_as(x)))
 
-    patch(StreamingLayer, "write_sinks", wrong)
+    patch(WindowLayer, "write_sinks", wrong)
 
 
 def mask_short(patch):
@@ -183,11 +183,7 @@ def reorder_ignored(patch):
 
 
 def reorder_without_sinks(patch):
-    def wrong(self, rows):
-        for buffer in self.buffers:
-            buffer.select(rows)
-
-    patch(StreamingLayer, "select", wrong)
+    patch(Sinks, "select", lambda self, rows: None)
 
 
 def repeat_in_rounds(patch):
@@ -212,13 +208,12 @@ def save_drops_a_row(patch):
 
 
 def an_input_counts_once(patch):
-    right = StreamingCache.end_step
+    right = StreamingCache._end
 
-    def wrong(self):
-        self.step.num_new = min(self.step.num_new, 1)
-        right(self)
+    def wrong(self, step):
+        right(self, replace(step, num_new=min(step.num_new, 1)))
 
-    patch(StreamingCache, "end_step", wrong)
+    patch(StreamingCache, "_end", wrong)
 
 
 def rounded_at_each_move(patch):
@@ -227,13 +222,13 @@ def rounded_at_each_move(patch):
 
 
 def first_entry_missing(patch):
-    right = StreamingLayer._take
+    right = WindowLayer.take
 
     def wrong(self, step, new):
         keys, values = right(self, step, new)
         return keys, torch.cat([0 * values[:, :, :1], values[:, :, 1:]], 2)
 
-    patch(StreamingLayer, "_take", wrong)
+    patch(WindowLayer, "take", wrong)
 
 
 # The row that a bug belongs to, then others that it shows in.

@@ -11,7 +11,7 @@ from helpers.plain_policies import PlainLoop, plain_copy
 from helpers.tiny_models import VOCAB, tiny_model
 
 from kvalign import StreamingCache, load_model, make_method
-from kvalign.cache.policy_cache import PolicyCache
+from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.policies import OLDEST, POLICIES
 
 CACHE_SIZE, NUM_STEPS = 16, 300
@@ -49,7 +49,7 @@ def pairs():
 
 def with_policy_cache(method):
     """A method that would take a slice of its stream, with the cache that gathers."""
-    method.cache = PolicyCache(method.spec, method.sizes, method.realigner(), method.model.config)
+    method.cache = AnySlotCache(method.spec, method.sizes, method.realigner(), method.model.config)
     method.is_exact = False
     return method
 

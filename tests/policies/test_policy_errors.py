@@ -8,7 +8,7 @@ from helpers.methods import anchored, network, tables
 from helpers.tiny_models import CONTEXT_LEN, tiny_model
 
 import kvalign
-from kvalign.cache.policy_cache import PolicyCache
+from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import spec_of
@@ -140,7 +140,7 @@ def test_rotary_positions_that_are_kept_go_on(models, ids):
 
 def test_keys_that_are_kept_stay_as_they_were(models, ids):
     model = models["llama"]
-    cache = PolicyCache(
+    cache = AnySlotCache(
         spec_of(model.config), CacheSizes(20, policy="random", positions="keep"), None, model.config
     )
     given = []

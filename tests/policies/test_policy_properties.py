@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.nn.functional import pad
 from transformers import GPT2Config
 
-from kvalign.cache.policy_cache import PolicyCache
-from kvalign.cache.realign import FromBirth, Realigner
+from kvalign.cache.any_slot_cache import AnySlotCache
+from kvalign.cache.realign import FromBirth
+from kvalign.cache.realigner import Realigner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.architectures import spec_of
 from kvalign.policies.base import Policy
@@ -138,8 +139,9 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def new_cache(self):
         realigner = FakeFromBirth() if self.is_placed else None
-        cache = PolicyCache(SPEC, self.sizes, realigner, CONFIG)
-        cache.policy = self.policy
+        cache = AnySlotCache(SPEC, self.sizes, realigner, CONFIG)
+        for part in (cache, *cache.layers):
+            part.policy = self.policy
         return cache
 
     def new_rows(self, num_rows):

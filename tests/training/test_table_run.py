@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AnchoredAligner, TableAligner, new_config
 from kvalign.app.cli.main import main
-from kvalign.cache import relative
 from kvalign.cache.realign import realigner_of
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -108,7 +107,7 @@ def test_kl_is_zero_where_streaming_is_exact():
 
     def divergence(model, sizes):
         cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
-        logits = relative.feed(model, cache, ids[:, :-1], logits_to_keep=99 - 20)
+        logits = cache.feed_segment(model, ids[:, :-1], logits_to_keep=99 - 20)
         rng = torch.Generator().manual_seed(0)
         return stream_loss("kl", model, sizes, ids, logits, rng)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvalign.cache.realign import OnRead
+from kvalign.cache.on_read import OnRead
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding

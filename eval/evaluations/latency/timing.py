@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvalign.cache.cache_layer import slack_of
+from kvalign.cache.buffer import slack_of
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.protocol.grid import title_of
 from kvalign.foundation.progress import Bar

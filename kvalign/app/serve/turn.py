@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.row import Row
-from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.base import FixedSizeCache
 from kvalign.methods.base import Method
 
 State = dict[str, Tensor]
@@ -67,5 +67,5 @@ def free(method: Method) -> None:
     other, and would be found by the garbage collector much later.
     """
     cache = getattr(method, "cache", None)
-    if isinstance(cache, StreamingCache):
+    if isinstance(cache, FixedSizeCache):
         cache.reset()

@@ -1,6 +1,6 @@
 """`unmoved`: attention sinks and a window, every entry left as it was computed."""
 
-from kvalign.cache.realign import Realigner
+from kvalign.cache.realigner import Realigner
 from kvalign.methods.cached import Cached
 
 

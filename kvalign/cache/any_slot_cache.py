@@ -1,0 +1,122 @@
+"""A streaming cache from which any entry may go, in each layer and head another one.
+
+     places  0 1 2 3 | 4 5 6 ... C-1        sinks stay in front, entries in the order of time
+     head 0  0 1 2 3 | 7 9 30 ... 99
+     head 1  0 1 2 3 | 4 5 31 ... 99        which tokens they are of, differs
+
+A policy scores the entries as a step sees them; before the next step the lowest go. Those that stay
+are placed by their rank: an entry of token j, the r-th of those that are kept, counts as lying at
+position r. What is placed from its birth (rotations, tables) can be placed anywhere, so that is
+all. With `positions="keep"` nothing is placed: positions grow with the stream.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from kvalign.cache.any_slot_layer import AnySlotLayer
+from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.realigner import Realigner
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import ModelSpec
+from kvalign.models.attention import REGISTERED, install
+from kvalign.policies import POLICIES
+
+
+@final
+class AnySlotCache(FixedSizeCache):
+    """Entries that a policy keeps, placed by rank or left where they were computed.
+
+    Args:
+        spec, sizes: see `FixedSizeCache`.
+        realigner: what keeps the entries that stay right; it must place them from their birth.
+        config: of the model, whose attention hands over its weights where the policy reads them.
+
+    Raises:
+        UserError: as of `FixedSizeCache`; a realigner, a model or positions that do not go with it.
+    """
+
+    layers: list[AnySlotLayer]
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sizes: CacheSizes,
+        realigner: Realigner | None,
+        config: PretrainedConfig,
+    ):
+        self.config, self.policy = config, POLICIES[sizes.policy](sizes.cache_size)
+        self.keeps_positions = sizes.positions == "keep"
+        self.last_token = self._last_token(spec, realigner) if self.keeps_positions else None
+        if self.policy.reads_weights:
+            self._check_attention(spec)
+        if realigner is not None:
+            realigner = None if self.keeps_positions else realigner.from_birth()
+        super().__init__(spec, sizes, realigner)
+
+    def _make_layers(self, num_layers: int) -> list[AnySlotLayer]:
+        return [AnySlotLayer(self, i, self.policy, self.sizes) for i in range(num_layers)]
+
+    def _last_token(self, spec: ModelSpec, realigner: Realigner | None) -> int | None:
+        """Tokens after which there is no position left."""
+        if spec.family == "alibi":
+            raise UserError(
+                f"positions=keep is not for {spec.name or 'this model'}: ALiBi goes by the place "
+                "among the entries that attention is handed"
+            )
+        rotation = realigner.rotation if realigner else None
+        is_bounded = rotation is None or rotation.is_bounded
+        return spec.context_len if is_bounded else None
+
+    def _check_attention(self, spec: ModelSpec) -> None:
+        name, policy = spec.name or "this model", self.policy.name
+        if spec.model_type not in REGISTERED:
+            raise UserError(
+                f"policy {policy} reads attention weights, which {spec.model_type} models do not "
+                "hand over: take key-norm, keydiff or random"
+            )
+        if getattr(self.config, "sliding_window", None) is not None:
+            raise UserError(
+                f"policy {policy} reads attention over all entries; layers of {name} see a window"
+            )
+
+    def index(self, row: int = 0) -> Tensor:
+        """Of a row's entries in each layer and head, the places of their tokens in the stream: [L,
+        H, S].
+        """
+        if not self.seen:
+            return torch.empty(len(self.layers), 0, 0, dtype=torch.int64)
+        self.settle()
+        num = self.sizes.num_stored(self.seen[row])
+        index = [layer.index[row].cpu() for layer in self.layers]
+        return torch.stack([x[:, x.shape[1] - num :] for x in index])
+
+    def positions(self) -> list[int]:
+        return list(self.seen) if self.keeps_positions else super().positions()
+
+    def check_room(self, num_new: int) -> None:
+        """Raise UserError unless there are positions for so many tokens more."""
+        last, seen = self.last_token, max(self.seen, default=0)
+        if last is not None and seen + num_new > last:
+            raise UserError(
+                f"positions=keep ends with the {last} positions of this model, got {num_new} more "
+                f"tokens after {seen}: compact does not end"
+            )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.step is None:
+            self.check_room(1)  # before a model looks up a position that it does not have
+        return super().get_seq_length(layer_idx)
+
+    def _bring(self, step: Step) -> Step:
+        self.check_room(step.num_new)
+        if self.layers[0].is_filled:
+            for layer in self.layers:
+                layer.evict(step)
+        if self.policy.reads_weights:
+            install(self.config)
+        return step

@@ -1,0 +1,163 @@
+"""A layer of a cache from which any entry may go: what it holds, and which of it stays."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Self, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign.aligners import Move
+from kvalign.cache.buffer import KV, cat
+from kvalign.cache.layer import Owner, StreamingLayer
+from kvalign.cache.saved import ReadTensor
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.models.attention import mark
+from kvalign.policies.base import Policy, Seen
+
+
+@final
+class AnySlotLayer(StreamingLayer):
+    """Entries in the order of time, of which a policy says in each head what they are worth. Rows
+    are right-aligned; what a shorter one lacks is 0 and of token -1.
+
+    Attributes:
+        held: [B, H, S, D], as entries are placed from: without their position, sinks as they are.
+        index: [B, H, S] int64, of which tokens of the stream.
+        scores: [B, H, S] float32, what the policy gave them last; 0 of those it has not seen.
+    """
+
+    def __init__(self, cache: Owner, layer_idx: int, policy: Policy, sizes: CacheSizes):
+        self.policy, self.sizes = policy, sizes
+        super().__init__(cache, layer_idx)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.held = KV(key_states, value_states).slots(0, 0)
+        shape = self.held.keys.shape[:3]
+        self.index = torch.empty(shape, dtype=torch.int64, device=self.device)
+        self.scores = torch.empty(shape, device=self.device)
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        super().reset()
+        self.held = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+
+    @property
+    def is_filled(self) -> bool:
+        return self.held.keys.shape[2] > 0
+
+    def take(self, step: Step, new: KV) -> KV:
+        # 1. What attention sees: entries placed by rank, and the new ones as they are.
+        found = cat([*self.pieces(step), new])
+        # 2. What is kept of the new ones.
+        stored = self.without_position(step, new).map(Tensor.detach)
+        self.held = cat([self.held, stored])
+        new_tokens = torch.arange(step.num_new, device=self.device)
+        tokens = torch.tensor(step.seen, device=self.device)[:, None, None] + new_tokens
+        tokens = tokens.expand(-1, self.index.shape[1], -1)
+        self.index = torch.cat([self.index, tokens], 2)
+        self.scores = pad(self.scores, (0, step.num_new))
+        # 3. What they are worth, where the policy wants to know it or has to say who goes.
+        if self.policy.accumulates or step.evicts:
+            if self.policy.reads_weights:
+                mark(found.keys, partial(self._attend, step))
+            else:
+                self._score(step, found)
+        return found
+
+    def _attend(
+        self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of queries [B, H, T, D] over all entries, whose weights the policy sees: [B, T,
+        H, D].
+        """
+        query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
+        scores = query @ keys.float()[:, :, None].mT
+        num_new, num = scores.shape[-2:]
+        if num_new > 1:
+            future = torch.ones(num_new, num, dtype=torch.bool, device=keys.device)
+            scores = scores.masked_fill(future.triu(num - num_new + 1), -torch.inf)
+        if step.uneven is not None:
+            visible = step.uneven.visible[:, None, None, None].to(keys.device)
+            scores = scores.masked_fill(~visible, -torch.inf)
+        weights = scores.softmax(-1)
+        self._score(step, KV(keys, values), weights.mean(2))
+        out = weights @ values.float()[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2)
+
+    def _score(self, step: Step, entries: KV, weights: Tensor | None = None) -> None:
+        num_fed = [n + step.num_new for n in step.seen]
+        before = self.scores[:, :, : self.scores.shape[2] - step.num_new]
+        self.scores = self.policy.score(Seen(self.layer_idx, num_fed, *entries, weights, before))
+
+    def evict(self, step: Step) -> None:
+        """Keep what is worth the most: so many entries of each row as the step says."""
+        num, sizes = self.index.shape[2], self.sizes
+        if num == step.num_before:
+            return
+        seen = torch.tensor(step.seen, device=self.device)[:, None, None]
+        assert sizes.num_recent is not None
+        stays = (self.index < sizes.num_sinks) | (self.index >= seen - sizes.num_recent)
+        worth = self.policy.worth(self.scores)
+        scores = worth.masked_fill(stays, torch.inf).masked_fill(self.index < 0, -torch.inf)
+        if step.is_even and num == step.num_before + 1:
+            # The usual step, in one comparison; of equal scores argmin takes the first.
+            slots = torch.arange(num - 1, device=self.device)
+            kept = slots + (slots >= scores.argmin(-1, keepdim=True))
+        else:
+            ranks = scores.argsort(dim=-1, stable=True).argsort(-1)
+            stored = torch.tensor(step.stored, device=self.device)[:, None, None]
+            is_kept = ranks >= num - stored
+            # Those that are kept behind those that are not, each in the order of time.
+            kept = is_kept.long().argsort(dim=-1, stable=True)[:, :, num - step.num_before :]
+            self.index = self.index.masked_fill(~is_kept, -1)
+            self.held = self.held.map(lambda x: x.masked_fill(~is_kept[..., None], 0))
+        self.index, self.scores = (x.gather(2, kept) for x in (self.index, self.scores))
+        slots = kept[..., None]
+        self.held = self.held.map(lambda x: x.gather(2, slots.expand(-1, -1, -1, x.shape[3])))
+
+    def pieces(self, step: Step) -> list[KV]:
+        num = step.num_before
+        if step.is_even:
+            return self._placed(self.held, num)
+        rows = []
+        for row, num_own in enumerate(step.stored):
+            own = self.held.slots(num - num_own, num_own).rows(slice(row, row + 1))
+            rows.append(cat(self._placed(own, num_own)).padded(num))
+        return [cat(rows, dim=0)]
+
+    def _placed(self, held: KV, num: int) -> list[KV]:
+        """Sinks, and the others where they are now: the r-th at position r."""
+        num_sinks = min(num, self.sizes.num_sinks)
+        now = torch.arange(num_sinks, num, device=self.device)
+        window = held.slots(num_sinks, num - num_sinks)
+        placed = self.cache.realigner.place(self.layer_idx, *window, Move(0, num_sinks, now))
+        return [held.slots(0, num_sinks), KV(*placed).map(lambda x: x.to(self.dtype))]
+
+    def select(self, rows: Tensor) -> None:
+        at = rows.to(self.device)
+        self.held = self.held.rows(at)
+        self.index, self.scores = self.index[at], self.scores[at]
+
+    def join(self, layers: Sequence[Self]) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(*layers[0].held)
+        width = max(layer.index.shape[2] for layer in layers)
+        of_layers = [(layer, width - layer.index.shape[2]) for layer in layers]
+        index = torch.cat([pad(layer.index, (n, 0), value=-1) for layer, n in of_layers])
+        scores = torch.cat([pad(layer.scores, (n, 0)) for layer, n in of_layers])
+        held = cat((layer.held.padded(width) for layer in layers), dim=0)
+        self.index, self.scores, self.held = index, scores, held
+
+    def state(self) -> dict[str, Tensor]:
+        return self.held._asdict() | {"index": self.index, "scores": self.scores}
+
+    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
+        held = KV(*(read(name, (width, head_dim), dtype) for name in KV._fields))
+        self.lazy_initialization(*held)
+        self.held = held
+        self.index = read("index", (width,), torch.int64)
+        self.scores = read("scores", (width,), torch.float32)

@@ -1,0 +1,135 @@
+"""A layer of a cache of fixed size, of whatever kind."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvalign.aligners.base import Birth
+from kvalign.cache.buffer import KV, cat
+from kvalign.cache.realigner import Realigner
+from kvalign.cache.saved import ReadTensor
+from kvalign.cache.step import Step
+from kvalign.foundation.errors import UserError
+
+
+class Owner(Protocol):
+    """What a layer knows of the cache that it is of (`base.py`)."""
+
+    realigner: Realigner
+
+    @property
+    def num_stored(self) -> int: ...
+    def enter(self, layer_idx: int, new: KV) -> Step: ...
+    def leave(self, layer_idx: int) -> None: ...
+    def settle(self) -> Step | None: ...
+    def get_seq_length(self) -> int: ...
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]: ...
+
+
+class StreamingLayer(CacheLayerMixin, ABC):
+    """What a layer of any kind does: it takes new entries in and hands attention all of them."""
+
+    def __init__(self, cache: Owner, layer_idx: int):
+        self.cache, self.layer_idx = cache, layer_idx
+        self.reset()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
+        """Take in [B, H, T, D]; return all entries for this pass's attention."""
+        new = KV(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(*new)
+        step = self.cache.enter(self.layer_idx, new)
+        found = self.take(step, new)
+        self.cache.leave(self.layer_idx)
+        return found
+
+    def reset(self) -> None:
+        self.is_initialized = False
+
+    @property
+    @abstractmethod
+    def is_filled(self) -> bool:
+        """Whether it has been handed anything."""
+
+    @abstractmethod
+    def take(self, step: Step, new: KV) -> KV:
+        """Keep new entries [B, H, T, D] of a pass; return all that its attention sees."""
+
+    @abstractmethod
+    def pieces(self, step: Step) -> list[KV]:
+        """The entries before a pass as it sees them, in parts to be put together."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+
+    @abstractmethod
+    def join(self, layers: Sequence[Any]) -> None:
+        """Hold the rows of all these layers."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+
+    @abstractmethod
+    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Take up what `state` gave of `width` entries."""
+
+    def without_position(self, step: Step, new: KV) -> KV:
+        """New entries as the realigner anchors them; sinks stay as they are."""
+        anchor, num_sinks, segment = self.cache.realigner.anchor, step.sizes.num_sinks, step.segment
+        if step.uneven is not None and step.num_new == 1:
+            return self._without_position_of_rows(step, new)
+        num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
+        spans = (
+            slice(x[0] + num_first, x[0] + step.num_new) for x in (step.births, step.positions)
+        )
+        births: Iterable[Birth] = spans
+        if segment is not None:
+            births = (segment.birth[num_first:], segment.at[num_first:])
+        others = new.slots(num_first, step.num_new - num_first)
+        anchored = KV(*anchor(self.layer_idx, *others, *births))
+        return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
+
+    def _without_position_of_rows(self, step: Step, new: KV) -> KV:
+        """The same of one token a row [B, H, 1, D]: rows take the place of entries."""
+        births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
+        turned = new.map(lambda x: x.transpose(0, 2))
+        turned = KV(*self.cache.realigner.anchor(self.layer_idx, *turned, *births))
+        anchored = turned.map(lambda x: x.transpose(0, 2).to(self.dtype))
+        is_sink = torch.tensor(step.seen, device=self.device) < step.sizes.num_sinks
+        is_sink = is_sink[:, None, None, None]
+        return KV(*(torch.where(is_sink, x, y) for x, y in zip(new, anchored, strict=True)))
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys that stay, as attention sees them: [B, H, S, D]; None before the first."""
+        return self._found()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values that stay, as attention sees them: [B, H, S, D]; None before the first."""
+        return self._found()[1]
+
+    def _found(self) -> KV | tuple[None, None]:
+        step = self.cache.settle()
+        if step is None or not self.is_initialized:
+            return None, None
+        if step.uneven is not None:
+            raise UserError("rows of a cache lie in different places: select one to look at it")
+        return cat(self.pieces(step))
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.get_mask_sizes(query_length, self.layer_idx)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23

@@ -1,0 +1,167 @@
+"""Position tables that are placed on read: entries stay as they were written, without their
+position, and attention gives them the present one.
+
+With k = m[p] + s[p] k' and k' stored, the scores of a query are (q k') s[p] + q m[p], and the
+output for weights w is (w s[p]) v' + w m[p]: nothing is written again. It is the formula of
+`TableAligner`, taken apart so that no key of a position is ever made.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.aligners import Move, TableAligner
+from kvalign.aligners.base import Birth, KeysValues
+from kvalign.cache.realigner import Realigner, is_short, positions_of, running
+from kvalign.cache.segments import Tables
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step, UnevenRows
+from kvalign.models.architectures import rotation_of
+from kvalign.models.attention import install
+
+
+class OnRead(Realigner):
+    """Tables on architectures whose attention is a function of transformers' registry.
+
+    Args:
+        moving: what does the same by writing entries anew.
+    """
+
+    reads = True
+
+    def __init__(self, model: PreTrainedModel, table: TableAligner, moving: Realigner):
+        super().__init__(rotation_of(model))
+        self.config, self.table, self.moving = model.config, table.to(model.device), moving
+        self.step_means: list[Tensor] = []
+        self._version = -1
+        install(self.config)
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        return self.moving if self.rotation and is_short(self, sizes, context_len) else self
+
+    def from_birth(self) -> Realigner:
+        return self.moving
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        return running(sizes, self.rotation, context_len) if self.rotation else sizes
+
+    def prepare(self, num_layers: int) -> None:
+        """Have the mean keys of all layers in `step_means`, those of the table as it is now."""
+        install(self.config)
+        if self._version != self.table.key._version:
+            self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
+            self._version = self.table.key._version
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
+        """Of a rotary model the mean is turned to where the keys are, so that they stay there."""
+        table = self.table
+        if self.rotation is None:
+            return table.anchor(layer, keys, values, birth)
+        mean = self.rotation.shift(table.key[layer, :, birth], -positions_of(at))  # [B?, H, S, D]
+        keys = (keys - mean) / table.key_scale[layer, :, birth, None]
+        return keys, table.anchor(layer, values, values, birth)[1]
+
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        """Stored keys of a rotary model lie at positions that are moved back."""
+        return (self.rotation.shift(keys, move.shift) if self.rotation else keys), values
+
+    def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
+        table = self.table
+        means = table.key[layer, :, now]
+        if self.rotation is not None:
+            means = self.rotation.shift(means, -at)
+        return (
+            torch.addcmul(means, keys, table.key_scale[layer, :, now, None]),
+            torch.addcmul(
+                table.value[layer, :, now], values, table.value_scale[layer, :, now, None]
+            ),
+        )
+
+    def tables(self, layer: int) -> Tables:
+        table = self.table
+        return Tables(
+            self._turned_means(layer),
+            table.value[layer],
+            table.key_scale[layer],
+            table.value_scale[layer],
+        )
+
+    def attend(
+        self, step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Sinks lie at their places; rows may be of unequal lengths."""
+        table, half = self.table, keys.dtype != torch.float32
+        tables = Tables(
+            self.step_means[layer],
+            table.value[layer],
+            table.key_scale[layer],
+            table.value_scale[layer],
+        )
+        query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
+        placed = query
+        if self.rotation is not None:
+            placed = self.rotation.shift(query, step.behind_rows.to(keys.device))
+        scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
+        if step.uneven is None:
+            first, num_sinks = step.first_place, min(step.sizes.num_sinks, keys.shape[2])
+            places = slice(first, first + keys.shape[2] - num_sinks)
+            weights, out = _alike(scores, placed.float(), tables, num_sinks, places)
+        else:
+            weights, out = _uneven(scores, placed.float(), tables, step.uneven)
+        out = out + (weights.to(values.dtype) if half else weights) @ values
+        return out.flatten(1, 2)[:, None]
+
+    def _turned_means(self, layer: int) -> Tensor:
+        """Mean keys [H, P, D], of a rotary model turned to their positions."""
+        means = self.table.key[layer]
+        if self.rotation is None:
+            return means
+        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+
+
+def _alike(
+    scores: Tensor, query: Tensor, tables: Tables, num_sinks: int, places: slice
+) -> tuple[Tensor, Tensor]:
+    """The weights of what is stored [B, H, G, S'], and the part of the output that is of positions
+    [B, H, G, D]. The places of a window are a slice of the tables; scores are overwritten.
+    """
+    window = scores[..., num_sinks:]
+    window.mul_(tables.key_scales[:, None, places])
+    window.add_(_by_head(query, tables.key_means[:, places].mT))
+    weights = scores.softmax(-1)
+    window = weights[..., num_sinks:]
+    out = _by_head(window, tables.value_means[:, places])
+    window.mul_(tables.value_scales[:, None, places])
+    return weights, out
+
+
+def _uneven(
+    scores: Tensor, query: Tensor, tables: Tables, rows: UnevenRows
+) -> tuple[Tensor, Tensor]:
+    """The same for rows that find their entries at places of their own."""
+    # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
+    places, inside, visible = (
+        x[:, None, None].to(scores.device) for x in (rows.places, rows.inside, rows.visible)
+    )
+
+    def scale(scales: Tensor) -> Tensor:  # [H, P] -> [B, H, 1, S']
+        return scales[:, places[:, 0, 0]].transpose(0, 1)[:, :, None]
+
+    of_position = _by_head(query, tables.key_means.mT).gather(-1, places.expand_as(scores))
+    scores = torch.where(inside, scores * scale(tables.key_scales) + of_position, scores)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    shares = weights.new_zeros(*weights.shape[:-1], tables.value_means.shape[1])
+    shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
+    out = _by_head(shares, tables.value_means)
+    return torch.where(inside, weights * scale(tables.value_scales), weights), out
+
+
+def _by_head(x: Tensor, table: Tensor) -> Tensor:
+    """x [B, H, G, M] @ table [H, M, N], which the rows of a batch share: [B, H, G, N]. One product
+    a head; broadcast, the table would be copied for each row.
+    """
+    num_rows, num_heads, num_groups, _ = x.shape
+    product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]
+    return product.view(num_heads, num_rows, num_groups, -1).transpose(0, 1)

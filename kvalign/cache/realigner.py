@@ -1,0 +1,129 @@
+"""How the entries that stay get right for their new positions, as a cache and its layers see it.
+
+Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`). A
+realigner says what is stored of an entry, what becomes of it when it moves, and how attention reads
+it; `realign.py` and `on_read.py` have those that do anything.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.aligners import Move
+from kvalign.aligners.base import Birth, KeysValues
+from kvalign.cache.segments import Tables
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.models.attention import REGISTERED
+from kvalign.models.rope import Rotation
+
+LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
+MASKED = ("bloom",)
+"""Architectures whose attention is in no registry, but takes a mask of ours."""
+
+
+class Realigner:
+    """Leaves entries as they were written. One instance serves all layers and has no state.
+
+    Attributes:
+        rotation: what turns the model's keys, if anything does.
+    """
+
+    moves = False
+    """Whether attention sees copies of the entries, placed anew from what `anchor` returned."""
+    reads = False
+    """Whether entries are stored as `anchor` returns them, and `attend` places them."""
+    recursive = False
+    """Of those that move: `place` is given its own last output, in float32."""
+    is_relative = True
+    """Whether what a query sees of an entry depends on their two tokens alone."""
+
+    def __init__(self, rotation: Rotation | None = None):
+        self.rotation = rotation
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether keys stay where they were computed, and only differences of positions matter."""
+        return self.rotation is not None and not self.moves
+
+    def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
+        """What does the same for a cache of these sizes where this one's frames are too short."""
+        return self
+
+    def from_birth(self) -> "Realigner":
+        """What does the same by writing entries anew from their birth, wherever each one lies;
+        UserError if there is no such thing.
+        """
+        return self
+
+    def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
+        """The sizes with the number of steps after which entries are moved back."""
+        return sizes
+
+    def prepare(self, num_layers: int) -> None:
+        """Have what `attend` needs before a pass begins."""
+
+    def anchor(
+        self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
+    ) -> KeysValues:
+        """What is kept of new entries [B, H, S, D], which have the places `birth` in the cache and
+        were computed at the positions `at`: the same, while positions do not run on.
+        """
+        return keys, values
+
+    def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        """The entries [B, H, S, D] after the sinks at their new places, from what was kept."""
+        return keys, values
+
+    def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
+        """Stored entries [B, H, S, D] as attention sees them: at the places `now` [S], computed for
+        the positions `at` [S].
+        """
+        return keys, values
+
+    def attend(
+        self, step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of one query [B, H, 1, D] over all that a layer stores: [B, 1, H, D]."""
+        raise NotImplementedError(f"{type(self).__name__} reads nothing")
+
+    def tables(self, layer: int) -> Tables | None:
+        """Means and scales that attention in a segment places entries by."""
+        return None
+
+
+def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> CacheSizes:
+    """The frame of keys that only differences of positions matter to: so long that turning all keys
+    back costs less than an entry a step, and within the context length where that leaves room or
+    the rotation changes beyond it. Small positions keep float32 angles exact.
+    """
+    run = max(sizes.cache_size, LONG_RUN)
+    if context_len is not None:
+        run = min(run, context_len - 1 - sizes.cache_size)
+        if not rotation.is_bounded:
+            run = max(run, sizes.cache_size // 4)
+    return replace(sizes, realign_every=max(run, 1))
+
+
+def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:
+    """Whether frames are so short that keys are turned, and in half precision rounded, more than a
+    few times while they stay.
+    """
+    return realigner.frame(sizes, context_len).realign_every < sizes.cache_size // 4
+
+
+def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
+    """Whether segments (`segments.py`) give what stepping gives."""
+    if model.config.model_type not in REGISTERED + MASKED:
+        return False
+    sliding_window = getattr(model.config, "sliding_window", None)
+    if sliding_window is not None and sliding_window <= cache_size:
+        return False
+    return realigner is None or realigner.is_relative
+
+
+def positions_of(at: Birth) -> Tensor:
+    """Positions that were given as a slice or as a tensor."""
+    return torch.arange(at.start, at.stop) if isinstance(at, slice) else at

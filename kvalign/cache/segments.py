@@ -1,0 +1,216 @@
+"""Segments: many tokens in one banded attention, each of which counts as fed alone.
+
+What the query of token t sees of the entry of token j depends on t and j alone: with E(t) entries
+dropped and moved by M(t) places before step t, the entry lies at position j - M(t), and
+
+    logit(t, j) = q_t . place(anchor(k_j), j - M(t))      for sinks: q_t . k_j
+    visible(t, j): j <= t, and j is a sink or j >= num_sinks + E(t)
+
+Rotation and tables split place() into a part of the entry and a part of the position:
+
+    q . (m[p] + s[p] k') = q . m[p] + s[p] (q . k')
+
+So entries that were written once are read at every later position, and a segment gives what
+stepping gives: how an input is cut does not matter. That needs no code for a single architecture
+(`kvalign.models.attention`; BLOOM: through its mask).
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from kvalign.cache.sizes import CacheSizes
+from kvalign.models.rope import Rotation
+
+SEGMENT_LEN = 512  # tokens of a forward pass
+BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
+
+
+class Tables(NamedTuple):
+    """What places the entries of a layer when they are read: means [H, P, D], scales [H, P]."""
+
+    key_means: Tensor
+    value_means: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+
+
+TablesOf = Callable[[int], Tables | None]
+"""Those of a layer; None where entries lie where they are read."""
+
+
+class Segment:
+    """Where the queries and entries of one forward pass lie; rows are of equal length.
+
+    Args:
+        sizes, frame, rotation, tables: of the cache and its realigner.
+        num_seen: tokens before the segment.
+
+    Attributes:
+        birth: [T] int64, the position that each token is computed at: its place in the cache.
+        at: [T] int64, its position in the frame of the entries before: rotary keys turn there.
+        behind: [T] int64, the difference: 0 where nothing rotates.
+        dropped: [T] int64, entries gone before each query.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        frame: CacheSizes,
+        rotation: Rotation | None,
+        tables: TablesOf,
+        num_seen: int,
+        num_tokens: int,
+        device: torch.device,
+    ):
+        self.sizes, self.rotation, self.tables = sizes, rotation, tables
+        end = num_seen + num_tokens
+        self.t = torch.arange(num_seen, end, device=device)
+        self.dropped = sizes.num_dropped(self.t)  # E(t): of the entries before token t
+        self.moved = self.dropped if rotation else frame.num_moved(self.t)
+        self.birth = self.t - self.moved
+        self.at = self.t - frame.num_moved(num_seen) if rotation else self.birth
+        self.behind = self.at - self.birth
+        self.turns = rotation is not None and bool(self.behind.any())
+        self.num_sinks = min(sizes.num_sinks, end)
+        # The first entry after the sinks that is in sight.
+        self.oldest = self.num_sinks + int(self.dropped[0])
+        starts = range(0, num_tokens, BLOCK_LEN)
+        self.blocks = [Block(self, x, min(x + BLOCK_LEN, num_tokens)) for x in starts]
+        for before, block in pairwise(self.blocks):
+            if torch.equal(before.now, block.now):
+                block.now = before.now
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
+        if not self.turns:
+            return x
+        assert self.rotation is not None
+        return self.rotation.shift(x, -self.behind)
+
+    def attend(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first: [B, T,
+        H, D].
+        """
+        num_heads, turned, found = keys.shape[1], self.turned(query), []
+        tables = self.tables(layer)
+        scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
+        for block in self.blocks:
+            ours = turned[:, :, block.queries]
+            if tables is None and not (self.turns and self.num_sinks):
+                k, v = block.entries(keys), block.entries(values)
+                mask = block.mask(query.dtype)
+                found.append(
+                    scaled_dot_product_attention(ours, k, v, mask, scale=scale, enable_gqa=True)
+                )
+                continue
+            # The sinks, and the tables, are where the query's place is, not where it has turned.
+            placed, ours = (
+                x.float().unflatten(1, (num_heads, -1)) * scale
+                for x in (query[:, :, block.queries], ours)
+            )
+            k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
+            if tables is None:
+                out = block.weights(block.scores(placed, ours, k)) @ v
+            else:
+                if id(block.now) not in scales:
+                    scales = {id(block.now): block.scales(tables)}
+                out = block.read(placed, ours, k, v, tables, *scales[id(block.now)])
+            found.append(out.flatten(1, 2).to(query.dtype))
+        return torch.cat(found, 2).transpose(1, 2)
+
+    def alibi_mask(self, model: PreTrainedModel) -> Tensor:
+        """What BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the entries
+        handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
+        """
+        turn, dtype = self.dropped - self.dropped[0], model.dtype
+        visible = Block(self, 0, len(self.t)).visible
+        ones = torch.ones(1, 2, device=turn.device)
+        slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
+        mask = slopes.new_zeros(1, len(slopes), *visible.shape)
+        mask[..., : self.num_sinks] = slopes[:, :, 1:] * turn[:, None]
+        return mask.masked_fill(~visible, torch.finfo(dtype).min)
+
+
+class Block:
+    """Some queries of a segment, and the entries that any of them sees.
+
+    Attributes:
+        queries: which of the segment.
+        window: which of its entries after the sinks.
+        visible: [T, S'] bool, entries (sinks first) that each query sees.
+        now: [T, S] int64, where each query finds each entry after the sinks.
+    """
+
+    def __init__(self, segment: Segment, start: int, stop: int):
+        sizes, self.num_sinks = segment.sizes, segment.num_sinks
+        self.queries = slice(start, stop)
+        t, dropped, moved = (
+            x[self.queries, None] for x in (segment.t, segment.dropped, segment.moved)
+        )
+        first, end = int(dropped[0] - segment.dropped[0]), int(t[-1]) + 1 - segment.oldest
+        self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
+        j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
+        sinks = torch.arange(self.num_sinks, device=t.device)
+        in_window = (j <= t) & (j - dropped >= sizes.num_sinks)
+        self.visible = torch.cat([sinks <= t, in_window], 1)
+        # What is not visible may lie anywhere.
+        self.num_positions = sizes.last_position + 1
+        self.now = (j - moved).clamp(0, sizes.last_position)
+        self._mask: Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[T, S'], added to scores: 0 where visible, -inf elsewhere; the same for all layers."""
+        if self._mask is None or self._mask.dtype != dtype:
+            self._mask = self.visible.to(dtype).log()
+        return self._mask
+
+    def entries(self, x: Tensor) -> Tensor:
+        """Of the segment's [B, H, S', D] those that the block sees, sinks first."""
+        window = x[:, :, self.window]
+        return torch.cat([x[:, :, : self.num_sinks], window], 2) if self.num_sinks else window
+
+    def scales(self, tables: Tables) -> tuple[Tensor, Tensor]:
+        """Of keys and of values where each query finds them: [H, 1, T, S]."""
+        return tables.key_scales[:, None, self.now], tables.value_scales[:, None, self.now]
+
+    def read(
+        self,
+        placed: Tensor,
+        turned: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tables,
+        key_scales: Tensor,
+        value_scales: Tensor,
+    ) -> Tensor:
+        """Attention of queries [B, H, G, T, D], as they see the sinks and as they see the window,
+        over entries [B, H, 1, S', D], each placed where each query finds it.
+        """
+        now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
+        of_sinks, of_window = self.scores(placed, turned, keys).split(sizes, -1)
+        key_means, value_means = (
+            x[:, None, : self.num_positions] for x in (tables.key_means, tables.value_means)
+        )
+        of_position = placed @ key_means.mT  # [B, H, G, T, P]
+        of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
+        of_sinks, of_window = self.weights(torch.cat([of_sinks, of_window], -1)).split(sizes, -1)
+        places = torch.zeros_like(of_position)
+        places = places.scatter_add(-1, now.expand_as(of_window), of_window)
+        weights = torch.cat([of_sinks, of_window * value_scales], -1)
+        return weights @ values + places @ value_means
+
+    def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
+        """[B, H, G, T, S'] of queries as of `read`, for entries that lie where they are."""
+        sinks, window = keys[..., : self.num_sinks, :], keys[..., self.num_sinks :, :]
+        return torch.cat([placed @ sinks.mT, turned @ window.mT], -1)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self.visible, -torch.inf).softmax(-1)

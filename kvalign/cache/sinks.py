@@ -1,0 +1,52 @@
+"""The first entries of each row, which are never evicted."""
+
+import torch
+from torch import Tensor
+
+from kvalign.cache.buffer import KV, cat
+from kvalign.cache.step import Step
+
+
+class Sinks:
+    """Keys and values as they were computed, those of all layers stacked: one rotation turns them
+    to follow the window.
+
+    Attributes:
+        held: by device, [L, B, H, num_sinks, D]: a layer's own lie on its device.
+    """
+
+    def __init__(self, num_layers: int, num_sinks: int):
+        self.num_layers, self.num_sinks = num_layers, num_sinks
+        self.held: dict[torch.device, KV] = {}
+
+    def make(self, like: KV) -> None:
+        """Have room for those of a layer whose entries [B, H, ?, D] are like these."""
+        num_layers, num_sinks = self.num_layers, self.num_sinks
+        if like.keys.device not in self.held:
+            self.held[like.keys.device] = like.map(
+                lambda x: x.new_zeros(num_layers, *x.shape[:2], num_sinks, x.shape[3])
+            )
+
+    def of(self, layer: int, device: torch.device) -> KV:
+        """Those of a layer [B, H, num_sinks, D]."""
+        return self.held[device].map(lambda x: x[layer])
+
+    def add(self, layer: int, step: Step, new: KV) -> None:
+        """Take those among new entries [B, H, T, D]."""
+        if min(step.seen) >= self.num_sinks:
+            return
+        own = self.of(layer, new.keys.device)
+        for row, seen in enumerate(step.seen):
+            num = max(0, min(step.num_new, self.num_sinks - seen))
+            for sinks, x in zip(own, new, strict=True):
+                sinks[row, :, seen : seen + num] = x[row, :, :num].detach()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        for device, held in self.held.items():
+            self.held[device] = held.map(lambda x: x[:, rows.to(x.device)])
+
+    def join(self, others: "list[Sinks]") -> None:
+        """Hold the rows of all these."""
+        devices = others[0].held
+        self.held = {device: cat((x.held[device] for x in others), dim=1) for device in devices}

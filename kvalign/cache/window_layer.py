@@ -1,0 +1,195 @@
+"""A layer of the streaming cache: its buffers, and what attention gets of them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from kvalign.aligners import Move
+from kvalign.cache.buffer import KV, KVBuffer, cat
+from kvalign.cache.layer import Owner, StreamingLayer
+from kvalign.cache.saved import ReadTensor
+from kvalign.cache.sinks import Sinks
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.models.attention import mark
+
+
+@final
+class WindowLayer(StreamingLayer):
+    """Sinks and a window in a sliding buffer.
+
+    Attributes:
+        entries: as they are stored; what attention gets is a slice of it.
+        sources: what a realigner that moves entries places them from: a buffer of its own, or
+            `entries` where nothing moves, or from its last output in the model's precision.
+    """
+
+    def __init__(self, cache: Owner, layer_idx: int, sinks: Sinks, sizes: CacheSizes):
+        self.sinks, self.sizes = sinks, sizes
+        super().__init__(cache, layer_idx)
+
+    def reset(self) -> None:
+        super().reset()
+        self.buffers: list[KVBuffer] = []
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make buffers for entries like these."""
+        like, realigner = KV(key_states, value_states), self.cache.realigner
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.entries = self.sources = KVBuffer(like, self.sizes, self.dtype)
+        self.source_dtype = torch.float32 if realigner.recursive else self.dtype
+        if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
+            self.sources = KVBuffer(like, self.sizes, self.source_dtype)
+        self.buffers = [*dict.fromkeys([self.entries, self.sources])]
+        self.sinks.make(like)
+        self.is_initialized = True
+
+    @property
+    def is_filled(self) -> bool:
+        return self.is_initialized and self.entries.end > 0
+
+    def make_room(self, num_kept: int, num_new: int) -> None:
+        """See to it that new entries fit after those that are kept."""
+        for buffer in self.buffers:
+            buffer.make_room(num_kept, num_new)
+
+    def take(self, step: Step, new: KV) -> KV:
+        if step.decode is not None:
+            return self._take_one(step, new)
+        realigner, segment = self.cache.realigner, step.segment
+        # 1. What is kept of the new entries.
+        self.sinks.add(self.layer_idx, step, new)
+        if segment is not None:
+            new = KV(segment.turned(new.keys), new.values)
+        stored = self.without_position(step, new) if realigner.reads else new
+        # 2. What attention sees of a prefill chunk: all that was there, and all of the chunk.
+        found = None
+        if segment is not None:
+            num_sinks = min(step.sizes.num_sinks, step.seen[0])
+            sinks = self.sinks.of(self.layer_idx, self.device).slots(0, num_sinks)
+            found = cat([sinks, self.entries.last(step.stored[0] - num_sinks), stored])
+            mark(found.keys, partial(segment.attend, self.layer_idx))
+        elif step.num_new > 1:
+            found = cat([*self.pieces(step), new])
+        # 3. They are written.
+        self._write(step, stored, new)
+        # 4. What attention sees of single tokens: a slice of what is stored.
+        if found is None:
+            found = self.entries.last(step.num_visible)
+            if realigner.reads:
+                mark(found.keys, partial(realigner.attend, step, self.layer_idx))
+        return found
+
+    def _take_one(self, step: Step, new: KV) -> KV:
+        """A decode step: the same in every step of a full cache, for `torch.compile`."""
+        realigner, decode = self.cache.realigner, step.decode
+        assert decode is not None
+        stored = new
+        if realigner.reads or self.sources is not self.entries:
+            anchored = KV(*realigner.anchor(self.layer_idx, *new, decode.birth, decode.at))
+            if realigner.reads:
+                stored = anchored
+            else:
+                self.sources.put(decode.slot, anchored)
+        self.entries.put(decode.slot, stored)
+        first = decode.slot + 1 - decode.num_visible
+        found = self.entries.data.slots(first, decode.num_visible)
+        if realigner.reads:
+            mark(found.keys, partial(realigner.attend, step, self.layer_idx))
+        return found
+
+    def end_decode(self) -> None:
+        """Count what a decode step has written."""
+        for buffer in self.buffers:
+            buffer.end += 1
+
+    def pieces(self, step: Step) -> list[KV]:
+        """Of rows that are alike: sinks and window, at the positions to which the new ones have run
+        on.
+        """
+        realigner, num = self.cache.realigner, step.stored[0]
+        num_sinks, first = min(num, step.sizes.num_sinks), step.first_place
+        held = self.entries.last(num)
+        now = torch.arange(first, first + num - num_sinks, device=self.device)
+        at = now + step.behind[0] if realigner.rotation else now
+        window = realigner.read(self.layer_idx, *held.slots(num_sinks, num - num_sinks), now, at)
+        return [held.slots(0, num_sinks), KV(*window).map(lambda x: x.to(self.dtype))]
+
+    def move(self, step: Step, shifts: list[int]) -> None:
+        """Bring the entries after the sinks `shifts` places nearer to the start, row by row where
+        rows differ.
+        """
+        realigner, num_sinks = self.cache.realigner, step.sizes.num_sinks
+        alike = len(set(zip(shifts, step.stored, step.behind, strict=True))) == 1
+        for rows in [slice(None)] if alike else [slice(i, i + 1) for i in range(len(shifts))]:
+            if not shifts[rows][0]:
+                continue
+            num, first = step.stored[rows][0] - num_sinks, num_sinks + step.behind[rows][0]
+            now = torch.arange(first, first + num, device=self.device)
+            source = self.sources.last(num, rows)
+            placed = realigner.place(self.layer_idx, *source, Move(shifts[rows][0], first, now))
+            self.entries.rewrite(KV(*placed), rows)
+            if realigner.recursive:
+                self.sources.rewrite(KV(*placed), rows)
+
+    def write_sinks(self, step: Step, sinks: KV) -> None:
+        """Put sinks [B, H, num_sinks, D] in front of each row's window."""
+        num, end = step.sizes.num_sinks, self.entries.end
+        if step.is_even:
+            self.entries.put(end - step.num_before, sinks)
+            return
+        full = [row for row, seen in enumerate(step.seen) if seen >= num]
+        starts = torch.tensor([end - step.stored[row] for row in full])
+        rows, slots = torch.tensor(full)[:, None], starts[:, None] + torch.arange(num)
+        for data, x in zip(self.entries.data, sinks, strict=True):
+            data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(self.dtype)
+
+    def _write(self, step: Step, stored: KV, new: KV) -> None:
+        """Append what will still be kept after this pass; with what moves, its source."""
+        kept, num_new = step.num_before, step.num_new
+        if num_new > 1 or step.segment is not None:
+            after = step.sizes.num_stored(step.seen[0] + num_new)
+            num_new = min(num_new, after)
+            kept = after - num_new
+        self.make_room(kept, num_new)
+        num_gone = step.num_new - num_new
+        self.entries.write(stored.slots(num_gone, num_new))
+        if self.sources is not self.entries:
+            source = self.without_position(step, new)
+            self.sources.write(source.slots(num_gone, num_new))
+
+    def select(self, rows: Tensor) -> None:
+        for buffer in self.buffers:
+            buffer.select(rows)
+
+    def join(self, layers: Sequence[Self]) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(*layers[0].entries.data)
+        of_layers = [(layer.cache.num_stored, layer.buffers) for layer in layers]
+        width = max(num for num, _ in of_layers)
+        for j, buffer in enumerate(self.buffers):
+            rows = (buffers[j].last(num).padded(width) for num, buffers in of_layers)
+            buffer.replace(cat(rows, dim=0))
+
+    def state(self) -> dict[str, Tensor]:
+        num, sinks = self.cache.num_stored, self.sinks.of(self.layer_idx, self.device)
+        held = {"entries": self.entries.last(num), "sinks": sinks}
+        if self.sources is not self.entries:
+            held["sources"] = self.sources.last(num)
+        return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
+
+    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
+        def pair(name: str, length: int, dtype: torch.dtype) -> KV:
+            return KV(*(read(f"{name}.{j}", (length, head_dim), dtype) for j in range(2)))
+
+        entries = pair("entries", width, dtype)
+        self.lazy_initialization(*entries)
+        sinks = self.sinks.of(self.layer_idx, self.device)
+        for x, y in zip(sinks, pair("sinks", self.sizes.num_sinks, dtype), strict=True):
+            x.copy_(y)
+        self.entries.replace(entries)
+        if self.sources is not self.entries:
+            self.sources.replace(pair("sources", width, self.source_dtype))
