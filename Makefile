@@ -9,7 +9,7 @@ SLOW := slow or browser or ray
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo smollm2 test test-slow coverage docs results tables lint format wheel-test clean
+.PHONY: demo smollm2 test test-slow test-long test-browser coverage docs results tables lint format wheel-test clean
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -33,9 +33,14 @@ smollm2: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not ($(SLOW))"
 
+test-slow: test-long test-browser
+
+# In the order of the files: the longest are not among the last.
+test-long: .venv/installed
+	$(PYTEST) --no-loadscope-reorder -m "(slow or ray) and not browser"
+
 # Pages are driven one at a time: they have clocks of their own.
-test-slow: .venv/installed
-	$(PYTEST) -m "(slow or ray) and not browser"
+test-browser: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
 
 # Which lines all tests reach: build/coverage/html/index.html.

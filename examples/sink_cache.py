@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import kvalign
-from kvalign.app.commands.verified import show
+from kvalign.app.commands.verify import show
 from kvalign.models import rotation_of
 
 CACHE_SIZE, NUM_SINKS = 64, 4

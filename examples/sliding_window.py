@@ -5,7 +5,7 @@
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import kvalign
-from kvalign.app.commands.verified import show
+from kvalign.app.commands.verify import show
 
 llama = kvalign.load_model("llama-mini").model
 config = llama.config.to_dict() | {"model_type": "mistral", "sliding_window": 64}

@@ -25,8 +25,8 @@ def model(request, models) -> PreTrainedModel:
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    """[2, 200] random ids, always the same."""
-    return torch.randint(2, VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+    """[2, 150] random ids, always the same: more than two contexts, seven caches."""
+    return torch.randint(2, VOCAB, (2, 150), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")

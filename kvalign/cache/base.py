@@ -163,25 +163,6 @@ class FixedSizeCache(Cache, ABC):
     def _end(self, step: Step) -> None:
         self.seen = [n + step.num_new for n in step.seen]
 
-    def row_inputs(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """What a model must be told to take a token of rows of unequal lengths; nothing if the
-        rows are alike.
-        """
-        device, kind, told = model.device, model.config.model_type, {}
-        positions, stored = self.positions(), [self.sizes.num_stored(n) for n in self.seen]
-        if len(set(positions)) > 1 or len(set(stored)) > 1:
-            told["position_ids"] = torch.tensor(positions, device=device)[:, None]
-        if len(set(stored)) > 1:
-            width = max(stored) + 1
-            missing = width - 1 - torch.tensor(stored, device=device)
-            visible = torch.arange(width, device=device) >= missing[:, None]
-            hidden = ~visible[:, None, None]
-            told["attention_mask"] = {
-                "bloom": visible.long(),  # from which it counts positions
-                "mpt": hidden,
-            }.get(kind, torch.finfo(model.dtype).min * hidden.to(model.dtype))
-        return told
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The position of the next token: transformers asks before each pass."""
         if self.step is not None:

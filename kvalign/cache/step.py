@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
@@ -134,6 +135,22 @@ class Step:
         """Whether an entry goes before the next pass."""
         dropped = self.sizes.num_dropped
         return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
+
+    def inputs_of(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """What a model must be told to take one token of rows of unequal lengths: the positions of
+        rows that differ, and a mask over what a shorter one lacks.
+        """
+        kind, told = model.config.model_type, {}
+        if len(set(self.positions)) > 1 or not self.is_even:
+            told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
+        if self.uneven is not None and not self.is_even:
+            visible = self.uneven.visible.to(model.device)
+            hidden = ~visible[:, None, None]
+            told["attention_mask"] = {
+                "bloom": visible.long(),  # from which it counts positions
+                "mpt": hidden,
+            }.get(kind, torch.finfo(model.dtype).min * hidden.to(model.dtype))
+        return told
 
     @property
     def is_decode(self) -> bool:

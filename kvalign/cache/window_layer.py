@@ -132,7 +132,7 @@ class WindowLayer(StreamingLayer):
             source = self.sources.last(num, rows)
             placed = realigner.place(self.layer_idx, *source, Move(shifts[rows][0], first, now))
             self.entries.rewrite(KV(*placed), rows)
-            if realigner.recursive:
+            if realigner.recursive and self.sources is not self.entries:
                 self.sources.rewrite(KV(*placed), rows)
 
     def write_sinks(self, step: Step, sinks: KV) -> None:

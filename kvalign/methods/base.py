@@ -168,7 +168,7 @@ class Method(ABC):
             if self.compiled is not None and step.decode is not None and is_full:
                 position_ids = step.decode.position_ids
                 return self.forward(ids, cache, self.compiled, position_ids=position_ids)
-            return self.forward(ids, cache, **cache.row_inputs(self.model))
+            return self.forward(ids, cache, **step.inputs_of(self.model))
 
     @torch.no_grad()
     def forward(

@@ -19,14 +19,14 @@ def test_zero_tables_are_streaming_llm(model, ids):
 @pytest.mark.parametrize("num_sinks", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_are_moved_once_however_often_they_moved(num_evicted, num_sinks, dtype, ids):
-    """After 180 tokens every entry is its birth less m[born] plus m[now], rounded twice."""
+    """After 100 tokens every entry is its birth less m[born] plus m[now], rounded twice."""
     model = tiny_model("gpt2").to(dtype)
     aligner = tables(model, scale=0.5)
     sizes = dict(num_evicted=num_evicted, num_sinks=num_sinks)
     method, births = make("kvalign", model, aligner=aligner, **sizes), []
     for layer in method.cache.layers:
         births.append(record_births(layer))
-    for part in ids[:, :180].split([CACHE_SIZE + 1] + [1] * (179 - CACHE_SIZE), 1):
+    for part in ids[:, :100].split([CACHE_SIZE + 1] + [1] * (99 - CACHE_SIZE), 1):
         method.feed(part)
     index, stored = method.cache.index(), method.cache.num_stored
     born = method.sizes.num_stored(index)[num_sinks:]

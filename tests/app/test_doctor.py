@@ -18,9 +18,8 @@ from packaging.requirements import Requirement
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
-from kvalign.app.inventory.checks import Check
-from kvalign.app.inventory.doctor import examine, is_fit, show
-from kvalign.app.inventory.requirements import how_to_install, requirements
+from kvalign.app.commands.doctor import show
+from kvalign.app.inventory.checks import Check, examine, how_to_install, is_fit, requirements
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.models import fetched
 

@@ -41,10 +41,10 @@ def fail(monkeypatch):
     """Let `kvalign methods` raise an error."""
 
     def plant(error):
-        def run(settings, as_json):
+        def methods():
             raise error
 
-        monkeypatch.setattr("kvalign.app.commands.methods.run", run)
+        monkeypatch.setattr("kvalign.app.inventory.listing.methods", methods)
 
     return plant
 

@@ -41,12 +41,12 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 CASES = {
-    "flags": 4200,
+    "flags": 4500,
     "sampling": 1500,
     "suites": 1000,
     "results": 600,
     "aligners": 600,
-    "templates": 500,
+    "templates": 200,
     "calls": 600,
     "prompts": 400,
     "streams": 300,

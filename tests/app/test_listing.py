@@ -15,10 +15,12 @@ from kvalign.data_gen.hub_dataset import HUB
 from kvalign.methods import AUTO, METHODS
 from kvalign.models import fetched
 from kvalign.models.architectures import FAMILIES, spec_of
+from kvalign.policies import POLICIES
 
 COMMANDS = {
     "models": ["models", "fetchable", "architectures"],
-    "methods": ["methods", "policies"],
+    "methods": ["methods"],
+    "policies": ["policies"],
     "aligners": ["aligners"],
     "corpora": ["corpora"],
 }
@@ -43,6 +45,9 @@ def test_lists_are_the_registries():
     assert default["name"] == AUTO and "the default" in default["about"]
     assert {row["name"]: row["about"] for row in methods} == {
         name: cls.about for name, cls in METHODS.items()
+    }
+    assert {row["policy"]: row["about"] for row in listing.policies()} == {
+        name: cls.about for name, cls in POLICIES.items()
     }
     assert names(listing.aligners()) == list(checkpoints.ALIGNERS)
     assert names(listing.corpora()) == list(corpora.NAMES)

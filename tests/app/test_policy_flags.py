@@ -67,7 +67,7 @@ def test_the_end_of_kept_positions_is_said(capfd):
     assert "the stream ends here: the model has no position left\n512 tokens by streaming" in said
 
 
-def test_methods_lists_the_policies(capfd):
-    assert main(["methods", "--json"]) == 0
+def test_policies_are_listed(capfd):
+    assert main(["policies", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)["policies"]
     assert [row["policy"] for row in listed] == list(POLICIES) and all(x["about"] for x in listed)

@@ -13,8 +13,7 @@ import pytest
 from helpers.served import serving
 
 from kvalign.app.serve.answers import Answers, Piece
-from kvalign.app.serve.forms import TextForm
-from kvalign.app.serve.replies import Events, EventStream
+from kvalign.app.serve.replies import Events, EventStream, TextForm
 from kvalign.models.architectures import load_model
 
 KEY = {"Authorization": "Bearer secret"}

@@ -35,7 +35,7 @@ def asked(service, turn, name, **more):
     """The queue to which a turn's events come."""
     events = queue.Queue()
     fields = dict(model="any", messages=[{"role": "user", "content": turn}], session=name)
-    service.chat(Chat(**fields, temperature=0, max_tokens=10, **more), events.put)
+    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), events.put)
     return events
 
 
@@ -68,7 +68,7 @@ def test_sessions_are_their_streams(method, loaded):
             cache_size=24,
             **method,
             do_sample=False,
-            max_new_tokens=10,
+            max_new_tokens=6,
             stop_at_end=True,
         )
         for turn, text in zip(turns, said, strict=True):

@@ -91,7 +91,7 @@ def test_rows_that_come_and_go_leave_no_room_behind(num_rows, models):
 )
 @torch.no_grad()
 def test_half_precision_does_not_drift(dtype, what):
-    """After 10 000 steps the keys that attention gets are those of float32 arithmetic, rounded two
+    """After 3000 steps the keys that attention gets are those of float32 arithmetic, rounded two
     or three times (measured: rotating in bfloat16 at each step is off by 12 %).
     """
     cache, aligner, spec = make_cache(what)
@@ -101,14 +101,14 @@ def test_half_precision_does_not_drift(dtype, what):
     means, scales = torch.zeros(64, 1), torch.ones(64)
     if aligner:
         means, scales = aligner.key[0], aligner.key_scale[0]
-    rng, num_steps = torch.Generator().manual_seed(0), 10_000
+    rng, num_steps = torch.Generator().manual_seed(0), 3000
     given, run_on = [], []
     for i in range(num_steps):
         keys, place = random_keys(spec, 1, 1, rng, dtype), min(i, cache_size)
         given.append(keys)
         run_on.append(cache.positions()[0] - place if i else 0)
         cache.update(keys, keys, 0)
-        if i % 1111 and i + 1 < num_steps:
+        if i % 333 and i + 1 < num_steps:
             continue
         index = cache.index()
         born, now = index.clamp(max=cache_size), torch.arange(len(index))

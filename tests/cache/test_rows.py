@@ -6,10 +6,13 @@ import pytest
 import torch
 from helpers.comings import come_and_go
 from helpers.methods import FIXED, make, tables
+from helpers.pairwise import covering
 from helpers.tiny_models import KINDS
 
-LENS = (1, 2, 5, 13, 21, 22, 40, 90)  # C is 20: a first input of C + 1, one more, and long ones
-NUM_STEPS, LEAVE, JOIN = 44, 15, 28
+from kvalign.models.architectures import FAMILIES
+
+LENS = (1, 2, 5, 13, 21, 22, 40, 70)  # C is 20: a first input of C + 1, one more, and long ones
+NUM_STEPS, LEAVE, JOIN = 32, 10, 22
 CELLS = [
     (name, num_evicted)
     for name in ("window", "streaming-llm", "table", "network", "recompute", "discard-half")
@@ -17,17 +20,17 @@ CELLS = [
 ]
 
 
+MATRIX = covering(
+    ((kind, *cell) for kind in KINDS for cell in CELLS),
+    lambda kind, *cell: (FAMILIES[kind], *cell),
+    lambda kind, *_: kind,
+)
+
+
 def is_quick(kind, name, num_evicted):
-    """Every architecture once, some with all that moves entries; the others say little more."""
-    quick = kind == "llama" or (kind == "gpt2" and name in ("table", "network"))
-    return quick or (name, num_evicted) == ("streaming-llm", 3)
-
-
-MATRIX = [
-    pytest.param(kind, *cell, marks=() if is_quick(kind, *cell) else pytest.mark.slow)
-    for kind in KINDS
-    for cell in CELLS
-]
+    """All of one family, and those of another that move entries; the others say little more."""
+    family = FAMILIES[kind]
+    return family == "rotary" or (family == "learned" and name in ("table", "network"))
 
 
 def new(name, model, num_evicted):
@@ -36,7 +39,10 @@ def new(name, model, num_evicted):
     return make("kvalign" if name == "network" else name, model, num_evicted=num_evicted)
 
 
-@pytest.mark.parametrize(("kind", "name", "num_evicted"), MATRIX)
+@pytest.mark.parametrize(
+    ("kind", "name", "num_evicted"),
+    [pytest.param(*x, marks=() if is_quick(*x) else pytest.mark.slow) for x in MATRIX],
+)
 def test_rows_are_what_they_are_alone(kind, name, num_evicted, models):
     method = new(name, models[kind], num_evicted)
     come_and_go(method, LENS, [6, 2, 0, 7, 1], num_steps=NUM_STEPS, leave=LEAVE, join=JOIN)

@@ -263,10 +263,8 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
     assert [line.split()[0] + line.split()[-1] for line in lines[2:]] == [
         f"{kv}:(k={shift})" for kv in ("key", "value") for shift in (1, 3)
     ]
-    gen_data.run(settings(), as_json=True)
-    captured = capsys.readouterr()
-    assert "is finished already: nothing to do" in captured.err
-    document = json.loads(captured.out)
+    document = gen_data.run(settings(), as_json=True)
+    assert "is finished already: nothing to do" in capsys.readouterr().err
     assert document["finished_already"] is True
     manifest = store.manifest.model_dump(mode="json")
     for name in ("num_chunks", "num_rows", "input_label_mse"):

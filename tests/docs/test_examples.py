@@ -17,6 +17,9 @@ SMALLER = {
     "NUM_LABELS = 64, 2000": "NUM_LABELS = 64, 40",
     "NUM_LABELS = 800": "NUM_LABELS = 220",
     "num_tokens=100_000": "num_tokens=6_000",
+    "num_tokens=2000": "num_tokens=200",
+    "CACHE_SIZE, NUM_SINKS = 64": "CACHE_SIZE, NUM_SINKS = 16",
+    '"sliding_window": 64': '"sliding_window": 16',
     "num_steps=1000": "num_steps=20",
 }
 

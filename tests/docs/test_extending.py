@@ -18,6 +18,18 @@ import kvalign
 SOURCE = Path(kvalign.__file__).parent
 EXTENSIONS = Path(__file__).with_name("extensions")
 pytestmark = pytest.mark.slow
+RUN = """
+import contextlib, io, json, shlex, sys
+from kvalign.app.cli.main import main
+
+printed = []
+for command in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if code := main(shlex.split(command)):
+            sys.exit(code)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
 
 
 class Copy:
@@ -41,8 +53,9 @@ class Copy:
         assert text.count(after) == 1, f"{file}: {after!r}"
         path.write_text(text.replace(after, after + "".join(f"{line}\n" for line in lines)))
 
-    def run(self, *words: str) -> str:
-        return self.python("-m", "kvalign", *words)
+    def run(self, *commands: str) -> list[str]:
+        """What each command prints, one after the other in one process."""
+        return json.loads(self.python("-c", RUN, *commands))
 
     def python(self, *words: str) -> str:
         environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
@@ -66,9 +79,12 @@ def test_a_method_is_a_file_and_a_line(copy):
     copy.add("unmoved.py", "methods/unmoved.py")
     line = '        "unmoved": "kvalign.methods.unmoved:Unmoved",'
     copy.insert("methods/__init__.py", '"kvalign.methods.window:Window",\n', line)
-    assert "keeps sinks and a window and moves nothing" in copy.run("methods")
-    flags = ["--methods", "unmoved,streaming-llm", "--cache-sizes", "32", "--num-tokens", "20"]
-    rows = json.loads(copy.run("eval", "perplexity", *flags, "--json"))["rows"]
+    methods, document = copy.run(
+        "methods",
+        "eval perplexity --methods unmoved,streaming-llm --cache-sizes 32 --num-tokens 20 --json",
+    )
+    assert "keeps sinks and a window and moves nothing" in methods
+    rows = json.loads(document)["rows"]
     assert rows[0]["method"] == "unmoved"
     assert rows[0]["nll_nats"] == pytest.approx(rows[1]["nll_nats"])  # learned positions
 
@@ -77,11 +93,18 @@ def test_a_policy_is_a_file_and_a_line(copy):
     copy.add("value_norm.py", "policies/value_norm.py")
     line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
     copy.insert("policies/__init__.py", '"kvalign.policies.h2o:H2O",\n', line)
-    assert "the entry whose value has the smallest norm goes" in copy.run("methods")
+<<<<<<< HEAD
+    assert "the entry whose value has the smallest norm goes" in copy.run("policies")
     flags = ["--methods", "kvalign", "--policy", "oldest,value-norm", "--cache-sizes", "32"]
     rows = json.loads(copy.run("eval", "perplexity", *flags, "--num-tokens", "20", "--json"))[
         "rows"
     ]
+=======
+    flags = "--methods kvalign --policy oldest,value-norm --cache-sizes 32 --num-tokens 20"
+    methods, document = copy.run("methods", f"eval perplexity {flags} --json")
+    assert "the entry whose value has the smallest norm goes" in methods
+    rows = json.loads(document)["rows"]
+>>>>>>> wt-tests
     assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
     assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
 
@@ -90,37 +113,40 @@ def test_an_aligner_kind_is_a_file_and_a_line(copy):
     copy.add("centred.py", "training/kinds/centred.py")
     line = '        "centred": "kvalign.training.kinds.centred:CentredAligner",'
     copy.insert("aligners/kinds.py", '"kvalign.aligners.table:TableAligner",\n', line)
-    kind = ["train", "--aligner-kind", "centred"]
-    assert "means of keys and values" in copy.run(*kind, "--help")
-    copy.run(*kind, "--num-tokens", "4000", "--chunk-len", "64", "--out", "mine")
-    flags = ["--cache-sizes", "32", "--num-tokens", "20", "--methods", "kvalign"]
-    rows = json.loads(copy.run("eval", "perplexity", *flags, "--aligner", "mine", "--json"))["rows"]
-    assert rows[0]["aligner_label"] == "centred"
-    flags = ["--aligner-kinds", "centred", "--num-trials", "1", "--trial-len", "2"]
-    copy.run("eval", "latency", "--methods", "kvalign,streaming-llm", "--cache-sizes", "32", *flags)
+    sizes, trials = "--cache-sizes 32", "--aligner-kinds centred --num-trials 1 --trial-len 2"
+    about, _, document, _ = copy.run(
+        "train --aligner-kind centred --help",
+        "train --aligner-kind centred --num-tokens 4000 --chunk-len 64 --out mine",
+        f"eval perplexity {sizes} --num-tokens 20 --methods kvalign --aligner mine --json",
+        f"eval latency {sizes} --methods kvalign,streaming-llm {trials}",
+    )
+    assert "means of keys and values" in about
+    assert json.loads(document)["rows"][0]["aligner_label"] == "centred"
 
 
 def test_an_evaluation_is_a_file_and_a_line(copy):
     copy.add("variety.py", "eval/evaluations/variety.py")
     line = '    "variety": "how many different tokens a method writes",'
     copy.insert("eval/evaluations/__init__.py", 'each answer judged",\n', line)
-    assert "how many different tokens a method writes" in copy.run("--help")
     suite = copy.folder / "mine.yaml"
     command = "eval variety --methods window,streaming-llm --cache-sizes 32 --num-tokens 20"
     suite.write_text(f"title: Mine\ncells:\n  - name: mine\n    command: {command}\n")
-    copy.run("eval", "run", str(suite), "--out", "results")
+    about, _, shown = copy.run(
+        "--help", "eval run mine.yaml --out results", "report results --terminal"
+    )
+    assert "how many different tokens a method writes" in about
     page = (copy.folder / "results" / "report.html").read_text()
     assert "Different tokens among those that a method wrote." in page
-    assert "variety" in copy.run("report", "results", "--terminal")
+    assert "variety" in shown
 
 
 def test_a_corpus_is_a_file_and_a_line(copy):
     copy.add("numbers.py", "data_gen/numbers.py")
     line = '        "numbers": "kvalign.data_gen.numbers:Numbers",'
     copy.insert("data_gen/corpora.py", '"kvalign.data_gen.python_docs:PythonDocs",\n', line)
-    assert "the numbers from 0 on" in copy.run("corpora")
-    flags = ["--methods", "window", "--cache-sizes", "32", "--num-tokens", "20"]
-    copy.run("eval", "perplexity", "--corpus", "numbers", *flags)
+    flags = "--methods window --cache-sizes 32 --num-tokens 20"
+    corpora, _ = copy.run("corpora", f"eval perplexity --corpus numbers {flags}")
+    assert "the numbers from 0 on" in corpora
 
 
 def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):

@@ -183,7 +183,7 @@ def test_whole_periods_are_timed(run, clock):
 
 @pytest.mark.parametrize(
     ("cache_size", "trial_len"),
-    [(9, 7), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((20, 1), (45, 3), (45, 30)))],
+    [(9, 7), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((20, 1), (20, 11)))],
 )
 def test_refills_have_their_share_at_any_length(run, clock, cache_size, trial_len):
     flags = ["--cache-sizes", f"{cache_size}", "--num-trials", "3", "--trial-len", f"{trial_len}"]
@@ -359,15 +359,18 @@ def test_missing_prompts_are_said_before_the_model_is_loaded(capsys):
 
 @pytest.mark.parametrize("kinds", ["table", "tables"])
 def test_threads_are_as_before_afterwards(kinds, capsys):
-    before = torch.get_num_threads()
-    flags = ["--num-threads", str(before + 1), "--cache-sizes", "12", "--aligner-kinds", kinds]
+    flags = ["--num-threads", "1", "--cache-sizes", "12", "--aligner-kinds", kinds]
     flags += ["--methods", "streaming-llm,kvalign", "--num-trials", "1"]
-    is_done = main([*SHORT, *flags]) == 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        is_done = main([*SHORT, *flags]) == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
     assert is_done == (kinds == "table")
-    assert torch.get_num_threads() == before
     if is_done:
-        environment = json.loads(capsys.readouterr().out)["environment"]
-        assert environment["threads"] == before + 1
+        assert json.loads(capsys.readouterr().out)["environment"]["threads"] == 1
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
+from kvalign.app.commands.listings import LISTINGS
 
 FETCHED = "smollm2-135m-instruct"
 DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "policies"
@@ -251,7 +252,7 @@ SERVER = "serve"  # is killed by `helpers/server_kills.py`: it has no end of its
 NOT_HERE = {
     "eval latency": "its --plot is written as that of eval perplexity",
     **dict.fromkeys(
-        ("generate", "demo-ui", "verify", "doctor", "methods", "aligners", "corpora", "completion"),
+        ("generate", "demo-ui", "verify", "doctor", "completion", *LISTINGS),
         "shows, and writes nothing",
     ),
     **dict.fromkeys(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, STREAMING, anchored, make, network, tables
-from helpers.tiny_models import KINDS
+from helpers.pairwise import of_each_family
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
@@ -42,8 +42,7 @@ def failed(outcomes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STREAMING)
+@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
 def test_every_method_keeps_to_all(name, kind, models):
     outcomes = outcomes_of(models[kind], lambda model: make(name, model, warn=False))
     assert list(outcomes) == list(INVARIANTS)
@@ -51,8 +50,7 @@ def test_every_method_keeps_to_all(name, kind, models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make_aligner", [tables, anchored, network])
+@pytest.mark.parametrize(("make_aligner", "kind"), of_each_family([tables, anchored, network]))
 def test_every_aligner_keeps_to_all(make_aligner, kind, models):
     aligners = {tables: dict(scale=0.2, num_sinks=2), anchored: dict(scale=0.2), network: {}}
 

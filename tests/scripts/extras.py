@@ -27,7 +27,6 @@ EXTRA_OF = {
     "kvalign.eval": "eval",
     "kvalign.app.suites.suite": "eval",
     "kvalign.app.suites.cells": "eval",
-    "kvalign.app.suites.on_ray": "eval",
     "kvalign.app.pages": "ui",
     "kvalign.app.serve": "serve",
     "kvalign.app.serve.settings": "",

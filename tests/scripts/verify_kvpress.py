@@ -13,7 +13,7 @@ from kvpress import DecodingPress, StreamingLLMPress
 from transformers import DynamicCache
 
 import kvalign
-from kvalign.app.commands.verified import show
+from kvalign.app.commands.verify import show
 
 TARGET, EVERY, NUM_SINKS = 64, 16, 4
 

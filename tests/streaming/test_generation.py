@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.methods import STREAMING, make, network
+from helpers.pairwise import of_each_family
 from helpers.tiny_models import CONTEXT_LEN
 from transformers import (
     LogitsProcessorList,
@@ -35,10 +36,11 @@ def test_greedy_without_eviction_is_transformers_own(model, ids):
         assert torch.equal(ours[:, :until], expected[:, :until])
 
 
-@pytest.mark.parametrize("name", STREAMING)
-def test_two_hundred_tokens_past_the_context(name, model, ids):
-    tokens = take(kvalign.stream_tokens(make(name, model), ids[:, :9], do_sample=True), 200)
-    assert tokens.shape == (2, 200) and tokens.min() >= 0 and tokens.max() < 96
+@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
+def test_a_hundred_tokens_past_the_context(name, kind, models, ids):
+    method, count = make(name, models[kind]), CONTEXT_LEN + 100
+    tokens = take(kvalign.stream_tokens(method, ids[:, :9], do_sample=True), count)
+    assert tokens.shape == (2, count) and tokens.min() >= 0 and tokens.max() < 96
 
 
 def test_same_seed_same_tokens(models, ids):
@@ -133,14 +135,14 @@ def test_generate_of_transformers_streams(name, model, ids):
     out = model.generate(
         ids[:, :30],
         custom_generate=kvalign.stream_generate,
-        max_new_tokens=150,
+        max_new_tokens=90,
         do_sample=False,
         eos_token_id=None,
         **{name: streamer},
         **kwargs,
     )
     method = make("streaming-llm", model, num_sinks=2, num_evicted=3)
-    assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 150))
+    assert torch.equal(out[:, 30:], take(kvalign.stream_tokens(method, ids[:, :30]), 90))
     assert torch.equal(out[:, :30], ids[:, :30])
     assert streamer.ended and torch.equal(torch.stack(streamer.got[1:], 1), out[:, 30:])
     assert torch.equal(streamer.got[0], ids[:, :30])

@@ -41,12 +41,9 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    arguments = add_arguments(parser, cls, has_json=has_json)
+    fields = add_arguments(parser, cls, has_json=has_json)
     given = vars(parser.parse_args(argv))
-    values = {name: given[name] for name in arguments if given[name] is not None}
-    for name, value in values.items():
-        if typing.get_origin(arguments[name][2]) is tuple:
-            values[name] = tuple(item for part in value for item in part)
+    values = {name: given[name] for name in fields if given[name] is not None}
     return cls(**values), bool(given.get("json"))
 
 
@@ -78,14 +75,13 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (given := re.search(r"unrecognized arguments: .*?--([\w-]+)", message)) and (
-            near := nearest(given[1].replace("-", "_"), self._names())
+            near := nearest(
+                given[1].replace("-", "_"),
+                [name[2:].replace("-", "_") for name in self._option_string_actions],
+            )
         ):
             message += f"; did you mean {flag(near)}?"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def _names(self) -> list[str]:
-        """The flags, as names."""
-        return [name[2:].replace("-", "_") for name in self._option_string_actions]
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
@@ -98,20 +94,19 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         default = field.default
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         help_text += f" (default: {default})"
+    words: dict[str, Any] = {"help": help_text}
     if hint is bool and field.default is not False:
-        return {"action": argparse.BooleanOptionalAction, "help": help_text}
+        return {"action": argparse.BooleanOptionalAction, **words}
     if hint is bool:
-        return {"action": "store_const", "const": True, "help": help_text}
-    kind = str if hint is Path else hint  # Path("") would be this folder
+        return {"action": "store_const", "const": True, **words}
+    words["type"] = str if hint is Path else hint  # Path("") would be this folder
     if field.metadata["positional"]:
-        return {"type": kind, "help": help_text, "metavar": field.name.upper()}
-    words: dict[str, Any] = {"help": help_text, "required": required}
+        return {"metavar": field.name.upper(), **words}
     if field.metadata["choices"]:
         words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
     if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return {"action": "append", "type": _comma_separated(item), **words}
-    return {"type": kind, **words}
+        words |= {"action": "extend", "type": _comma_separated(typing.get_args(hint)[0])}
+    return {"required": required, **words}
 
 
 def _comma_separated(item: type) -> Any:

@@ -2,19 +2,23 @@
 
 A command is a module of `kvalign.app.commands` with
 
-- `SETTINGS`, the class of its settings; a command of several kinds has `settings_for(args)`, the
-  class that the arguments ask for, and `all_settings()`, the class of each kind by its name;
-- `run(settings, as_json)`, which imports what is heavy inside;
+- `run(settings: ITS_SETTINGS, as_json: bool)`, which imports what is heavy inside, prints text
+  unless `as_json`, and returns the document to print in its place; a command of several kinds has
+  `settings_for(args)`, the class of settings that the arguments ask for, and `all_settings()`, the
+  class of each kind by its name;
 - `HAS_JSON = False` where there is nothing to print as JSON.
 
-`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`.
+`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`,
+tables of what there is to choose from by `listings.py`.
 """
 
 import importlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
+from kvalign.app.commands.listings import LISTINGS, ListingCommand
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
@@ -45,6 +49,7 @@ GROUPS = {
         "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
         "models": "models at hand, and the architectures that are supported",
         "methods": "ways to stream",
+        "policies": "ways to choose which entries are evicted",
         "aligners": "aligners at hand: for which model, of which kind, trained on what",
         "corpora": "texts to train and evaluate on",
         "completion": "a script for the shell that completes commands, flags and names",
@@ -71,9 +76,10 @@ class Command:
         Raises:
             UserError: arguments that name none.
         """
-        if hasattr(self._module, "settings_for"):
-            return self._module.settings_for(args)
-        return self._module.SETTINGS
+        module = self._module
+        if hasattr(module, "settings_for"):
+            return module.settings_for(args)
+        return get_type_hints(module.run)["settings"]
 
     def all_settings(self) -> dict[str, type[Settings]]:
         """The classes of its settings by kind; a command of one kind has it under ""."""
@@ -82,14 +88,19 @@ class Command:
         return {"": self.settings_for()}
 
     def run(self, settings: Settings, as_json: bool) -> None:
-        self._module.run(settings, as_json)
+        document = self._module.run(settings, as_json)
+        if as_json and document is not None:
+            print(json.dumps(document))
 
     @property
     def _module(self) -> Any:
-        if self.name.startswith("eval ") and (name := self.name[5:]) in EVALUATIONS:
+        first, _, name = self.name.partition(" ")
+        if first == FAMILY and name in EVALUATIONS:
             from kvalign.app.commands.evaluation import EvaluationCommand
 
             return EvaluationCommand(EVALUATIONS[name])
+        if first in LISTINGS:
+            return ListingCommand(first)
         module = self.name.replace(" ", "_").replace("-", "_")
         return importlib.import_module(f"kvalign.app.commands.{module}")
 

@@ -63,7 +63,7 @@ def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
     if field.name == "method" and field.default == AUTO:
         names = (AUTO, *METHODS)
     if names:
-        return _listed(names) if typing.get_origin(hint) is tuple else _named(names)
+        return functools.partial(_offered, names, typing.get_origin(hint) is tuple)
     return FilesCompleter() if hint is Path else ChoicesCompleter({})
 
 
@@ -92,24 +92,15 @@ def _typed(specs: Iterable[str]) -> tuple[str, ...]:
     return tuple(start[0] for start in starts if start and start[0])
 
 
-def _named(names: Iterable[str]) -> Completer:
-    """Names, and files where no name begins so: a model, an aligner, a corpus may be either."""
-
-    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
-        start = re.match("(marked:)?(text:)?", prefix)[0]  # type: ignore[index]
-        if prefix == start != "" or not any(name.startswith(prefix) for name in names):
-            return [start + path for path in FilesCompleter()(prefix.removeprefix(start))]
-        return [name for name in names if name.startswith(prefix)]
-
-    return offer
-
-
-def _listed(names: Iterable[str]) -> Completer:
-    """Names and files, comma-separated."""
-    one = _named(names)
-
-    def offer(prefix: str, **_: typing.Any) -> Iterable[str]:
-        before, comma, last = prefix.rpartition(",")
-        return [before + comma + name for name in one(prefix=last)]
-
-    return offer
+def _offered(
+    names: Iterable[str], may_be_several: bool, prefix: str, **_: typing.Any
+) -> Iterable[str]:
+    """Names, and files where no name begins so: a model, an aligner, a corpus may be either.
+    Several stand between commas.
+    """
+    before, comma, last = prefix.rpartition(",") if may_be_several else ("", "", prefix)
+    start = re.match("(marked:)?(text:)?", last)[0]  # type: ignore[index]
+    found = [name for name in names if name.startswith(last)]
+    if last == start != "" or not found:
+        found = [start + path for path in FilesCompleter()(last.removeprefix(start))]
+    return [before + comma + one for one in found]

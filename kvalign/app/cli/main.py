@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvalign.app.cli import catalogue
@@ -134,11 +134,9 @@ def _help(args: Sequence[str]) -> int | None:
 
 def explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error that ended a command."""
-    if isinstance(error, UserError):
-        return 2, str(error)
     if isinstance(error, RunError):
         return 1, str(error)
-    if is_of_a_path(error):
+    if isinstance(error, UserError) or is_of_a_path(error):
         return 2, str(error)
     if isinstance(error, OSError) or _OF_RUST.search(str(error)):  # the machine's, as a full disk
         return 1, f"{error}; what was finished is kept"
@@ -148,7 +146,7 @@ def explain(error: Exception) -> tuple[int, str]:
         return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
-        from kvalign.app.inventory.requirements import how_to_install
+        from kvalign.app.inventory.checks import how_to_install
 
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -170,17 +168,20 @@ def _in_flags(message: str, flags: Collection[str]) -> str:
 def family_usage() -> str:
     """What `kvalign eval` alone prints: the commands that begin so."""
     family = f"{catalogue.FAMILY} "
-    names = [name for name in COMMANDS if name.startswith(family)]
-    width = max(map(len, names)) + 2
-    lines = [f"  {name:{width}}{COMMANDS[name]}" for name in names]
-    commands = "\n".join(lines)
-    return f"usage: kvalign {family}COMMAND [--help] [flags]\n\n{commands}\n"
+    lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
+    return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def usage() -> str:
     """What `kvalign --help` prints: the commands by what they are for."""
-    width = max(map(len, COMMANDS)) + 2
+    width = max(map(len, COMMANDS))
     lines = []
     for title, group in GROUPS.items():
-        lines += [f"{title}:", *(f"  {name:{width}}{about}" for name, about in group.items()), ""]
+        lines += [f"{title}:", *_lines(group, width), ""]
     return _USAGE.format(commands="\n".join(lines))
+
+
+def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:
+    """A line a command, names in a column as wide as the longest, or `width`."""
+    width = max(width, *map(len, commands))
+    return [f"  {name:{width}}  {about}" for name, about in commands.items()]

@@ -19,6 +19,11 @@ def say_next(*words: str | Path) -> None:
     _say(f"next: {shlex.join(['kvalign', *map(str, words)])}")
 
 
+def say_generate(base_model: str, aligner: str | Path) -> None:
+    """Name the command that streams with an aligner."""
+    say_next("generate", "--method", "kvalign", *of_model(base_model), "--aligner", aligner)
+
+
 def say_written(*paths: Path | None) -> None:
     """Name what was written beside what is printed."""
     for path in filter(None, paths):

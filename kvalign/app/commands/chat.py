@@ -1,12 +1,11 @@
 """`kvalign chat`: one endless conversation in the terminal."""
 
+from typing import Any
+
 from kvalign.app.sessions.conversation import ConversationSettings
 
-SETTINGS = ConversationSettings
 
-
-def run(settings: ConversationSettings, as_json: bool) -> None:
-    import json
+def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     import sys
 
     from kvalign.app.sessions.chat_commands import is_command, obey
@@ -51,6 +50,5 @@ def run(settings: ConversationSettings, as_json: bool) -> None:
                     f"[{timing['num_tokens']} tokens by {stream.method.title}{cut}, "
                     f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
                 )
-    if as_json:
-        used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
-        print(json.dumps({"settings": used, "answers": answers}))
+    used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
+    return {"settings": used, "answers": answers}

@@ -26,7 +26,6 @@ class CompletionSettings(Settings):
 
 
 HAS_JSON = False
-SETTINGS = CompletionSettings
 
 
 def run(settings: CompletionSettings, as_json: bool) -> None:

@@ -29,7 +29,6 @@ class PageSettings(Settings):
 
 
 HAS_JSON = False
-SETTINGS = PageSettings
 
 
 def run(settings: PageSettings, as_json: bool) -> None:

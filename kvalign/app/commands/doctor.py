@@ -1,8 +1,15 @@
 """`kvalign doctor`: what is installed, reachable and at hand here."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from kvalign.foundation.settings import Settings
+
+if TYPE_CHECKING:
+    from kvalign.app.inventory.checks import Check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,20 +24,36 @@ class DoctorSettings(Settings):
     """
 
 
-SETTINGS = DoctorSettings
-
-
 def run(settings: DoctorSettings, as_json: bool) -> None:
-    import dataclasses
     import json
 
-    from kvalign.app.inventory.doctor import examine, is_fit, show
+    from kvalign.app.inventory.checks import examine, is_fit
 
     checks = examine()
     if as_json:
-        rows = [dataclasses.asdict(check) for check in checks]
-        print(json.dumps({"fit": is_fit(checks), "checks": rows}))
+        print(json.dumps({"fit": is_fit(checks), "checks": list(map(asdict, checks))}))
     else:
         show(checks)
     if not is_fit(checks):
         raise SystemExit(1)
+
+
+def show(results: list[Check]) -> None:
+    """Print a table a group, and a line that sums them up; states are words, not colours alone."""
+    from kvalign.foundation.console import Heading, print_table
+
+    headings: list[Heading | str] = [
+        Heading(min_width=len("missing")),
+        Heading(min_width=max(len(check.name) for check in results)),
+        "",
+    ]
+    for group, members in groupby(results, lambda check: check.group):
+        rows = [[check.state, check.name, check.message] for check in members]
+        print_table(headings, rows, title=group)
+        print()
+    not_ok = [check for check in results if check.state != "ok"]
+    required = [check.name for check in not_ok if check.required]
+    fit = "all that is required is here"
+    if required:
+        fit = f"required, and not ok: {', '.join(required)}"
+    print(f"{fit}; optional, and not ok: {len(not_ok) - len(required)}")

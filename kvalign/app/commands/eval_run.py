@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
@@ -36,11 +37,7 @@ class RunSettings(Settings):
     gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0, at_most=MOST_PROCESSES)
 
 
-SETTINGS = RunSettings
-
-
-def run(settings: RunSettings, as_json: bool) -> None:
-    import json
+def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
     import sys
 
     from kvalign.app.cli.next_steps import say_next
@@ -49,10 +46,9 @@ def run(settings: RunSettings, as_json: bool) -> None:
 
     states = run_suite(settings)
     page = write_report(settings.out)
-    if as_json:
-        print(json.dumps({"out": str(settings.out), "cells": states, "report": str(page)}))
-        return
-    num_kept = list(states.values()).count("kept")
-    print(f"{len(states)} cells in {settings.out}, {num_kept} of them from before", file=sys.stderr)
-    print(f"report: {page}")
-    say_next("report", settings.out, "--terminal")
+    if not as_json:
+        before = f"{list(states.values()).count('kept')} of them from before"
+        print(f"{len(states)} cells in {settings.out}, {before}", file=sys.stderr)
+        print(f"report: {page}")
+        say_next("report", settings.out, "--terminal")
+    return {"out": str(settings.out), "cells": states, "report": str(page)}

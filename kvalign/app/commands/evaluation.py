@@ -1,10 +1,11 @@
 """`kvalign eval NAME`: one evaluation; its tables, or the document that it ends in."""
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvalign.app.cli.next_steps import say_written
-from kvalign.eval.protocol.evaluation import Evaluation
+from kvalign.eval.protocol.evaluation import Document, Evaluation
+from kvalign.eval.protocol.settings import ComparisonSettings
 
 _WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 
@@ -14,12 +15,14 @@ class EvaluationCommand:
 
     def __init__(self, evaluation: Evaluation):
         self.evaluation = evaluation
-        self.SETTINGS = evaluation.settings
 
-    def run(self, settings: Any, as_json: bool) -> None:
-        if as_json:
-            print(json.dumps(self.evaluation.run(settings)))
-        else:
-            settings = self.evaluation.prepared(settings)
-            self.evaluation.show(self.evaluation.run(settings), settings)
+    def settings_for(self, args: Sequence[str]) -> type[ComparisonSettings]:
+        return self.evaluation.settings
+
+    def run(self, settings: Any, as_json: bool) -> Document:
+        settings = settings if as_json else self.evaluation.prepared(settings)
+        document = self.evaluation.run(settings)
+        if not as_json:
+            self.evaluation.show(document, settings)
         say_written(*(getattr(settings, name, None) for name in _WRITTEN))
+        return document

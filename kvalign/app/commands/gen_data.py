@@ -1,12 +1,11 @@
 """`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
 
+from typing import Any
+
 from kvalign.data_gen.settings import RecordSettings
 
-SETTINGS = RecordSettings
 
-
-def run(settings: RecordSettings, as_json: bool) -> None:
-    import json
+def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     import sys
 
     from kvalign.app.cli.next_steps import of_model, say_next
@@ -18,16 +17,15 @@ def run(settings: RecordSettings, as_json: bool) -> None:
     manifest = record(settings).manifest
     if was_finished:
         print(f"{out} is finished already: nothing to do", file=sys.stderr)
-    if as_json:
-        about = manifest.model_dump(mode="json", exclude={"shards"})
-        print(json.dumps({"out": str(out), "finished_already": was_finished, **about}))
-        return
-    for split, num_rows in manifest.num_rows.items():
-        num_chunks = manifest.num_chunks[split]
-        print(f"{split}: {num_rows} rows each of key and value ({num_chunks} chunks)")
-    for kv, by_shift in manifest.input_label_mse.items():
-        for num_evicted, mse in by_shift.items():
-            print(f"{kv}: input-label MSE {mse:.6g} (k={num_evicted})")
-    print(f"recording: {out}")
-    where = of_model(settings.model) if settings.out is None else ["--data", out]
-    say_next("train", "--target", "key", *where)
+    if not as_json:
+        for split, num_rows in manifest.num_rows.items():
+            num_chunks = manifest.num_chunks[split]
+            print(f"{split}: {num_rows} rows each of key and value ({num_chunks} chunks)")
+        for kv, by_shift in manifest.input_label_mse.items():
+            for num_evicted, mse in by_shift.items():
+                print(f"{kv}: input-label MSE {mse:.6g} (k={num_evicted})")
+        print(f"recording: {out}")
+        where = of_model(settings.model) if settings.out is None else ["--data", out]
+        say_next("train", "--target", "key", *where)
+    about = manifest.model_dump(mode="json", exclude={"shards"})
+    return {"out": str(out), "finished_already": was_finished, **about}

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
 
@@ -35,15 +35,10 @@ class GenerateSettings(StreamSettings):
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
 
 
-SETTINGS = GenerateSettings
-
-
-def run(settings: GenerateSettings, as_json: bool) -> None:
-    import json
+def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     import sys
 
     from kvalign.app.cli.standard_input import piped_text
-    from kvalign.foundation import progress
 
     given = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
@@ -51,14 +46,9 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
         given = piped_text()
     prompt = given if given.strip() else PROMPT
     text_stream = settings.stream(loaded, prompt, settings.num_sinks)
-    pieces = iter(text_stream)
+    num_prompt, pieces = len(text_stream.ids), pieces_of(text_stream, "prompt")
     with suppress(KeyboardInterrupt):
-        with progress.shown_as("prompt") as bar:
-            num_prompt = len(text_stream.ids)
-            bar.phase("reading")
-            bar.expect(num_prompt, "tokens")
-            text_stream.method.on_tokens = bar.update
-            first = next(pieces, "")
+        first = next(pieces)
         with suppress(NotImplementedError):  # a method of the user's own that does not say
             if num_evicted := text_stream.num_evicted:
                 print(
@@ -74,14 +64,7 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     if text_stream.method.tokens_left == 0:
         print("the stream ends here: the model has no position left", file=sys.stderr)
     timing = text_stream.timing()
-    if as_json:
-        document = {
-            "settings": settings.used(text_stream),
-            "prompt": prompt,
-            "text": text_stream.text,
-        }
-        print(json.dumps({**document, "token_ids": text_stream.token_ids, **timing}))
-    else:
+    if not as_json:
         print()
     print(
         "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
@@ -92,6 +75,8 @@ def run(settings: GenerateSettings, as_json: bool) -> None:
     )
     if not as_json and prompt is not given:  # a first try
         _say_next(settings, loaded)
+    document = {"settings": settings.used(text_stream), "prompt": prompt, "text": text_stream.text}
+    return {**document, "token_ids": text_stream.token_ids, **timing}
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

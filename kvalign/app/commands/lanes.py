@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvalign.foundation.errors import ExistsError
 from kvalign.foundation.settings import Settings, option
@@ -35,27 +36,17 @@ class LanesSettings(Settings):
     overwrite: bool = option(False, help="replace the file")
 
 
-SETTINGS = LanesSettings
-
-
-def run(settings: LanesSettings, as_json: bool) -> None:
-    import json
-
+def run(settings: LanesSettings, as_json: bool) -> dict[str, Any]:
     if settings.out.exists() and not settings.overwrite:
         raise ExistsError(f"{settings.out} already exists: give --overwrite or another --out")
 
     from kvalign.app.pages.lanes import page
     from kvalign.foundation.files import write_text
 
-    source = page(
-        settings.method,
-        settings.cache_size,
-        settings.num_sinks,
-        settings.num_evicted,
-        settings.controls,
-        settings.family,
-        settings.evicts,
-    )
+    of_page = settings.as_dict()
+    del of_page["out"], of_page["overwrite"]
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(settings.out, source)
-    print(json.dumps({"page": str(settings.out)}) if as_json else f"page: {settings.out}")
+    write_text(settings.out, page(**of_page))
+    if not as_json:
+        print(f"page: {settings.out}")
+    return {"page": str(settings.out)}

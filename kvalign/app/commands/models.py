@@ -1,6 +1,7 @@
 """`kvalign models`: models at hand, and the architectures that are supported."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvalign.foundation.settings import Settings, option
 from kvalign.models import fetched
@@ -24,25 +25,19 @@ class ModelsSettings(Settings):
     )
 
 
-SETTINGS = ModelsSettings
-
-
-def run(settings: ModelsSettings, as_json: bool) -> None:
-    import json
-
-    from kvalign.app.cli.next_steps import say_next
+def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any] | None:
     from kvalign.app.inventory.listing import architectures, fetchable, models, show
 
     if settings.fetch is None:
         show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
-        return
+        return None
+    from kvalign.app.cli.next_steps import say_next
     from kvalign.app.inventory.fetch import fetch
 
     name, source = settings.fetch, fetched.MODELS[settings.fetch]
     is_new, folder = fetched.model_path(name) is None, fetch(name)
-    if as_json:
-        print(json.dumps({"name": name, "folder": str(folder), "is_new": is_new}))
-        return
-    state = "fetched" if is_new else "was fetched before"
-    print(f"{name} {state}: {folder} ({source.licence}; {source.home})")
-    say_next("chat", "--model", name)
+    if not as_json:
+        state = "fetched" if is_new else "was fetched before"
+        print(f"{name} {state}: {folder} ({source.licence}; {source.home})")
+        say_next("chat", "--model", name)
+    return {"name": name, "folder": str(folder), "is_new": is_new}

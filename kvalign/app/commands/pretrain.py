@@ -1,23 +1,23 @@
 """`kvalign pretrain`: train a small reference language model from scratch."""
 
+from typing import Any
+
 from kvalign.training.settings import PretrainSettings
 
-SETTINGS = PretrainSettings
 
-
-def run(settings: PretrainSettings, as_json: bool) -> None:
+def run(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
     import json
 
     from kvalign.app.cli.next_steps import say_next, say_written
     from kvalign.training import pretrain
 
-    print(json.dumps(pretrain(settings)))  # what there is to say are figures, with --json or not
-    if as_json:
-        return
-    say_written(settings.out)
-    if settings.is_recall:
-        say_next("train", "--aligner-kind", "table", "--model", settings.out, "--corpus", "recall")
-    elif settings.arch == "gpt2":
-        say_next("train", "--aligner-kind", "table", "--model", settings.out)
-    else:
-        say_next("generate", "--method", "streaming-llm", "--model", settings.out)
+    figures = pretrain(settings)
+    if not as_json:
+        print(json.dumps(figures))  # all that there is to say
+        say_written(settings.out)
+        if settings.arch == "gpt2" or settings.is_recall:
+            corpus = ["--corpus", "recall"] if settings.is_recall else []
+            say_next("train", "--aligner-kind", "table", "--model", settings.out, *corpus)
+        else:
+            say_next("generate", "--method", "streaming-llm", "--model", settings.out)
+    return figures

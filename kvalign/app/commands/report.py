@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvalign.foundation.settings import Settings, option
 
@@ -20,18 +21,15 @@ class ReportSettings(Settings):
     terminal: bool = option(False, help="show the results here instead of writing the page")
 
 
-SETTINGS = ReportSettings
-
-
-def run(settings: ReportSettings, as_json: bool) -> None:
-    import json
-
+def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
     if settings.terminal:
         from kvalign.eval.report.terminal import show
 
         show(settings.folder)
-        return
+        return None
     from kvalign.eval import write_report
 
     page = write_report(settings.folder)
-    print(json.dumps({"report": str(page)}) if as_json else f"report: {page}")
+    if not as_json:
+        print(f"report: {page}")
+    return {"report": str(page)}

@@ -3,7 +3,6 @@
 from kvalign.app.serve.settings import ServeSettings
 
 HAS_JSON = False
-SETTINGS = ServeSettings
 
 
 def run(settings: ServeSettings, as_json: bool) -> None:

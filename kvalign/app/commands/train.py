@@ -4,7 +4,6 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvalign.aligners.kinds import KINDS
@@ -47,19 +46,14 @@ def all_settings() -> dict[str, type[Settings]]:
     return {kind: _with_kind(kind) for kind in KINDS}
 
 
-def run(settings: Settings, as_json: bool) -> None:
-    import json
-
+def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
     values = {field.name: getattr(settings, field.name) for field in fields_of(type(settings))}
     kind = values.pop("aligner_kind")
     trainer = trainer_of(kind)
     one = trainer.SETTINGS(**values)
     results = trainer.train(one)
-    if not results:  # of a process that helps another
-        return
-    if as_json:
-        print(json.dumps(results))
-        return
+    if as_json or not results:  # of a process that helps another
+        return results or None
     for kv, result in results.items():
         ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
         print(
@@ -76,13 +70,14 @@ def run(settings: Settings, as_json: bool) -> None:
         )
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
+    return results
 
 
 def _say_next(settings: TrainSettings, kind: str) -> None:
     """The other network, where one is trained at a time and that is left; then, to stream."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.cli.next_steps import of_model, say_next
+    from kvalign.app.cli.next_steps import of_model, say_generate, say_next
     from kvalign.foundation.files import read_checked
 
     out = settings.folder(kind)
@@ -92,10 +87,10 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
             other = dataclasses.replace(settings, target=kv)
             say_next(*shlex.split(other.command_line("train", leave_out=("overwrite",)))[1:])
     parts = [config.training[kv] for kv in KV if kv in config.training]
-    helps = any(part["used"] for part in parts) or kind == "network"
-    chosen: list[str | Path] = ["--aligner", out] if helps else []
-    method = ["--method", "kvalign"] if helps else []
-    say_next("generate", *method, *of_model(config.base_model), *chosen)
+    if kind == "network" or any(part["used"] for part in parts):
+        say_generate(config.base_model, out)
+    else:
+        say_next("generate", *of_model(config.base_model))
 
 
 def _verdict(judged: dict[str, Any]) -> list[str]:

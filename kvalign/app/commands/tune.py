@@ -1,27 +1,24 @@
 """`kvalign tune`: sweep the sizes and the learning rate of one network."""
 
 from pathlib import Path
+from typing import Any
 
 from kvalign.training.settings import TuneSettings
 
-SETTINGS = TuneSettings
 _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 
 
-def run(settings: TuneSettings, as_json: bool) -> None:
-    import json
-
+def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.cli.next_steps import of_model, say_next, say_written
+    from kvalign.app.cli.next_steps import say_generate, say_written
     from kvalign.foundation.console import Heading, print_table
     from kvalign.foundation.files import read_checked
     from kvalign.training import tune_network
 
     result = tune_network(settings)
     if as_json:
-        print(json.dumps(result))
-        return
+        return result
     best, val_loss = result["best"], result["aligner_val_loss"]
     print(
         f"{result['aligner']}: val loss {val_loss:.6g}, trained anew as trial {best['trial']}, "
@@ -35,8 +32,8 @@ def run(settings: TuneSettings, as_json: bool) -> None:
     )
     say_written(settings.out)
     config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
-    of_base = of_model(config.base_model)
-    say_next("generate", "--method", "kvalign", *of_base, "--aligner", result["aligner"])
+    say_generate(config.base_model, result["aligner"])
+    return result
 
 
 def _text(name: str, value: object) -> str:

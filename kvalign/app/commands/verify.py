@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+import importlib
+import operator
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, option
 from kvalign.invariants import INVARIANTS, NUM_STEPS
@@ -13,6 +19,7 @@ from kvalign.methods import check_name
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
+    from kvalign.invariants.base import Outcome
 
 OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
@@ -62,9 +69,7 @@ class VerifySettings(MethodSettings):
             UserError: an unknown method, or nothing of that name to import.
         """
         if self.cache is not None:
-            from kvalign.app.cli.imported import imported
-
-            return imported(self.cache)
+            return _imported(self.cache)
         check_name(self.method)
         from kvalign.methods import make_method
 
@@ -78,14 +83,9 @@ class VerifySettings(MethodSettings):
         )
 
 
-SETTINGS = VerifySettings
-
-
 def run(settings: VerifySettings, as_json: bool) -> None:
-    import dataclasses
     import json
 
-    from kvalign.app.commands.verified import show
     from kvalign.invariants import verify
     from kvalign.models.architectures import load_model
 
@@ -98,11 +98,53 @@ def run(settings: VerifySettings, as_json: bool) -> None:
         half=settings.half,
         invariants=settings.invariants,
     )
-    num_failed = sum(outcome.state == "failed" for outcome in outcomes)
+    holds = all(outcome.state != "failed" for outcome in outcomes)
     if as_json:
-        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-        print(json.dumps({"holds": not num_failed, "outcomes": rows}))
+        print(json.dumps({"holds": holds, "outcomes": list(map(asdict, outcomes))}))
     else:
         show(outcomes)
-    if num_failed:
+    if not holds:
         raise SystemExit(1)
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Print a row an invariant, what to look at of those that failed, and a line that sums up."""
+    from kvalign.foundation.console import Heading, print_table
+
+    print_table(
+        ["invariant", "", Heading("figure", True), Heading("bound", True), "of", "note"],
+        [[x.name, x.state, _text(x.figure), _text(x.bound), x.unit, x.note] for x in outcomes],
+    )
+    if failed := [[x.name, x.about, x.look_at] for x in outcomes if x.state == "failed"]:
+        print()
+        print_table(["failed", "what must hold", "what to look at"], failed)
+    counts = Counter(outcome.state for outcome in outcomes)
+    print("\n" + ", ".join(f"{num} {state}" for state, num in counts.items()))
+
+
+def _text(number: float | None) -> str:
+    """`2.1e-06`, `0.31`, `512`, or nothing."""
+    if number is None:
+        return ""
+    return f"{number:.0f}" if float(number).is_integer() else f"{number:.2g}"
+
+
+def _imported(name: str) -> Any:
+    """What `MODULE:NAME` stands for; modules are those that are installed and those of the folder
+    where the command runs, as with `python -m`.
+
+    Raises:
+        UserError: there is none, or it cannot be called.
+    """
+    module, _, member = name.partition(":")
+    if not module or not member:
+        raise UserError(f"--cache takes MODULE:NAME, got {name!r:.80}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = operator.attrgetter(member)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--cache {name}: {error}") from error
+    if not callable(found):
+        raise UserError(f"--cache {name} must be callable with a model, got {type(found).__name__}")
+    return found

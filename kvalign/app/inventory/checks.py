@@ -5,20 +5,21 @@ corpora and word lists. Nothing is fetched and nothing changed.
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from kvalign import checkpoints
 from kvalign.app.inventory import listing
-from kvalign.app.inventory.requirements import how_to_install, installed, requirements
 from kvalign.foundation import hub, memory
 from kvalign.foundation.errors import UserError
 from kvalign.models import fetched
+
+_UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,56 @@ class Check:
         return f"{self.found}: {self.todo}" if self.todo else self.found
 
 
+def requirements() -> Iterator[tuple[str, Requirement]]:
+    """Each package with the first extra that brings it; no extra: it is always needed."""
+    extras = metadata.metadata("kvalign").get_all("Provides-Extra") or []
+    listed = {"kvalign"}  # an extra that includes another
+    for text in metadata.requires("kvalign") or ():
+        needed = Requirement(text)
+        if needed.name in listed:
+            continue
+        for extra in ("", *(extra for extra in extras if extra not in _UNLISTED)):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                listed.add(needed.name)
+                yield extra, needed
+                break
+
+
+def installed(name: str) -> str | None:
+    """The version of a package that is installed here, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def how_to_install(name: str) -> str:
+    """The command that installs a package, or the module of one, in a version that is supported."""
+    for extra, needed in requirements():
+        if needed.name.replace("-", "_") == name.replace("-", "_"):
+            return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
+    return "pip install 'kvalign[all]'"  # what another package needs, or a module of another name
+
+
 def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
     package = metadata.metadata("kvalign")
     yield Check("packages", "kvalign", "ok", package["Version"], required=True)
-    python, supported = sys.version.split()[0], SpecifierSet(package["Requires-Python"])
-    todo = "install a supported Python"
-    yield _in_range("packages", "python", python, supported, todo, required=True)
+    python = Requirement(f"python{package['Requires-Python']}")
+    found: list[tuple[str, Requirement, str | None, str]] = [
+        ("", python, sys.version.split()[0], "install a supported Python")
+    ]
     for extra, needed in requirements():
+        found.append((extra, needed, installed(needed.name), how_to_install(needed.name)))
+    for extra, needed, version, todo in found:
         group = f"packages of kvalign[{extra}]" if extra else "packages"
-        version, todo = installed(needed.name), how_to_install(needed.name)
         if version is None:
             yield Check(group, needed.name, "missing", "not installed", todo, not extra)
+        elif needed.specifier.contains(version, prereleases=True):
+            yield Check(group, needed.name, "ok", version, required=not extra)
         else:
-            yield _in_range(group, needed.name, version, needed.specifier, todo, not extra)
+            about = f"{version}, supported is {needed.specifier}"
+            yield Check(group, needed.name, "wrong", about, todo, not extra)
 
 
 def devices() -> Iterator[Check]:
@@ -172,16 +209,38 @@ def word_lists() -> Iterator[Check]:
         yield Check("word lists", NAME, "wrong", found, todo)
 
 
-def _in_range(
-    group: str, name: str, version: str, supported: SpecifierSet, todo: str, required: bool
-) -> Check:
-    """A version that is here: ok, or outside what is supported."""
-    if supported.contains(version, prereleases=True):
-        return Check(group, name, "ok", version, required=required)
-    return Check(group, name, "wrong", f"{version}, supported is {supported}", todo, required)
-
-
 def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Iterator[Check]:
     for name in sorted(set(names) - {row["name"] for row in rows}):
         todo = "reinstall kvalign"
         yield Check(group, name, "wrong", "shipped, and its files cannot be read", todo, True)
+
+
+# A group's name, its checks, and whether KV-Align cannot work where a check itself fails.
+_PARTS: tuple[tuple[str, Callable[[], Iterator[Check]], bool], ...] = (
+    ("packages", packages, True),
+    ("devices", devices, True),
+    ("machine", machine, False),
+    ("hub", hub_and_cache, False),
+    ("models", models, True),
+    ("aligners", aligners, True),
+    ("corpora", corpora, False),
+    ("word lists", word_lists, False),
+)
+
+
+def examine() -> list[Check]:
+    """The checks of every part; a part that fails is one check of its own."""
+    results: list[Check] = []
+    for group, look, required in _PARTS:
+        try:
+            results += look()
+        except Exception as error:  # whatever a broken package raises when it is used
+            fault = f"{type(error).__name__}: {error}"
+            todo = "mend what is missing or wrong above"
+            results.append(Check(group, group, "wrong", fault, todo, required))
+    return results
+
+
+def is_fit(results: list[Check]) -> bool:
+    """Whether all that is required is here and can be used."""
+    return all(check.state == "ok" for check in results if check.required)

@@ -150,18 +150,18 @@ def show(as_json: bool, **tables: list[Row]) -> None:
     from kvalign.eval.protocol.evaluation import Column
     from kvalign.eval.protocol.tables import Table
     from kvalign.eval.report.terminal import print_tables
-    from kvalign.foundation.console import Entry, Heading, print_table
+    from kvalign.foundation.console import Entry, print_table
 
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
-        titles, facts = [name.replace("_", " ") for name in rows[0]], rows[0].values()
+        titles = [name.replace("_", " ") for name in rows[0]]
         lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
         if "about" in rows[0]:  # sentences, which wrap
-            print_table([Heading(title) for title in titles], lines)
-            continue
-        digits = [0 if isinstance(value, int) else None for value in facts]
-        columns = [Column(title, digits=one) for title, one in zip(titles, digits, strict=True)]
-        print_tables([Table("", columns, lines)])
+            print_table(titles, lines)
+        else:
+            facts = zip(titles, rows[0].values(), strict=True)
+            columns = [Column(title, 0 if isinstance(x, int) else None) for title, x in facts]
+            print_tables([Table("", columns, lines)])
 
 
 def _rows(

@@ -39,30 +39,32 @@ _WORDS = {
     "num_recent": "newest entries that stay",
 }
 """What errors name that the page does not set."""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_ENDS: dict[str, tuple[float, float, float]] = {  # least, most, step
+_SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
     "temperature": (0, 2, 0.05),
     "top_k": (0, 200, 1),
     "top_p": (0.05, 1, 0.05),
     "min_p": (0, 0.5, 0.01),
     "repetition_penalty": (1, 2, 0.05),
 }
+SAMPLING = tuple(_SAMPLING)
 LEAST_ENTRIES, MOST_ENTRIES = 8, 1024
 MOST_EVICTED = 128
 _HELP = {field.name: field.metadata["help"] for field in fields_of(StreamSettings)}
 
 
+def slider(
+    name: str, least: float, most: float, value: float, step: float = 1, **more: Any
+) -> gr.Slider:
+    """That of a setting, with the command line's help where `more` has no `info`."""
+    more = {"label": LABELS[name], "info": _HELP[name], **more}
+    return gr.Slider(least, most, value, step=step, **more)
+
+
 def sampling_sliders() -> list[gr.Slider]:
-    """One for each of `SAMPLING`, with the command line's defaults and help."""
+    """One for each of `SAMPLING`, with the command line's defaults."""
     return [
-        gr.Slider(
-            *_ENDS[name][:2],
-            getattr(Sampling, name),
-            step=_ENDS[name][2],
-            label=LABELS[name],
-            info=_HELP[name],
-        )
-        for name in SAMPLING
+        slider(name, least, most, getattr(Sampling, name), step)
+        for name, (least, most, step) in _SAMPLING.items()
     ]
 
 

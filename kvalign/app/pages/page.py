@@ -167,33 +167,26 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     elem_id="methods",
                 )
                 most = controls.most_entries(first, chosen, which_first)
-                cache_size = gr.Slider(
+                cache_size = controls.slider(
+                    "cache_size",
                     controls.LEAST_ENTRIES,
                     most,
                     min(64, most),
-                    step=1,
-                    label=controls.LABELS["cache_size"],
                     info="entries that stay",
                     elem_id="cache_size",
                 )
-                num_evicted = gr.Slider(
+                num_evicted = controls.slider(
+                    "num_evicted",
                     1,
                     controls.most_evicted(min(64, most), chosen, which_first),
                     1,
-                    step=1,
-                    label=controls.LABELS["num_evicted"],
                     info="entries; discard-half: half",
                     elem_id="num_evicted",
                 )
                 with gr.Row(elem_id="eviction"):
                     policy, positions = controls.eviction(METHODS)
-                num_tokens = gr.Slider(
-                    10,
-                    2000,
-                    600,
-                    step=10,
-                    label=controls.LABELS["max_new_tokens"],
-                    info="by each method",
+                num_tokens = controls.slider(
+                    "max_new_tokens", 10, 2000, 600, step=10, info="by each method"
                 )
                 with gr.Row(elem_id="actions"):
                     start = gr.Button("Start", variant="primary", min_width=80, elem_id="start")

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,48 +65,40 @@ class Answers:
         self.on_cancel()
 
 
+@dataclass(eq=False)
 class Held:
     """The session of a turn: kept when its answer is whole, else left as it was before; whichever
     comes first.
 
-    Args:
+    Attributes:
         sessions: which it was taken of.
         before: as it was taken.
         said: the messages of the turn.
+        session, ids: as its answer begins, with all its tokens.
         writer: keeps sessions one after the other, beside the engine.
         put: told of the end.
-
-    Attributes:
-        session, ids: as its answer begins, with all its tokens.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        before: Session,
-        said: Sequence[Message],
-        writer: Executor,
-        put: Put,
-    ):
-        self.sessions, self.before, self.said = sessions, before, said
-        self.writer, self.put = writer, put
-        self.session, self.ids = before, before.ids
-        self._lock, self._is_done = threading.Lock(), False
-
-    def begin(self, session: Session, ids: Tensor) -> None:
-        self.session, self.ids = session, ids
+    sessions: Sessions
+    before: Session
+    said: Sequence[Message]
+    session: Session
+    ids: Tensor
+    writer: Executor
+    put: Put
+    _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: Row, state: State | None) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
     def failed(self, error: RequestError) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
             self.put(error)
 
     def cancelled(self) -> None:
-        if self._is_first():
+        if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
 
     def _keep(self, row: Row, state: State | None) -> None:
@@ -131,8 +123,3 @@ class Held:
             self.put(failed(f"this answer is not kept: {error}", "not_kept"))
         else:
             self.put(End.of(row))
-
-    def _is_first(self) -> bool:
-        with self._lock:
-            is_first, self._is_done = not self._is_done, True
-            return is_first

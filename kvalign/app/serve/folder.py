@@ -4,14 +4,14 @@ chat --state` read them, too.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvalign.aligners.base import embedding_fingerprint
-from kvalign.app.serve.sessions import Session
+from kvalign.app.serve.sessions import Session, Store
 from kvalign.app.serve.turn import free
 from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.foundation.errors import UserError
@@ -26,27 +26,22 @@ _WORDS = ("said", "asked", "answer", "finish")
 _SUFFIX = ".safetensors"
 
 
-class InFolder:
+@dataclass
+class InFolder(Store):
     """A store of files; in memory are the sessions' tokens, not their caches.
 
-    Args:
+    Attributes:
         folder: that no other server writes to.
         method_for: a method that has been fed nothing, of so many sinks.
         tokenizer_digest, aligner_digest: of `stream_file`.
         sampling: what a file says of it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        method_for: Callable[[int], Method],
-        tokenizer_digest: str,
-        aligner_digest: str | None,
-        sampling: Sampling,
-    ):
-        self.folder, self.method_for = folder, method_for
-        self.tokenizer_digest, self.aligner_digest = tokenizer_digest, aligner_digest
-        self.sampling = sampling
+    folder: Path
+    method_for: Callable[[int], Method]
+    tokenizer_digest: str
+    aligner_digest: str | None
+    sampling: Sampling
 
     def load(self) -> list[Session]:
         """All sessions of the folder.

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Collection
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ from kvalign.app.serve.metrics import Metrics
 _OPEN = ("/health",)  # asks for no key
 
 
+@dataclass
 class Guard:
     """ASGI middleware that checks Host, Origin and key, and counts what is answered.
 
@@ -23,17 +25,11 @@ class Guard:
     from elsewhere: names are those of `allowed_hosts`, and an Origin is this very host.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        allowed_hosts: Collection[str],
-        paths: Collection[str],
-        metrics: Metrics,
-    ):
-        self.app, self.api_key, self.allowed_hosts = app, api_key, allowed_hosts
-        self.paths, self.metrics = paths, metrics
+    app: ASGIApp
+    api_key: str | None
+    allowed_hosts: Collection[str]
+    paths: Collection[str]
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,7 +1,7 @@
 """From messages and texts to the tokens that are fed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
@@ -16,27 +16,22 @@ from kvalign.models.input_ids import encoded
 from kvalign.streaming.turns import messages_text, opening_len, turn_ids
 
 
+@dataclass
 class Prompts:
     """What is fed of a request.
 
-    Args:
+    Attributes:
         method: as new sessions have it, but for their sinks.
         keeps_opening: whether a session's system prompt stays as sinks.
         keeps_turns: whether whole turns are evicted.
         most_tokens: that one request may bring.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        method: Method,
-        *,
-        keeps_opening: bool,
-        keeps_turns: bool,
-        most_tokens: int,
-    ):
-        self.tokenizer, self.method, self.most_tokens = tokenizer, method, most_tokens
-        self.keeps_opening, self.keeps_turns = keeps_opening, keeps_turns
+    tokenizer: PreTrainedTokenizerBase
+    method: Method
+    keeps_opening: bool
+    keeps_turns: bool
+    most_tokens: int
 
     def begun(self, session: Session, messages: Sequence[Message]) -> Session:
         """A new session of messages, with as many sinks as its system prompt has tokens."""

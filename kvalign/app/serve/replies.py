@@ -1,9 +1,13 @@
-"""From the engine's events to what a client reads: one JSON document, or Server-Sent Events."""
+"""From the engine's events to what a client reads, in the forms of OpenAI's API: one JSON document,
+or Server-Sent Events.
+"""
 
 import asyncio
 import json
+import secrets
+import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -11,10 +15,61 @@ from starlette.types import Receive, Scope, Send
 
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.forms import TextForm, usage_of
 
 _GONE = "gone"
 Events = asyncio.Queue[Any]
+
+
+class TextForm:
+    """Answers of /v1/completions.
+
+    Attributes:
+        opening: what a choice says before its text, in a first chunk; empty: there is none.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+    opening: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model: str):
+        self.model, self.id = model, self.prefix + secrets.token_hex(12)
+        self.created = int(time.time())
+
+    def said(self, text: str) -> dict[str, Any]:
+        """What a choice says of a whole text; `told`: of a piece, in a chunk."""
+        return {"text": text}
+
+    told = said
+
+    def document(self, kind: str, choices: list[dict], **usage: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **usage}
+
+
+class ChatForm(TextForm):
+    """Answers of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def told(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+def choice_of(index: int, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+
+
+def usage_of(answers: Answers, num_tokens: int) -> dict[str, Any]:
+    """The tokens of a request; `cached_tokens` are those of its session."""
+    return {
+        "prompt_tokens": answers.num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": answers.num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": answers.num_cached},
+    }
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
@@ -61,9 +116,9 @@ async def whole(form: TextForm, answers: Answers, events: Events, receive: Recei
                 texts[event.index] += event.text
             else:
                 ends[event.index] = event
-    choices = [form.choice(i, text, ends[i].finish) for i, text in enumerate(texts)]
+    choices = [choice_of(i, form.said(text), ends[i].finish) for i, text in enumerate(texts)]
     usage = usage_of(answers, sum(end.num_tokens for end in ends.values()))
-    return JSONResponse(form.whole(choices, usage))
+    return JSONResponse(form.document(form.kind, choices, usage=usage))
 
 
 class EventStream(Response):
@@ -93,8 +148,8 @@ class EventStream(Response):
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(head)
-            openings = filter(None, map(self.form.opening, range(self.answers.num)))
-            await put("".join(self._chunk(choice) for choice in openings))
+            numbers = range(self.answers.num) if self.form.opening else ()
+            await put("".join(self._chunk(i, self.form.opening) for i in numbers))
             num_tokens = 0
             try:
                 async for found in events_of(self.answers, self.events, receive):
@@ -105,21 +160,21 @@ class EventStream(Response):
             else:
                 if self.usage:
                     usage = usage_of(self.answers, num_tokens)
-                    await put(_line(self.form.chunk([], usage=usage)))
+                    await put(_line(self.form.document(self.form.chunk_kind, [], usage=usage)))
             await put("data: [DONE]\n\n", more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one
             pass
         finally:
             self.answers.cancel()
 
-    def _of_event(self, event: Event) -> str:
+    def _of_event(self, event: Piece | End) -> str:
         if isinstance(event, Piece):
-            return self._chunk(self.form.piece(event.index, event.text))
-        assert isinstance(event, End)
-        return self._chunk(self.form.piece(event.index, "", event.finish))
+            return self._chunk(event.index, self.form.told(event.text))
+        return self._chunk(event.index, self.form.told(""), event.finish)
 
-    def _chunk(self, choice: dict[str, Any]) -> str:
-        return _line(self.form.chunk([choice], **self.usage))
+    def _chunk(self, index: int, said: dict[str, Any], finish: str | None = None) -> str:
+        choices = [choice_of(index, said, finish)]
+        return _line(self.form.document(self.form.chunk_kind, choices, **self.usage))
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -13,11 +13,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvalign.app.serve.answers import Event
+from kvalign.app.serve.answers import Answers, Event
 from kvalign.app.serve.errors import RequestError, failed
-from kvalign.app.serve.forms import ChatForm, TextForm
 from kvalign.app.serve.guard import Guard, body_of
-from kvalign.app.serve.replies import Events, EventStream, whole
+from kvalign.app.serve.replies import ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Completion, parsed
@@ -43,29 +42,31 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     )
     app.state.service = service
 
-    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
-        body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
-        asked = await run_in_threadpool(parsed, kind, body, request.headers.get(SESSION_HEADER))
-        if asked.model != name:
+    def check_model(asked: str) -> None:
+        if asked != name:
             raise RequestError(
-                f"the model {asked.model!r:.80} is not served here, {name} is",
+                f"the model {asked!r:.80} is not served here, {name} is",
                 404,
                 param="model",
                 code="model_not_found",
             )
+
+    async def answer(
+        request: Request,
+        kind: type[Chat] | type[Completion],
+        form: TextForm,
+        begin: Callable[..., Answers],
+    ) -> Response:
+        body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
+        asked = await run_in_threadpool(parsed, kind, body, request.headers.get(SESSION_HEADER))
+        check_model(asked.model)
         events, loop = Events(), asyncio.get_running_loop()
 
         def put(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        form: TextForm
-        if isinstance(asked, Chat):
-            form = ChatForm(name)
-            answers = await run_in_threadpool(service.chat, asked, put)
-        else:
-            form = TextForm(name)
-            answers = await run_in_threadpool(service.completion, asked, put)
+        answers = await run_in_threadpool(begin, asked, put)
         if not asked.stream:
             return await whole(form, answers, events, request.receive)
         has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -73,11 +74,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat)
+        return await answer(request, Chat, ChatForm(name), service.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Completion)
+        return await answer(request, Completion, TextForm(name), service.completion)
 
     model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
 
@@ -87,13 +88,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.get("/v1/models/{model_id:path}")
     async def one_model(model_id: str) -> Response:
-        if model_id != name:
-            raise RequestError(
-                f"the model {model_id!r:.80} is not served here, {name} is",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+        check_model(model_id)
         return JSONResponse(model)
 
     @app.get("/health")
@@ -105,7 +100,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
 
-    _add_errors(app)
+    for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_to)
     app.add_middleware(
         Guard,
         api_key=settings.api_key,
@@ -154,29 +150,19 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _add_errors(app: FastAPI) -> None:
+async def _answer_to(request: Request, error: Exception) -> Response:
     """Every error in the form of OpenAI's API."""
-
-    @app.exception_handler(RequestError)
-    async def of_request(request: Request, error: RequestError) -> Response:
-        return error.response()
-
-    @app.exception_handler(UserError)
-    async def of_user(request: Request, error: UserError) -> Response:
-        return RequestError(str(error)).response()
-
-    @app.exception_handler(HTTPException)
-    async def of_http(request: Request, error: HTTPException) -> Response:
-        what = {404: "no such address", 405: "this address takes another method"}
-        message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"
-        response = RequestError(message, error.status_code).response()
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(ClientDisconnect)
-    async def of_leaving(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=_LEFT)
-
-    @app.exception_handler(Exception)
-    async def of_ours(request: Request, error: Exception) -> Response:
-        return failed("a fault of the server's", "internal_error").response()
+    match error:
+        case RequestError():
+            return error.response()
+        case UserError():
+            return RequestError(str(error)).response()
+        case ClientDisconnect():
+            return Response(status_code=_LEFT)
+        case HTTPException():
+            what = {404: "no such address", 405: "this address takes another method"}
+            message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"
+            response = RequestError(message, error.status_code).response()
+            response.headers.update(error.headers or {})
+            return response
+    return failed("a fault of the server's", "internal_error").response()

@@ -16,10 +16,11 @@ from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
 from kvalign.app.serve.row import Row
-from kvalign.app.serve.sessions import InMemory, Session, Sessions
+from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
+from kvalign.app.sessions.stream_settings import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -38,8 +39,8 @@ class Service:
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
-        self.settings, self.loaded, self.tokenizer = settings, loaded, loaded.tokenizer
-        num_sinks = None if settings.num_sinks == "auto" else int(settings.num_sinks)
+        self.settings, self.tokenizer = settings, loaded.tokenizer
+        num_sinks = sinks_of(settings.num_sinks)
         says = Sampling.of_model(loaded.model.generation_config)
         self.said = {"top_k": 0, "stop_at_end": True, **says, **settings.sampling()}
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)
@@ -61,7 +62,14 @@ class Service:
         self._methods = {self.method.sizes.num_sinks: self.method}
         self.metrics = Metrics()
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
-        self.sessions = Sessions(self._store(), settings.max_sessions)
+        store = Store()
+        if settings.sessions is not None:
+            digests = (
+                stream_file.tokenizer_digest(self.tokenizer),
+                stream_file.aligner_digest(self.method),
+            )
+            store = InFolder(settings.sessions, self._method_for, *digests, self.sampling)
+        self.sessions = Sessions(store, settings.max_sessions)
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
     def start(self) -> None:
@@ -130,15 +138,6 @@ class Service:
         put(End(0, session.finish, session.num_new))
         return answers
 
-    def _store(self) -> InMemory | InFolder:
-        if self.settings.sessions is None:
-            return InMemory()
-        digests = (
-            stream_file.tokenizer_digest(self.tokenizer),
-            stream_file.aligner_digest(self.method),
-        )
-        return InFolder(self.settings.sessions, self._method_for, *digests, self.sampling)
-
     def _method_for(self, num_sinks: int) -> Method:
         """One that has been fed nothing."""
         if num_sinks not in self._methods:
@@ -189,7 +188,6 @@ class Service:
             keep: a session that is kept with its answer, as it was taken, and its new messages.
         """
         answers = Answers(len(pairs) * num_choices)
-        held = Held(self.sessions, *keep, self._writer, put) if keep else None
         for number, (session, new) in enumerate(pairs):
             before = session.ids
             if len(before) and int(before[-1]) in self.ends:
@@ -197,12 +195,24 @@ class Service:
             assert sampling.max_new_tokens is not None
             ids, num_cached = torch.cat([before, new]), session.num_fed
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
+            held = Held(self.sessions, *keep, session, ids, self._writer, put) if keep else None
             if held:
-                held.begin(session, ids)
+                answers.on_cancel = held.cancelled
             if anew is not None:
                 ids, num_cached = anew, 0
-            draws = range(num_choices)
-            rows = [self._row(number * num_choices + i, i, sampling, ids, put) for i in draws]
+            rows = [
+                Row(
+                    sampling,
+                    number * num_choices + draw,
+                    ids,
+                    self.tokenizer,
+                    self.ends,
+                    self.method.model.device,
+                    lambda index, text: put(Piece(index, text)),
+                    draw,
+                )
+                for draw in range(num_choices)
+            ]
             turn = Turn(
                 self._method_for(session.num_sinks),
                 self.sessions.store.state(session) if num_cached else None,
@@ -215,17 +225,8 @@ class Service:
             answers.turns.append(turn)
             answers.num_prompt += len(ids)
             answers.num_cached += num_cached
-        if held:
-            answers.on_cancel = held.cancelled
         self.engine.submit(answers.turns)
         return answers
-
-    def _row(self, index: int, draw: int, sampling: Sampling, ids: Tensor, put: Put) -> Row:
-        def show(index: int, text: str) -> None:
-            put(Piece(index, text))
-
-        device = self.loaded.model.device
-        return Row(sampling, index, ids, self.tokenizer, self.ends, device, show, draw)
 
 
 def _refuse(session: str | None) -> None:

@@ -8,10 +8,8 @@ import hashlib
 import json
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,36 +57,24 @@ class Session:
         return not len(self.ids)
 
 
-class Store(Protocol):
-    """Where the states of sessions are kept."""
+class Store:
+    """Where the states of sessions are kept: here in memory, as long as the server lives."""
 
     def load(self) -> list[Session]:
         """Those that are there, the least recently used first."""
-
-    def put(self, session: Session) -> Session:
-        """Keep it, whole or not at all; return what stays in memory of it."""
-
-    def state(self, session: Session) -> dict[str, Tensor]:
-        """The state of its method; nobody changes it."""
-
-    def drop(self, session: Session) -> None: ...
-
-
-class InMemory:
-    """A store that lives as long as the server."""
-
-    def load(self) -> list[Session]:
         return []
 
     def put(self, session: Session) -> Session:
+        """Keep it, whole or not at all; return what stays in memory of it."""
         return session
 
     def state(self, session: Session) -> dict[str, Tensor]:
+        """The state of its method; nobody changes it."""
         assert session.state is not None
         return session.state
 
     def drop(self, session: Session) -> None:
-        pass
+        """Forget it."""
 
 
 def digest(before: str, messages: Sequence[Message]) -> list[str]:
@@ -112,8 +98,7 @@ class Sessions:
         self.store, self.max_sessions = store, max_sessions
         self._lock = threading.Lock()
         self._busy: set[str] = set()
-        self._by_id: OrderedDict[str, Session] = OrderedDict()
-        self._by_said: dict[str, str] = {}
+        self._by_id: dict[str, Session] = {}  # the least recently used first
         found = store.load()
         if len(found) > max_sessions:
             raise UserError(
@@ -135,8 +120,8 @@ class Sessions:
         """
         said = digest("", messages)[-2::-1] if name is None else []
         with self._lock:
-            known = (self._by_said.get(one) for one in said)
-            found = (one for one in known if one is not None and one not in self._busy)
+            idle = {x.said: x.id for x in self._idle() if x.id.startswith(NAMELESS)}
+            found = (idle[one] for one in said if one in idle)
             name = name or next(found, NAMELESS + secrets.token_hex(16))
             if name in self._busy:
                 raise RequestError(
@@ -161,15 +146,10 @@ class Sessions:
             self._busy.discard(session.id)
 
     def _add(self, session: Session) -> None:
-        before = self._by_id.pop(session.id, None)
-        if before is not None and self._by_said.get(before.said) == session.id:
-            del self._by_said[before.said]
+        self._by_id.pop(session.id, None)
         self._by_id[session.id] = session
-        if session.id.startswith(NAMELESS):
-            self._by_said[session.said] = session.id
-        idle = [one for one in self._by_id.values() if one.id not in self._busy]
-        for old in idle[: max(0, len(self._by_id) - self.max_sessions)]:
-            del self._by_id[old.id]
-            if self._by_said.get(old.said) == old.id:
-                del self._by_said[old.said]
-            self.store.drop(old)
+        for old in self._idle()[: max(0, len(self._by_id) - self.max_sessions)]:
+            self.store.drop(self._by_id.pop(old.id))
+
+    def _idle(self) -> list[Session]:
+        return [one for one in self._by_id.values() if one.id not in self._busy]

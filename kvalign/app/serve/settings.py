@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.sessions.stream_settings import StreamSettings
+from kvalign.app.sessions.stream_settings import StreamSettings, sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 
@@ -72,9 +72,6 @@ class ServeSettings(StreamSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_sinks != "auto" and not (self.num_sinks.isascii() and self.num_sinks.isdigit()):
-            raise UserError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
+        sinks_of(self.num_sinks)
         if self.compile:
             raise UserError("--compile is for one stream: the rows of a server come and go")
-        if self.api_key is not None and not self.api_key:
-            raise UserError("--api-key is empty: leave it out, or name a key")

@@ -1,6 +1,7 @@
 """What one request asks of the engine, and the states of rows that are kept."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,37 +13,30 @@ from kvalign.methods.base import Method
 State = dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class Turn:
     """What one request asks of the engine: to take in tokens and to answer, once or several times.
 
-    Args:
+    Attributes:
         method: one that has been fed nothing; it is the turn's own.
         state: what it takes up first; None: it begins.
-        ids: [T] int64, what is to be fed, T >= 1.
+        left: [T] int64, what is still to be fed, T >= 1 at first.
         rows: the answers; rows of one turn are drawn from one prompt.
         ended: told of an answer that is whole, and of the state of a method that has been fed all
             but its last token; of None where `keeps` is False.
         failed: told why the answers of this turn end.
         keeps: whether the state after a whole answer is wanted.
-
-    Attributes:
         is_cancelled: set by whoever waits no longer; its rows go before the next step.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        state: State | None,
-        ids: Tensor,
-        rows: Sequence[Row],
-        *,
-        ended: Callable[[Row, State | None], None],
-        failed: Callable[[RequestError], None],
-        keeps: bool,
-    ):
-        self.method, self.state, self.left, self.rows = method, state, ids, rows
-        self.ended, self.failed, self.keeps = ended, failed, keeps
-        self.is_cancelled = False
+    method: Method
+    state: State | None
+    left: Tensor
+    rows: Sequence[Row]
+    ended: Callable[[Row, State | None], None]
+    failed: Callable[[RequestError], None]
+    keeps: bool
+    is_cancelled: bool = False
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:

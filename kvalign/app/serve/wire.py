@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from kvalign.app.serve.errors import RequestError
 
@@ -41,16 +41,12 @@ T = TypeVar("T")
 Several = Annotated[list[T], Field(min_length=1)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class StreamOptions(BaseModel, extra="ignore", strict=True):
     include_usage: bool | None = None
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, extra="forbid", strict=True):
     """What both kinds of requests may say."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     stream: bool | None = None
@@ -85,17 +81,13 @@ class Asked(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(BaseModel, extra="forbid", strict=True):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(BaseModel, extra="ignore", strict=True):
     """One message; `content` is its text."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "user", "assistant"]
     content: str

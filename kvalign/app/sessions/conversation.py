@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.app.sessions.stream_settings import MAX_NEW_TOKENS, StreamSettings
-from kvalign.foundation import progress
+from kvalign.app.sessions.stream_settings import (
+    MAX_NEW_TOKENS,
+    StreamSettings,
+    pieces_of,
+    sinks_of,
+)
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.runs import held_back
 from kvalign.foundation.settings import flag, option
@@ -60,8 +63,7 @@ class ConversationSettings(StreamSettings):
         super().__post_init__()
         if self.say is not None and not self.say.strip():
             raise UserError("--say is empty: give at least one word")
-        if self.num_sinks != "auto" and not (self.num_sinks.isascii() and self.num_sinks.isdigit()):
-            raise UserError(f"--num-sinks must be auto or a number, got {self.num_sinks!r}")
+        sinks_of(self.num_sinks)
 
 
 class Conversation:
@@ -100,13 +102,7 @@ class Conversation:
         with held_back(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
             stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, system))
-            pieces = iter(stream)
-            with progress.shown_as("turn") as bar:
-                bar.phase("reading")
-                bar.expect(len(stream.ids) - stream.num_fed, "tokens")
-                stream.method.on_tokens = bar.update
-                first = next(pieces, "")
-            for piece in chain([first], pieces):
+            for piece in pieces_of(stream, "turn"):
                 yield piece
                 if interrupted.is_set():
                     break
@@ -175,7 +171,7 @@ def turns(say: str | None = None) -> Iterator[str]:
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.turns import opening_len
 
-    num_sinks = None if settings.num_sinks == "auto" else int(settings.num_sinks)
+    num_sinks = sinks_of(settings.num_sinks)
     if num_sinks is None and settings.system is not None:
         num_sinks = opening_len(loaded.tokenizer, settings.system)
         if num_sinks >= settings.cache_size:

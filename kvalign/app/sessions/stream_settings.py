@@ -1,21 +1,28 @@
-"""The settings of a stream of text, which `kvalign generate` and `kvalign chat` share."""
+"""The settings of a method and of a stream of text, which commands share that stream."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from kvalign.app.sessions.method_settings import MethodSettings
+from kvalign.cache.sizes import Positions, num_evicted_of
+from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
     MOST_SEED,
+    NUM_EVICTED,
+    NUM_RECENT,
+    POLICY,
+    POSITIONS,
     ModelSettings,
+    Settings,
     flag,
     option,
 )
 from kvalign.methods import AUTO, METHODS, check_name
+from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
@@ -23,6 +30,37 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
+SIZES = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(Settings):
+    """Base of the settings of commands that stream with a method."""
+
+    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
+    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
+    num_evicted: str | None = option(None, help=NUM_EVICTED)
+    realign_every: int | None = option(
+        None,
+        help="evicted entries after which kvalign moves those that stay (default: 1)",
+        at_least=1,
+    )
+    policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
+    num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
+    positions: str | None = option(
+        None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
+    )
+    aligner: str | None = option(
+        None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_evicted_of(self.num_evicted or 1, 2)
+
+    def sizes(self) -> dict[str, Any]:
+        """What the flags say of what is evicted and moved, as `make_method` takes it."""
+        return {name: getattr(self, name) for name in SIZES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,29 +202,50 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign import checkpoints
         from kvalign.methods.choice import trained_here
 
+        is_auto = self.method == AUTO
         if self.aligner is not None:
             return self.aligner
-        if self.method != AUTO and not METHODS.find(self.method).takes_aligner:
+        if not is_auto and not METHODS.find(self.method).takes_aligner:
             return None
-        is_auto = self.method == AUTO
         trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
+        shipped, taken = checkpoints.default_aligner(self.model), None
         if trained is None:
-            if is_auto and (other := trained_here(loaded.model, self.model)):
-                print(
-                    f"{other}, trained here, was not judged by streams and is not taken: --method "
-                    "kvalign takes it",
-                    file=sys.stderr,
-                )
-            return None
-        shipped = checkpoints.default_aligner(self.model)
-        if shipped is None:
-            print(
-                f"{trained}, trained here, is taken: none ships for {self.model}", file=sys.stderr
+            if not is_auto or (other := trained_here(loaded.model, self.model)) is None:
+                return None
+            said = (
+                f"{other}, trained here, was not judged by streams and is not taken: --method "
+                "kvalign takes it"
             )
-            return str(trained)
-        print(
-            f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
-            f"{shipped}",
-            file=sys.stderr,
-        )
+        elif shipped is None:
+            taken = str(trained)
+            said = f"{trained}, trained here, is taken: none ships for {self.model}"
+        else:
+            said = (
+                f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
+                f"{shipped}"
+            )
+        print(said, file=sys.stderr)
+        return taken
+
+
+def sinks_of(num_sinks: str) -> int | None:
+    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    if num_sinks == "auto":
         return None
+    if not (num_sinks.isascii() and num_sinks.isdigit()):
+        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
+    return int(num_sinks)
+
+
+def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
+    """The pieces of a stream, with a bar of a name over what is read before the first, which may
+    be empty.
+    """
+    pieces = iter(stream)
+    with progress.shown_as(name) as bar:
+        bar.phase("reading")
+        bar.expect(len(stream.ids) - stream.num_fed, "tokens")
+        stream.method.on_tokens = bar.update
+        first = next(pieces, "")
+    yield first
+    yield from pieces

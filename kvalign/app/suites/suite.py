@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites.cells import Cell, parse_suite, read_suite
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
 from kvalign.eval.report.suite_file import filled_in
+from kvalign.foundation import progress
+from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, write_text
 from kvalign.foundation.runs import keeping
@@ -42,7 +45,8 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
         raise UserError(f"{settings.out} has the results of another suite: name another --out")
 
     def kept() -> str:
-        return _kept(cells, settings.out)
+        num_kept = sum(is_finished(cell, settings.out) for cell in cells)
+        return f"{num_kept} of {len(cells)} cells are kept in {settings.out}" if num_kept else ""
 
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
@@ -66,16 +70,42 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
             print(f"== {place}, {cell.name}: {command}", file=sys.stderr)
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
     if parallel:
-        from kvalign.app.suites.on_ray import run_on_ray
-
-        for cell, output in run_on_ray(parallel, settings):
+        for cell, output in _run_on_ray(parallel, settings):
             keep(cell, settings.out, output, changed)
 
 
-def _kept(cells: list[Cell], out: Path) -> str:
-    """What an interrupted run has."""
-    num_kept = sum(is_finished(cell, out) for cell in cells)
-    return f"{num_kept} of {len(cells)} cells are kept in {out}" if num_kept else ""
+def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
+    """Yield each cell with what its command printed, in the order in which they end.
+
+    Raises:
+        RunError: a cell failed; the others are stopped.
+        UserError: no cluster at the address.
+    """
+    with ray_session(settings.ray_address) as ray:
+        task = ray.remote(
+            num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
+        )(_run_there)
+        more = (str(Path.cwd()), settings.cpus_per_cell)
+        waiting = {task.remote(cell.command, settings.out, *more): cell for cell in cells}
+        with progress.shown_as("eval run") as bar:
+            bar.expect(len(cells), "cells")
+            while waiting:
+                (done,), _ = ray.wait(list(waiting), num_returns=1)
+                output, error = ray.get(done)
+                if error:
+                    raise RunError(error)
+                bar.update(1)
+                yield waiting.pop(done), output
+
+
+def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
+    """What a cell prints, and its error; its relative paths start at `folder`."""
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    try:
+        return run_cell(command, out), ""
+    except (RunError, UserError) as error:
+        return "", str(error)
 
 
 def is_finished(cell: Cell, out: Path) -> bool:

@@ -1,0 +1,34 @@
+"""`kvalign methods`, `policies`, `aligners`, `corpora`: a table each of what there is."""
+
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+
+from kvalign.foundation.settings import Settings
+
+_ABOUT = {
+    "methods": "List the ways to stream: what --method takes (--policy: kvalign policies).",
+    "policies": "List the policies, which say what is evicted: what --policy takes.",
+    "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
+    "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
+    "corpora": "List the texts to train and evaluate on: what --corpus takes.",
+}
+LISTINGS = tuple(_ABOUT)
+
+
+class ListingCommand:
+    """A table of one kind of things, as the catalogue takes a command's module."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def settings_for(self, args: Sequence[str]) -> type[Settings]:
+        about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
+        name, namespace = f"{self.name.title()}Settings", {"__doc__": about}
+        return make_dataclass(
+            name, (), bases=(Settings,), namespace=namespace, frozen=True, kw_only=True
+        )
+
+    def run(self, settings: Settings, as_json: bool) -> None:
+        from kvalign.app.inventory import listing
+
+        listing.show(as_json, **{self.name: getattr(listing, self.name)()})

@@ -1,0 +1,51 @@
+"""Few of all combinations, in which each pair of values that matters still comes up."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from helpers.tiny_models import KINDS
+from kvalign.models.architectures import FAMILIES
+
+
+def covering(
+    cases: Iterable[tuple[Any, ...]], *aspects: Callable[..., Hashable]
+) -> list[tuple[Any, ...]]:
+    """A few of `cases` in which every value of every aspect, a function of a case's values, comes
+    up: greedily the case that shows most of what none before it did; of those alike, the one whose
+    values came up least.
+    """
+    shown = [(case, [(i, aspect(*case)) for i, aspect in enumerate(aspects)]) for case in cases]
+    missing = {value for _, values in shown for value in values}
+    chosen, times = [], Counter[Hashable]()
+    while missing:
+        case, values = max(
+            shown, key=lambda x: (len(missing.intersection(x[1])), -sum(times[y] for y in x[1]))
+        )
+        chosen.append(case)
+        times.update(values)
+        missing.difference_update(values)
+    return chosen
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of the product of `axes` with every pair of values of any two axes."""
+    pairs = itertools.combinations(range(len(axes)), 2)
+    aspects = [lambda *case, i=i, j=j: (case[i], case[j]) for i, j in pairs]
+    return covering(itertools.product(*axes), *aspects)
+
+
+def of_each_family(names: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each of `names` with an architecture of each family, and every architecture."""
+    return covering(
+        itertools.product(names, KINDS),
+        lambda name, kind: (name, FAMILIES[kind]),
+        lambda _, kind: kind,
+    )
+
+
+def one_of_each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of the product of `axes` with every value of each, as evenly as may be."""
+    aspects = [lambda *case, i=i: case[i] for i in range(len(axes))]
+    return covering(itertools.product(*axes), *aspects)
