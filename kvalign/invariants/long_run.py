@@ -91,7 +91,8 @@ def long_run(subject: Subject) -> LongRun:
 
 def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
     """Root mean square error by root mean square size, over some dimensions."""
-    return (found.float() - exact).norm(dim=over) / exact.norm(dim=over)
+    norm = torch.linalg.vector_norm
+    return norm(found.float() - exact, dim=over) / norm(exact, dim=over)
 
 
 def _logit_error(logits: Tensor, exact: Tensor) -> float:

@@ -93,18 +93,10 @@ def test_a_policy_is_a_file_and_a_line(copy):
     copy.add("value_norm.py", "policies/value_norm.py")
     line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
     copy.insert("policies/__init__.py", '"kvalign.policies.h2o:H2O",\n', line)
-<<<<<<< HEAD
-    assert "the entry whose value has the smallest norm goes" in copy.run("policies")
-    flags = ["--methods", "kvalign", "--policy", "oldest,value-norm", "--cache-sizes", "32"]
-    rows = json.loads(copy.run("eval", "perplexity", *flags, "--num-tokens", "20", "--json"))[
-        "rows"
-    ]
-=======
     flags = "--methods kvalign --policy oldest,value-norm --cache-sizes 32 --num-tokens 20"
-    methods, document = copy.run("methods", f"eval perplexity {flags} --json")
-    assert "the entry whose value has the smallest norm goes" in methods
+    policies, document = copy.run("policies", f"eval perplexity {flags} --json")
+    assert "the entry whose value has the smallest norm goes" in policies
     rows = json.loads(document)["rows"]
->>>>>>> wt-tests
     assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
     assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
 
