@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.data_gen.corpus import Corpus
+from kvalign.data_gen.corpus import Corpus, sha256_of
 from kvalign.data_gen.hub_dataset import HUB
-from kvalign.data_gen.text_files import sha256_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import Registry, unknown
 from kvalign.foundation.settings import typed
@@ -25,7 +24,7 @@ _KINDS: Registry[type[Corpus]] = Registry(
     {
         "python-docs": "kvalign.data_gen.python_docs:PythonDocs",
         "recall": "kvalign.data_gen.recall:Recall",
-        "text:PATH": "kvalign.data_gen.text_files:TextFiles",
+        "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
         "marked:SPEC": "kvalign.data_gen.marked:Marked",
     },

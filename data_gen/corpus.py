@@ -1,7 +1,12 @@
-"""What a corpus is, and how its rows become pieces of text."""
+"""What a corpus is, how its rows become pieces of text, and the simplest: files of a user."""
 
+import glob
+import hashlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Protocol
+
+from kvalign.foundation.errors import NotFoundError, UserError
 
 PIECE_LEN = 1 << 20  # characters in memory at once
 
@@ -32,3 +37,48 @@ def in_pieces(rows: Iterable[str]) -> Iterator[str]:
             piece, piece_len = [], 0
     if piece:
         yield "".join(piece)
+
+
+class TextFiles:
+    """The corpora `text:PATH`: text files of a user."""
+
+    about = "a file, a folder of .txt files or a glob; one text for both splits"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """The files' text, in the order of their names.
+
+        Raises:
+            NotFoundError: no file matches.
+            UserError: a file is not UTF-8; raised when it is reached.
+        """
+        return in_pieces(_lines(files_of(rest)))
+
+
+def files_of(rest: str) -> list[Path]:
+    """The files of a file's name, a folder or a glob, in order; NotFoundError if there is none."""
+    path = Path(rest).expanduser()
+    paths = path.rglob("*.txt") if path.is_dir() else map(Path, glob.glob(str(path)))
+    files = [path] if path.is_file() else sorted(filter(Path.is_file, paths), key=str)
+    if not files:
+        raise NotFoundError(
+            f"no text at {rest!r}: name a file, a folder with .txt files, or a glob"
+        )
+    return files
+
+
+def sha256_of(rest: str) -> str:
+    """SHA-256 of the files one after another, as of `cat FILES`."""
+    digest = hashlib.sha256()
+    for file in files_of(rest):
+        with file.open("rb") as content:
+            hashlib.file_digest(content, lambda: digest)
+    return digest.hexdigest()
+
+
+def _lines(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        try:
+            with file.open(encoding="utf-8") as lines:
+                yield from lines
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text: {error}") from None

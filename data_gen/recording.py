@@ -7,6 +7,7 @@ evicted is in a worker's memory.
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -90,9 +91,7 @@ def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> St
             f"train and val: name a longer text, or a smaller --chunk-len{most}"
         )
 
-    def kept() -> str:
-        return _kept(settings.folder)
-
+    kept = partial(_kept, settings.folder)
     with locked(settings.folder, kept), keeping(kept):
         if run.state() == "new":
             run.begin()
@@ -116,12 +115,10 @@ def _record_shards(
     """Write the shards that are missing; returns all of them in the manifest's order."""
     num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
     num_chunks, shards = 0, []
-    total, shifts = num_expected * settings.chunk_len, config.settings.num_evicted
-    with (
-        progress.shown_as("recording") as bar,
-        writer(settings, loaded, bar.update) as write,
-    ):
-        bar.expect(total, "tokens")
+    shifts = config.settings.num_evicted
+    progress.phase("recording")
+    progress.expect(num_expected * settings.chunk_len, "tokens")
+    with writer(settings, loaded) as write:
         for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
             expected = [expected_shard(settings.folder, config, shard_chunks, k) for k in shifts]
             shards += expected
@@ -131,7 +128,7 @@ def _record_shards(
             if missing:
                 write(shard_chunks, missing)
             else:
-                bar.skip(shard_chunks.ids.numel())
+                progress.skip(shard_chunks.ids.numel())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)

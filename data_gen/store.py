@@ -48,11 +48,6 @@ class Shard:
         with safe_open(self.path, "pt") as file:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
-    def chunk_indices(self) -> Tensor:
-        """The chunks' indices in the corpus: [num_chunks] int64."""
-        with safe_open(self.path, "pt") as file:
-            return file.get_tensor("chunk")
-
     def notes(self) -> "ShardNotes":
         """What was noted when the shard was written; UserError if nothing was."""
         with safe_open(self.path, "pt") as file:

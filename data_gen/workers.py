@@ -19,45 +19,37 @@ from kvalign.data_gen.config import PAIRS
 from kvalign.data_gen.pairs import record_pairs, squared_error
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import Shard, ShardNotes, write_shard
+from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel, load_model
 
-OnTokens = Callable[[int], object]
 Write = Callable[[ShardChunks, list[Shard]], None]
 """Writes the shards of some chunks, one for each number evicted."""
 
 
 @contextmanager
-def writer(settings: RecordSettings, loaded: LoadedModel, on_tokens: OnTokens) -> Iterator[Write]:
-    """What takes shards to write; all of them are written when the context ends.
-
-    Args:
-        settings: of the recording.
-        loaded: for a single worker, this process; several load the model themselves.
-        on_tokens: told the number of tokens encoded since the last call.
+def writer(settings: RecordSettings, loaded: LoadedModel) -> Iterator[Write]:
+    """What takes shards to write; all of them are written when the context ends. Of the model that
+    is loaded a single worker, this process, makes use; several load it themselves.
 
     Raises:
         UserError: numbers that do not fit the stored type.
     """
     if settings.workers > 1:
-        with _on_ray(settings, on_tokens) as write:
+        with _on_ray(settings) as write:
             yield write
         return
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield lambda chunks, shards: record_chunks(settings, loaded, chunks, shards, on_tokens)
+        yield lambda chunks, shards: record_chunks(settings, loaded, chunks, shards)
     finally:
         torch.set_num_threads(num_threads)
 
 
 def record_chunks(
-    settings: RecordSettings,
-    loaded: LoadedModel,
-    chunks: ShardChunks,
-    shards: list[Shard],
-    on_tokens: OnTokens,
+    settings: RecordSettings, loaded: LoadedModel, chunks: ShardChunks, shards: list[Shard]
 ) -> None:
     """Encode the chunks, a batch at a time, and write their shards."""
     dtype = getattr(torch, settings.dtype)
@@ -65,7 +57,7 @@ def record_chunks(
     for ids in chunks.ids.split(settings.batch_size):
         for shift, pairs in record_pairs(loaded, ids, settings.num_sinks, tuple(parts)).items():
             parts[shift].append([x.to("cpu", dtype) for x in pairs])
-        on_tokens(ids.numel())
+        progress.advance(ids.numel())
     for shard in shards:
         batches = parts.pop(shard.num_evicted)
         stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
@@ -91,36 +83,36 @@ class _Worker:
     def write(self, chunks: ShardChunks, shards: list[Shard]) -> tuple[int, str]:
         """Tokens encoded, and what went wrong."""
         try:
-            record_chunks(self.settings, self.loaded, chunks, shards, lambda num_tokens: None)
+            record_chunks(self.settings, self.loaded, chunks, shards)
         except UserError as error:
             return 0, str(error)
         return chunks.ids.numel(), ""
 
 
 @contextmanager
-def _on_ray(settings: RecordSettings, on_tokens: OnTokens) -> Iterator[Write]:
+def _on_ray(settings: RecordSettings) -> Iterator[Write]:
     """Workers write as they become free; one that dies is started anew and its work redone."""
     with ray_session(settings.ray_address) as ray:
+        from ray.util import ActorPool
+
         num_gpus = int(settings.device.startswith("cuda"))
         kind = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=-1, max_task_retries=-1)
         actor: Any = kind(_Worker)
-        free = [actor.remote(settings, str(Path.cwd())) for _ in range(settings.workers)]
-        busy: dict[Any, Any] = {}
+        workers = ActorPool(
+            [actor.remote(settings, str(Path.cwd())) for _ in range(settings.workers)]
+        )
 
         def wait_for_one() -> None:
-            (done,), _ = ray.wait(list(busy), num_returns=1)
-            num_tokens, error = ray.get(done)
+            num_tokens, error = workers.get_next_unordered()
             if error:
                 raise UserError(error)
-            free.append(busy.pop(done))
-            on_tokens(num_tokens)
+            progress.advance(num_tokens)
 
         def write(chunks: ShardChunks, shards: list[Shard]) -> None:
-            if not free:
+            if not workers.has_free():
                 wait_for_one()
-            worker = free.pop()
-            busy[worker.write.remote(chunks, shards)] = worker
+            workers.submit(lambda worker, work: worker.write.remote(*work), (chunks, shards))
 
         yield write
-        while busy:
+        while workers.has_next():
             wait_for_one()

@@ -1,31 +1,46 @@
-"""Training the anchored networks on pairs of many shifts, encoded from text as they are needed.
+"""Training the anchored networks: on pairs of many shifts, encoded from text as they are needed, or
+through the streaming language model, whose own weights stay frozen.
 
-A step encodes chunks twice, whole and without their first tokens, and takes random rows: the same
-token at the position where it was first encoded and at an earlier one.
+A step on pairs encodes chunks twice, whole and without their first tokens, and takes random rows:
+the same token at the position where it was first encoded and at an earlier one.
+
+Unlike tables, networks have no relative form: each entry goes through them at each of its places.
+So streams of text advance side by side, token by token, and the gradient of a step's loss ends at
+the entries as they were stored.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
+from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.aligners import AnchoredAligner
+from kvalign.aligners import AnchoredAligner, Move
 from kvalign.aligners.anchored import rows_of
+from kvalign.aligners.base import KeysValues
 from kvalign.aligners.network_sizes import KV
-from kvalign.data_gen.pairs import positionless
+from kvalign.cache.on_read import OnRead
+from kvalign.cache.realign import FromBirth, realigner_of
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.data_gen.pairs import encode, positionless
 from kvalign.foundation import progress
+from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
-from kvalign.training.streamed_steps import STEP_ENTRIES, tune_networks
-from kvalign.training.table_objectives import draw
+from kvalign.training.table_objectives import SMALLEST_CACHE, adam, divergence, draw
 from kvalign.training.text import Text
 
 CHUNKS = 8  # encoded a step
 ROWS = 16_384  # of each kv a step
 WEIGHT_DECAY = 0.01
+STEP_ENTRIES = 2048  # of all streams together
+EPISODE = 16  # steps before other streams are taken
+VAL_STEPS = 16
 
 
 def fit(
@@ -74,3 +89,140 @@ def _loss(
     x = whole[chunk, layer, head, birth] - means[layer, head, birth]
     x = x / scales[layer, head, birth, None]
     return mse_loss(rows_of(aligner, kv, x, now, layer, head), rest[chunk, layer, head, now])
+
+
+def tune_networks(
+    aligner: AnchoredAligner, model: PreTrainedModel, text: Text, settings: AnchoredSettings
+) -> dict[str, Any]:
+    """Train the networks of `aligner` in place for `max_steps` steps of streams without sinks.
+
+    Returns:
+        val_before and val_after, the objective in nats a token on the same validation rows, and
+        num_steps; the networks are those of before if the loss did not fall.
+    """
+    objective, num_steps = settings.objective, settings.max_steps
+    rng = torch.Generator().manual_seed(settings.seed)
+    model.requires_grad_(False)
+    nets = torch.nn.ModuleList(getattr(aligner, kv) for kv in settings.kvs)
+    before = {name: x.clone() for name, x in nets.state_dict().items()}
+    val_before = validate(aligner, model, text, objective)
+    nets.requires_grad_(True)
+    optimizer, schedule = adam(nets.parameters(), settings.lr, num_steps)
+    largest = largest_cache(aligner, text.train)
+    done = 0
+    progress.phase(objective)
+    while done < num_steps:
+        size = draw(rng, min(SMALLEST_CACHE, largest), largest)
+        num_tokens = 2 * size + min(EPISODE, num_steps - done) + 1
+        ids = text.rows(rng, max(1, STEP_ENTRIES // size), num_tokens)
+        for loss in streamed_losses(objective, aligner, model, ids, size):
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            progress.advance(STEP_ENTRIES, loss=f"{loss.item():.4f}")
+            done += 1
+    nets.requires_grad_(False)
+    val_after = validate(aligner, model, text, objective)
+    if val_after >= val_before:
+        nets.load_state_dict(before)
+        val_after = val_before
+    found = {"val_before": val_before, "val_after": val_after, "num_steps": num_steps}
+    return {"objective": objective, **found}
+
+
+class Streams:
+    """Rows of text, each with a full cache without sinks.
+
+    Args:
+        stored: keys and values [B, H, C, D] of each layer, as `aligner.anchor` leaves them.
+    """
+
+    def __init__(self, aligner: AnchoredAligner, model: PreTrainedModel, stored: list[KeysValues]):
+        self.model, self.stored = model, stored
+        self.realigner, self.size = FromBirth(model, aligner), stored[0][0].shape[2]
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Logits [B, V] of a token [B] each, with a gradient to the aligner; drop the oldest."""
+        model, size = self.model, self.size
+        cache, move = DynamicCache(), Move(1, 0, torch.arange(size, device=model.device))
+        for layer, stored in enumerate(self.stored):
+            placed = (x.to(model.dtype) for x in self.realigner.place(layer, *stored, move))
+            cache.update(*placed, layer)
+        logits = model(
+            input_ids=ids[:, None].to(model.device),
+            position_ids=torch.full((len(ids), 1), size, device=model.device),
+            past_key_values=cache,
+        ).logits[:, -1]
+        birth = slice(size, size + 1)
+        with torch.no_grad():
+            for layer, entries in enumerate(cache.layers):
+                keys, values = (x[:, :, -1:].float() for x in (entries.keys, entries.values))
+                new = self.realigner.anchor(layer, keys, values, birth, birth)
+                pairs = zip(self.stored[layer], new, strict=True)
+                keys, values = (torch.cat([old[:, :, 1:], one], 2) for old, one in pairs)
+                self.stored[layer] = (keys, values)
+        return logits.float()
+
+
+@torch.no_grad()
+def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int) -> Streams:
+    """Streams that have been fed ids [B, N], N >= size: where tables are placed on read, all of
+    them, with the tables alone; elsewhere the last `size`.
+    """
+    tables = realigner_of(model, aligner.table)
+    if isinstance(tables, OnRead) and tables.rotation is None:
+        cache = StreamingCache(spec_of(model.config), CacheSizes(size, 0), tables)
+        cache.feed_segment(model, ids.to(model.device), logits_to_keep=1)
+        held = (layer.entries.last(size) for layer in cache.layers)
+        return Streams(aligner, model, [(keys.float(), values.float()) for keys, values in held])
+    births, realigner = slice(0, size), FromBirth(model, aligner)
+    entries = zip(*(x.float().unbind(1) for x in encode(model, ids[:, -size:])), strict=True)
+    stored = [
+        realigner.anchor(layer, keys, values, births, births)
+        for layer, (keys, values) in enumerate(entries)
+    ]
+    return Streams(aligner, model, stored)
+
+
+def streamed_losses(
+    objective: str, aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
+) -> Iterator[Tensor]:
+    """The losses of rows [B, 2 C + n + 1] of text, of each of the last n tokens."""
+    streams = begun(aligner, model, ids[:, : 2 * size], size)
+    for end in range(2 * size, ids.shape[1] - 1):
+        logits = streams.step(ids[:, end])
+        yield loss_of(objective, model, ids[:, end - size : end + 2], logits)
+
+
+def largest_cache(aligner: AnchoredAligner, texts: list[Tensor]) -> int:
+    """Of those that the aligner is for and that two of fit into the texts."""
+    shortest = min(map(len, texts)) - max(EPISODE, VAL_STEPS) - 1
+    return min(aligner.config.chunk_len - 1, shortest // 2)
+
+
+def loss_of(objective: str, model: PreTrainedModel, ids: Tensor, logits: Tensor) -> Tensor:
+    """`nll` or `kl` of logits [B, V], given what a step sees, its token and the label:
+    ids [B, C + 2].
+    """
+    if objective == "nll":
+        return cross_entropy(logits, ids[:, -1].to(logits.device))
+    with torch.no_grad():
+        teacher = model(input_ids=ids[:, :-1].to(model.device), use_cache=False, logits_to_keep=1)
+    return divergence(teacher.logits[:, -1].float(), logits)
+
+
+@torch.no_grad()
+def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
+    """Mean loss on fixed rows, of a small, a middle and the largest cache."""
+    progress.phase("validating")
+    losses, largest = [], largest_cache(aligner, text.val)
+    for size in sorted({min(size, largest) for size in (32, 96, aligner.config.chunk_len - 1)}):
+        row_len = 2 * size + VAL_STEPS + 1
+        for ids in text.val:
+            starts = torch.linspace(0, len(ids) - row_len, max(1, STEP_ENTRIES // size))
+            rows = text.val_rows(ids, starts, row_len)
+            found = streamed_losses(objective, aligner, model, rows, size)
+            losses += [loss.item() for loss in found]
+    return sum(losses) / len(losses)

@@ -44,12 +44,6 @@ _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     """What `kvalign.training.train_network` does."""
-    # The processes of other devices are started by the one that shows the progress.
-    with nullcontext() if "LOCAL_RANK" in os.environ else progress.shown_as("train"):
-        return _train(settings)
-
-
-def _train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     out = settings.folder(NetworkAligner.kind)

@@ -46,10 +46,9 @@ def project_positions(
 
     # The first block is given the sum of token and position; with tokens of zero, the positions.
     hooks = [blocks[0].register_forward_pre_hook(see, with_kwargs=True)]
-    hooks += [
-        _attention_of(block).register_forward_pre_hook(project, with_kwargs=True)
-        for block in blocks
-    ]
+    for block in blocks:
+        attention = next(x for x in block.modules() if type(x).__name__.endswith("Attention"))
+        hooks.append(attention.register_forward_pre_hook(project, with_kwargs=True))
     cache = DynamicCache()
     try:
         model.base_model(inputs_embeds=zeros, past_key_values=cache, use_cache=True)
@@ -59,7 +58,3 @@ def project_positions(
     for kv in kvs:
         means = torch.cat([getattr(layer, f"{kv}s") for layer in cache.layers])  # [L, H, P, D]
         getattr(table, kv).copy_(means)
-
-
-def _attention_of(block: nn.Module) -> nn.Module:
-    return next(module for module in block.modules() if type(module).__name__.endswith("Attention"))

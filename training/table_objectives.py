@@ -10,7 +10,7 @@ there to `nll` is adaptation to the text. Of the corpus `recall` both read the a
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -41,8 +41,6 @@ STEP_COST = {"nll": 3 * STEP_TOKENS, "kl": 3 * STEP_TOKENS + TEACHER_TOKENS}
 KNOT_RATIO = 4 / 3
 TABLES = ("key", "value", "key_scale", "value_scale")
 
-Loss = Callable[..., Tensor]  # of the arguments of `nll` and `kl`
-
 
 def tune(
     aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
@@ -57,7 +55,6 @@ def tune(
         val_before and val_after, the objective in nats a token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
-    loss = LOSSES[objective]
     rng = torch.Generator().manual_seed(settings.seed)
     largest, realigner = aligner.config.chunk_len - 1, realigner_of(model, aligner)
     model.requires_grad_(False)
@@ -68,11 +65,8 @@ def tune(
     changes = [aligner.get_parameter(f"parametrizations.{name}.original") for name in names]
     for change in changes:
         change.requires_grad_()
-    optimizer = torch.optim.Adam(changes, lr=settings.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
-    )
-    before = best = validate(aligner, model, text, loss)
+    optimizer, schedule = adam(changes, settings.lr, num_steps)
+    before = best = validate(aligner, model, text, objective)
     val_loss, best_weights = before, deepcopy(aligner.state_dict())
     progress.phase(objective)
     for step in range(num_steps):
@@ -86,12 +80,12 @@ def tune(
             optimizer.zero_grad()
             counted = text.counted(ids, cache_size)
             logits = _streamed(model, sizes, realigner, ids)
-            loss(model, sizes, ids, logits, rng, counted).backward()
+            stream_loss(objective, model, sizes, ids, logits, rng, counted).backward()
         optimizer.step()
         schedule.step()
         progress.advance(STEP_COST[objective], val=f"{val_loss:.4f}", before=f"{before:.4f}")
         if (step + 1) % VAL_EVERY == 0 or step + 1 == num_steps:
-            val_loss = validate(aligner, model, text, loss)
+            val_loss = validate(aligner, model, text, objective)
             progress.phase(objective)
             if val_loss < best:
                 best, best_weights = val_loss, deepcopy(aligner.state_dict())
@@ -133,19 +127,19 @@ def hat_functions(num_positions: int) -> Tensor:
 
 
 @torch.no_grad()
-def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, loss: Loss) -> float:
+def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
     """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
         sizes = CacheSizes(cache_size, aligner.config.num_sinks)
         realigner = realigner_of(model, aligner)
-        logits = []
+        parts = []
         for part in rows.split(max(1, VAL_TOKENS // rows.shape[1])):
-            logits.append(_streamed(model, sizes, realigner, part))
+            parts.append(_streamed(model, sizes, realigner, part))
             progress.advance(part.numel())
-        counted = text.counted(rows, cache_size)
-        losses.append(loss(model, sizes, rows, torch.cat(logits), rng, counted).item())
+        logits, counted = torch.cat(parts), text.counted(rows, cache_size)
+        losses.append(stream_loss(objective, model, sizes, rows, logits, rng, counted).item())
     return sum(losses) / len(losses)
 
 
@@ -162,16 +156,11 @@ def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]
             yield cache_size, text.val_rows(ids, starts, row_len + 1)
 
 
-def val_tokens(aligner: TableAligner, text: Text) -> int:
-    """What one `validate` counts for the progress."""
-    return sum(rows.numel() for _, rows in _val_rows(aligner, text))
-
-
 def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) -> int:
     """What `tune` counts for the progress."""
     num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
-    steps = settings.max_steps * STEP_COST[settings.objective]
-    return steps + num_vals * val_tokens(aligner, text)
+    val_tokens = sum(rows.numel() for _, rows in _val_rows(aligner, text))
+    return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens
 
 
 def _streamed(
@@ -183,7 +172,8 @@ def _streamed(
     return cache.feed_segment(model, ids[:, :-1], num_logits).float()
 
 
-def nll(
+def stream_loss(
+    objective: str,
     model: PreTrainedModel,
     sizes: CacheSizes,
     ids: Tensor,
@@ -191,27 +181,15 @@ def nll(
     rng: torch.Generator,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """The language model's own loss on ids [B, N + 1], logits [B, N - cache_size, V], of the labels
-    that count (`Text.counted`).
-    """
-    labels, logits = ids[:, -logits.shape[1] :].flatten(), logits.flatten(0, 1)
-    if counted is not None:
-        labels, logits = labels[counted], logits[counted.to(logits.device)]
-    return cross_entropy(logits, labels.to(logits.device))
-
-
-def kl(
-    model: PreTrainedModel,
-    sizes: CacheSizes,
-    ids: Tensor,
-    logits: Tensor,
-    rng: torch.Generator,
-    counted: Tensor | None = None,
-) -> Tensor:
-    """KL(recompute || stream) for random queries of each row whose labels count, given the tokens
-    that both see.
+    """The objective on ids [B, N + 1], logits [B, N - cache_size, V], of the labels that count
+    (`Text.counted`); `kl` for random queries of each row, given the tokens that both see.
     """
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
+    if objective == "nll":
+        labels, logits = ids[:, -num_logits:].flatten(), logits.flatten(0, 1)
+        if counted is not None:
+            labels, logits = labels[counted.to(ids.device)], logits[counted.to(ids.device)]
+        return cross_entropy(logits, labels)
     num_queries = max(num_rows, TEACHER_TOKENS // sizes.cache_size)
     if counted is not None:
         places = counted.view(num_rows, num_logits).nonzero()
@@ -229,11 +207,23 @@ def kl(
             input_ids=ids[row[:, None], windows], use_cache=False
         ).last_hidden_state
         teacher = model.lm_head(hidden[torch.arange(num_queries), last - first]).float()
-    student = logits[row, column].log_softmax(-1)
-    return kl_div(student, teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+    return divergence(teacher, logits[row, column])
 
 
-LOSSES: dict[str, Loss] = {"nll": nll, "kl": kl}
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """Mean KL(teacher || student) in nats of logits [N, V] each."""
+    teacher, student = teacher.log_softmax(-1), student.log_softmax(-1)
+    return kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+def adam(
+    parameters: Iterable[Tensor], lr: float, num_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """An optimiser and its schedule: ten steps up, then a line down to 0."""
+    optimizer = torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.98))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
+    )
 
 
 def draw(rng: torch.Generator, low: int, high: int) -> int:

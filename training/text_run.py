@@ -103,7 +103,7 @@ def train_on_text(
     aligner = new_aligner(kind, config).to(model.device).requires_grad_(False)
     weights = deepcopy(aligner.state_dict())
     data = {"corpus": corpora, "num_tokens": num_tokens, "datasets": hub_datasets(corpora)}
-    data |= {"text_sha256": text_sha256(corpora)}
+    data["text_sha256"] = text_sha256(corpora)
     start = time.perf_counter()
     record = record_of(command, settings, data, model.device)
     chunks = text.chunks("val", settings.chunk_len)

@@ -112,7 +112,16 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; the
     corpus `recall` has its own. With a sink token if there is to be one.
     """
-    tokenizer = _open_tokenizer(settings)
+    folder = settings.tokenizer or settings.out
+    if settings.is_recall:
+        tokenizer: PreTrainedTokenizerBase = recall_tokenizer(settings.context_len)
+    elif settings.tokenizer or (folder / _TOKENIZER).exists():
+        folder = checkpoints.model_path(str(folder)) or folder
+        if not (folder / _TOKENIZER).exists():
+            raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    else:
+        tokenizer = _new_tokenizer(settings)
     if settings.sink_token and SINK not in tokenizer.get_vocab():
         add_sink(tokenizer)
     return tokenizer
@@ -128,15 +137,7 @@ def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
-def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    if settings.is_recall:
-        return recall_tokenizer(settings.context_len)
-    if settings.tokenizer or (settings.out / _TOKENIZER).exists():
-        folder = settings.tokenizer or settings.out
-        folder = checkpoints.model_path(str(folder)) or folder
-        if not (folder / _TOKENIZER).exists():
-            raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")
-        return AutoTokenizer.from_pretrained(folder)
+def _new_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
     progress.phase("training a tokenizer")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -158,15 +159,9 @@ def _open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
 def _sample(mix: dict[str, float]) -> Iterator[str]:
     """Text of each corpus by its share, a small corpus as often as it takes."""
     for spec, share in mix.items():
-        wanted, pieces = int(_TOKENIZER_CHARS * share), []
-        for text in texts(spec, "train"):
-            pieces.append(text[:wanted])
-            wanted -= len(pieces[-1])
-            if wanted <= 0:
-                break
-        yield from pieces
-        for text in itertools.cycle(filter(None, pieces)):
-            if wanted <= 0:
-                break
+        wanted = int(_TOKENIZER_CHARS * share)
+        for text in itertools.cycle(filter(None, texts(spec, "train"))):
             yield text[:wanted]
             wanted -= len(text)
+            if wanted <= 0:
+                break

@@ -29,20 +29,20 @@ NUM_STEPS = 1000
 INVARIANTS: Registry[Invariant] = Registry(
     "invariant",
     {
-        "dense": "kvalign.invariants.feeding:DENSE",
-        "rows": "kvalign.invariants.feeding:ROWS",
-        "chunks": "kvalign.invariants.feeding:CHUNKS",
-        "evicting-chunks": "kvalign.invariants.feeding:EVICTING_CHUNKS",
-        "masks": "kvalign.invariants.books:MASKS",
-        "positions": "kvalign.invariants.books:POSITIONS",
-        "kept": "kvalign.invariants.entries:KEPT",
-        "moves": "kvalign.invariants.entries:MOVES",
-        "reorder": "kvalign.invariants.row_changes:REORDER",
-        "repeat": "kvalign.invariants.row_changes:REPEAT",
-        "save": "kvalign.invariants.row_changes:SAVE",
-        "half-entries": "kvalign.invariants.long_run:HALF_ENTRIES",
-        "half-logits": "kvalign.invariants.long_run:HALF_LOGITS",
-        "kl": "kvalign.invariants.long_run:KL",
+        "dense": "kvalign.invariants.feeding:dense",
+        "rows": "kvalign.invariants.feeding:rows",
+        "chunks": "kvalign.invariants.feeding:chunks",
+        "evicting-chunks": "kvalign.invariants.feeding:evicting_chunks",
+        "masks": "kvalign.invariants.entries:masks",
+        "positions": "kvalign.invariants.entries:positions",
+        "kept": "kvalign.invariants.entries:kept",
+        "moves": "kvalign.invariants.entries:moves",
+        "reorder": "kvalign.invariants.feeding:reorder",
+        "repeat": "kvalign.invariants.feeding:repeat",
+        "save": "kvalign.invariants.feeding:save",
+        "half-entries": "kvalign.invariants.long_run:half_entries",
+        "half-logits": "kvalign.invariants.long_run:half_logits",
+        "kl": "kvalign.invariants.long_run:kl",
     },
 )
 """Invariants by name, in the order in which they are tried."""
@@ -77,6 +77,7 @@ def verify(
         UserError: an unknown invariant, or `make` returns no cache.
     """
     import math
+    from functools import partial
 
     import torch
 
@@ -96,20 +97,20 @@ def verify(
     outcomes = []
     for name, invariant in chosen.items():
         progress.phase(name)
-        about, look_at = invariant.about, invariant.look_at
+        outcome, look_at = partial(Outcome, name, invariant.about), invariant.look_at
         try:
             measured = invariant.measure(subject)
         except NotApplicableError as reason:
-            outcomes.append(Outcome(name, about, "not applicable", note=str(reason)))
+            outcomes.append(outcome("not applicable", note=str(reason)))
         except Exception as error:  # whatever somebody's cache raises
             note = f"it raised {type(error).__name__}: {error}"
-            outcomes.append(Outcome(name, about, "failed", note=note, look_at=look_at))
+            outcomes.append(outcome("failed", note=note, look_at=look_at))
         else:
             is_number = math.isfinite(measured.figure)
             note = measured.note if is_number else f"no number; {measured.note}".rstrip("; ")
             figures = (measured.figure if is_number else None, measured.bound, invariant.unit, note)
             if measured.holds:
-                outcomes.append(Outcome(name, about, "passed", *figures))
+                outcomes.append(outcome("passed", *figures))
             else:
-                outcomes.append(Outcome(name, about, "failed", *figures, look_at))
+                outcomes.append(outcome("failed", *figures, look_at))
     return outcomes

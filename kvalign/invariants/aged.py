@@ -11,7 +11,7 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import LONG_RUN
 from kvalign.invariants.base import NotApplicableError
 from kvalign.invariants.stream import Stream, Watched, matches
-from kvalign.invariants.subject import Subject, first_layer
+from kvalign.invariants.subject import Subject, first_layer, once
 
 FIRST_INPUT = 5
 
@@ -43,14 +43,9 @@ class Aged:
         return self.stream.watched
 
 
+@once
 def age(subject: Subject) -> Aged:
     """Feed a stream until entries have been moved back at least once, and keep it."""
-    if "aged" not in vars(subject):
-        vars(subject)["aged"] = _age(subject)
-    return vars(subject)["aged"]
-
-
-def _age(subject: Subject) -> Aged:
     stream = subject.stream(is_watched=True)
     if stream.watched is None:
         raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")

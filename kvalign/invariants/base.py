@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -52,6 +53,13 @@ class Invariant:
     unit: str
     look_at: str
     measure: Callable[[Subject], Measured]
+
+
+def invariant(
+    about: str, *, unit: str = "sd of logits", look_at: str
+) -> Callable[[Callable[[Subject], Measured]], Invariant]:
+    """Stands above a function that measures, and makes an invariant of it."""
+    return partial(Invariant, about, unit, look_at)
 
 
 @dataclass(frozen=True)

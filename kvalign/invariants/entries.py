@@ -1,4 +1,4 @@
-"""The entries that a cache holds after many evictions: whose they are, and where."""
+"""What a cache tells transformers after many evictions, and the entries that it holds."""
 
 import torch
 
@@ -7,12 +7,46 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
-from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
+from kvalign.invariants.base import Measured, NotApplicableError, difference, invariant
 from kvalign.invariants.stream import SAME
 from kvalign.invariants.subject import Subject
 
 
-def measure_kept(subject: Subject) -> Measured:
+@invariant(
+    "get_mask_sizes and get_seq_length say what attention gets, in every layer",
+    unit="entries off",
+    look_at="get_mask_sizes: its length is that of what update returns, its offset makes the "
+    "newest key the newest position's",
+)
+def masks(subject: Subject) -> Measured:
+    aged = age(subject)
+    return Measured(aged.fault, 0, f"first at token {aged.where}" if aged.fault else "")
+
+
+@invariant(
+    "positions stay below the context length however long the stream is",
+    unit="position",
+    look_at="get_seq_length, which transformers takes for the next token's position",
+)
+def positions(subject: Subject) -> Measured:
+    context_len = subject.context_len
+    if context_len is None:
+        raise NotApplicableError("nothing limits this model's positions")
+    subject.needs_eviction()
+    positions = age(subject).watched.positions
+    last = max(positions)
+    if last < context_len and positions[-1] == len(positions) - 1:
+        note = f"{last} after {len(positions)} tokens: it runs on, to {context_len} and beyond"
+        return Measured(context_len, context_len - 1, note)
+    return Measured(last, context_len - 1, f"over {len(positions)} tokens")
+
+
+@invariant(
+    "after many evictions each entry is one token's own, and the sinks are there",
+    unit="wrong entries",
+    look_at="where sinks are written and what is dropped: entries overwritten, lost or there twice",
+)
+def kept(subject: Subject) -> Measured:
     subject.needs_eviction()
     aged = age(subject)
     watched, cache = aged.watched, aged.stream.cache
@@ -51,7 +85,12 @@ def aligner_of(cache: FixedSizeCache) -> Realigner | None:
     return realigner if hasattr(realigner, "aligner") else None
 
 
-def measure_moves(subject: Subject) -> Measured:
+@invariant(
+    "moves add up: after many of them entries are as if placed once",
+    unit="sd",
+    look_at="by how much entries and sinks move at an eviction, and the next token's position",
+)
+def moves(subject: Subject) -> Measured:
     subject.needs_eviction()
     aged = age(subject)
     cache = aged.stream.cache
@@ -107,17 +146,3 @@ def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measu
             assert found is not None
             worst = max(worst, difference(found, one))
     return Measured(worst, note=f"entries after {num} tokens and placed once, all layers")
-
-
-KEPT = Invariant(
-    about="after many evictions each entry is one token's own, and the sinks are there",
-    unit="wrong entries",
-    look_at="where sinks are written and what is dropped: entries overwritten, lost or there twice",
-    measure=measure_kept,
-)
-MOVES = Invariant(
-    about="moves add up: after many of them entries are as if placed once",
-    unit="sd",
-    look_at="by how much entries and sinks move at an eviction, and the next token's position",
-    measure=measure_moves,
-)

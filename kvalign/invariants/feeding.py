@@ -1,95 +1,145 @@
-"""However tokens are fed, the same comes out."""
+"""However tokens are fed, the same comes out; so it does of rows that change places, come twice, or
+come back from a file.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from kvalign.invariants.base import Invariant, Measured, NotApplicableError, difference
+from kvalign.invariants.base import Measured, NotApplicableError, difference, invariant
 from kvalign.invariants.stream import Stream, is_exact
 from kvalign.invariants.subject import Subject
 
 NUM_ROWS = 3
 MOST_AT_ONCE = 7
-_LOGITS = "sd of logits"
+NUM_AFTER = 24  # tokens fed after a change of rows
+
+Feed = Callable[[Tensor], Tensor]
 
 
-def measure_dense(subject: Subject) -> Measured:
-    num = subject.capacity + 1 if subject.evicts else subject.capacity
-    ids = subject.ids(1, num)
-    expected, stream = subject.encoded(ids)[0], subject.stream()
-    apart = [difference(stream.feed(ids[:, i : i + 1])[0], expected[i]) for i in range(num)]
-    return Measured(max(apart), note=f"over {num} tokens")
+def _apart(one: Feed, other: Feed, parts: Iterable[Tensor]) -> float:
+    """The largest difference of the logits that two ways of feeding give, part after part."""
+    return max((difference(one(part), other(part)) for part in parts), default=0.0)
 
 
-def measure_rows(subject: Subject) -> Measured:
-    ids, together = subject.ids(NUM_ROWS, subject.num_tokens), subject.stream()
-    alone, worst = [subject.stream() for _ in range(NUM_ROWS)], 0.0
-    for i in range(subject.num_tokens):
-        expected = torch.cat([one.feed(ids[row, None, i : i + 1]) for row, one in enumerate(alone)])
-        worst = max(worst, difference(together.feed(ids[:, i : i + 1]), expected))
-    return Measured(worst, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
-
-
-def measure_chunks(subject: Subject) -> Measured:
-    """Parts while nothing is evicted, then single tokens."""
-    num_in_parts = subject.capacity + 1 if subject.evicts else subject.capacity
-    ids = subject.ids(2, subject.num_tokens)
-    stream, singly = subject.stream(), subject.stream()
-    worst = _apart(stream, singly, ids[:, :num_in_parts])
-    for i in range(num_in_parts, subject.num_tokens):
-        one = ids[:, i : i + 1]
-        worst = max(worst, difference(stream.feed(one), singly.feed(one)))
-    return Measured(worst, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}")
-
-
-def measure_evicting_chunks(subject: Subject) -> Measured:
-    """Parts all the way."""
-    subject.needs_eviction()
-    stream, singly = subject.stream(), subject.stream()
-    if not is_exact(stream):
-        raise NotApplicableError("by design, tokens of one input see what those before them saw")
-    ids = subject.ids(2, subject.num_tokens)
-    return Measured(_apart(stream, singly, ids), note=f"parts of up to {MOST_AT_ONCE}")
-
-
-def _apart(stream: Stream, singly: Stream, ids: Tensor) -> float:
-    worst = 0.0
-    for part in _parts(ids):
-        worst = max(worst, difference(stream.feed(part), singly.feed_singly(part)))
-    return worst
-
-
-def _parts(ids: Tensor) -> Iterator[Tensor]:
+def _parts(ids: Tensor, most: int = 1) -> Iterator[Tensor]:
+    """Ids [B, T] in parts of up to so many tokens."""
     rng, start = random.Random(0), 0
     while start < ids.shape[1]:
-        end = start + rng.randint(1, MOST_AT_ONCE)
+        end = start + rng.randint(1, most)
         yield ids[:, start:end]
         start = end
 
 
-DENSE = Invariant(
-    about="while nothing is evicted it is the model without a cache",
-    unit=_LOGITS,
+@invariant(
+    "while nothing is evicted it is the model without a cache",
     look_at="what update returns of the entries before the first eviction, and their number",
-    measure=measure_dense,
 )
-ROWS = Invariant(
-    about="a row of a batch is what it is alone",
-    unit=_LOGITS,
+def dense(subject: Subject) -> Measured:
+    ids, stream = subject.ids(1, subject.num_unevicted), subject.stream()
+    logits = (stream.feed(token)[0] for token in _parts(ids))
+    apart = map(difference, logits, subject.encoded(ids)[0])
+    return Measured(max(apart), note=f"over {subject.num_unevicted} tokens")
+
+
+@invariant(
+    "a row of a batch is what it is alone",
     look_at="what is shared by rows: sinks, indices and corrections taken of one row for all",
-    measure=measure_rows,
 )
-CHUNKS = Invariant(
-    about="tokens fed together, nothing evicted, are the same tokens one by one",
-    unit=_LOGITS,
+def rows(subject: Subject) -> Measured:
+    alone = [subject.stream() for _ in range(NUM_ROWS)]
+
+    def singly(token: Tensor) -> Tensor:
+        return torch.cat([one.feed(row[None]) for one, row in zip(alone, token, strict=True)])
+
+    tokens = _parts(subject.ids(NUM_ROWS, subject.num_tokens))
+    apart = _apart(subject.stream().feed, singly, tokens)
+    return Measured(apart, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
+
+
+@invariant(
+    "tokens fed together, nothing evicted, are the same tokens one by one",
     look_at="what is counted by inputs where tokens are meant; sinks that come in several inputs",
-    measure=measure_chunks,
 )
-EVICTING_CHUNKS = Invariant(
-    about="tokens fed together while entries are evicted are the same tokens one by one",
-    unit=_LOGITS,
+def chunks(subject: Subject) -> Measured:
+    """Parts while nothing is evicted, then single tokens."""
+    ids, num_in_parts = subject.ids(2, subject.num_tokens), subject.num_unevicted
+    parts = [*_parts(ids[:, :num_in_parts], MOST_AT_ONCE), *_parts(ids[:, num_in_parts:])]
+    apart = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
+    return Measured(apart, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}")
+
+
+@invariant(
+    "tokens fed together while entries are evicted are the same tokens one by one",
     look_at="what the first tokens of an input see: what is evicted by its end, or its later ones",
-    measure=measure_evicting_chunks,
 )
+def evicting_chunks(subject: Subject) -> Measured:
+    """Parts all the way."""
+    subject.needs_eviction()
+    stream = subject.stream()
+    if not is_exact(stream):
+        raise NotApplicableError("by design, tokens of one input see what those before them saw")
+    parts = _parts(subject.ids(2, subject.num_tokens), MOST_AT_ONCE)
+    apart = _apart(stream.feed, subject.stream().feed_singly, parts)
+    return Measured(apart, note=f"parts of up to {MOST_AT_ONCE}")
+
+
+@invariant(
+    "rows in another order, or some of them, go on as they were",
+    look_at="reorder_cache and batch_select_indices: all that has rows must follow, sinks too",
+)
+def reorder(subject: Subject) -> Measured:
+    order, some = [2, 0, 0], [2, 1]
+    worst = _changed(subject, 3, order, lambda stream: stream.take_rows(order, "reorder_cache"))
+    return Measured(max(worst, _changed(subject, 3, some, lambda stream: stream.take_rows(some))))
+
+
+@invariant(
+    "rows that come several times go on as they were",
+    look_at="batch_repeat_interleave: each row follows itself (0 0 1 1), and sinks too",
+)
+def repeat(subject: Subject) -> Measured:
+    return Measured(_changed(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2)))
+
+
+@invariant(
+    "saved and loaded, a stream goes on as it was",
+    look_at="what is saved: sinks as they were computed, tokens seen, by how much entries moved",
+)
+def save(subject: Subject) -> Measured:
+    (before, after), stream = _before_and_after(subject, 2), subject.stream()
+    stream.feed_singly(before)
+    again = stream.loaded(subject.stream().held)
+    return Measured(_apart(again.feed, stream.feed, _parts(after)))
+
+
+def _changed(
+    subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
+) -> float:
+    """What rows are apart from those of a stream that was left alone."""
+    before, after = _before_and_after(subject, num_rows)
+    stream, same = subject.stream(), subject.stream()
+    for one in (stream, same):
+        one.feed_singly(before)
+    try:
+        change(stream)
+    except NotImplementedError as error:
+        raise NotApplicableError(f"it does not do that: {error}".rstrip(": ")) from error
+    except AttributeError as error:
+        if error.name not in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+            raise
+        raise NotApplicableError(f"it has no {error.name}") from error
+    return _apart(
+        lambda token: stream.feed(token[order]),
+        lambda token: same.feed(token)[order],
+        _parts(after),
+    )
+
+
+def _before_and_after(subject: Subject, num_rows: int) -> tuple[Tensor, Tensor]:
+    """What rows are fed before a change and after it."""
+    num = subject.capacity + 12 if subject.evicts else max(1, subject.capacity - NUM_AFTER)
+    ids = subject.ids(num_rows, num + NUM_AFTER if subject.evicts else subject.capacity)
+    return ids[:, :num], ids[:, num:]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvalign.foundation import progress
-from kvalign.invariants.base import Invariant, Measured, NotApplicableError
+from kvalign.invariants.base import Measured, NotApplicableError, invariant
 from kvalign.invariants.stream import Stream
-from kvalign.invariants.subject import Subject, in_precision
+from kvalign.invariants.subject import Subject, in_precision, once
 
 NUM_ROWS = 2
 STRETCH = 32  # steps that a mean is taken over
@@ -49,15 +49,10 @@ class LongRun:
     no_kl: str = ""
 
 
-def long_run(subject: Subject) -> LongRun:
-    """The long stream of a subject, run once."""
-    if "long_run" not in vars(subject):
-        vars(subject)["long_run"] = _run(subject)
-    return vars(subject)["long_run"]
-
-
+@once
 @torch.no_grad()
-def _run(subject: Subject) -> LongRun:
+def long_run(subject: Subject) -> LongRun:
+    """The long stream of a subject."""
     subject.needs_eviction()
     half_model = in_precision(subject.model, subject.half)
     full_model = in_precision(half_model, torch.float32)  # the very same weights
@@ -75,46 +70,35 @@ def _run(subject: Subject) -> LongRun:
         token = ids[:, i : i + 1]
         logits, exact = half.feed(token), full.feed(token)
         if capacity - STRETCH <= i < capacity:
-            run.first_errors.append(_error(logits, exact))
+            run.first_errors.append(_logit_error(logits, exact))
         for steps, figures in ((first_kl, run.first_kl), (last_kl, run.last_kl)):
             if i in steps and not run.no_kl:
                 _add_kl(run, figures, subject, full, exact)
         if i >= num - STRETCH:
-            run.last_errors.append(_error(logits, exact))
+            run.last_errors.append(_logit_error(logits, exact))
             if half.watched is not None and full.watched is not None:
                 pairs = zip(half.watched.found[0], full.watched.found[0], strict=True)
-                run.entries.append(torch.stack([_by_entry(x, y) for x, y in pairs]))
+                run.entries.append(torch.stack([_error(x, y, (0, 1, 3)) for x, y in pairs]))
                 for layer, (_, values) in full.watched.found.items():
-                    error = _largest_error(half.watched.found[layer][1], values)
-                    run.most_apart = max(run.most_apart, error)
-        for stream in (half, full):
-            _forget(stream, i)
+                    error = _error(half.watched.found[layer][1], values, (3,)).max()
+                    run.most_apart = max(run.most_apart, float(error))
+        for watched in filter(None, (half.watched, full.watched)):
+            for births in watched.births[1:]:  # more than the first layer is not asked for
+                births.clear()
         progress.advance(1)
     return run
 
 
-def _forget(stream: Stream, step: int) -> None:
-    """A long stream need not be remembered beyond the first layer."""
-    if stream.watched is not None:
-        for births in stream.watched.births[1:]:
-            births.clear()
+def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Root mean square error by root mean square size, over some dimensions."""
+    norm = torch.linalg.vector_norm
+    return norm(found.float() - exact, dim=over) / norm(exact, dim=over)
 
 
-def _error(logits: Tensor, exact: Tensor) -> float:
-    """Root mean square error by root mean square size, of logits [B, V] about their mean."""
+def _logit_error(logits: Tensor, exact: Tensor) -> float:
+    """The same of logits [B, V] about their mean."""
     logits, exact = (x - x.mean(-1, keepdim=True) for x in (logits, exact))
-    return float((logits - exact).norm() / exact.norm())
-
-
-def _by_entry(found: Tensor, exact: Tensor) -> Tensor:
-    """The same of entries [B, H, S, D], for each of them: [S]."""
-    apart = (found.float() - exact.float()).square().sum((0, 1, 3))
-    return (apart / exact.float().square().sum((0, 1, 3))).sqrt()
-
-
-def _largest_error(found: Tensor, exact: Tensor) -> float:
-    """The same of vectors [B, H, S, D], the largest of all."""
-    return float(((found.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+    return float(_error(logits, exact, (0, 1)))
 
 
 def _add_kl(
@@ -146,15 +130,21 @@ def _mean(figures: list[float]) -> float:
     return sum(figures) / len(figures)
 
 
-def _check_alike(run: LongRun) -> None:
+def _comparable(subject: Subject) -> LongRun:
     """Values carry no rotation: one that is far off is another token's."""
+    run = long_run(subject)
     if run.most_apart > OTHER:
         raise NotApplicableError("in half precision it keeps other tokens: there is no comparing")
+    return run
 
 
-def measure_half_entries(subject: Subject) -> Measured:
-    run = long_run(subject)
-    _check_alike(run)
+@invariant(
+    "in half precision old entries are as exact as new ones",
+    unit="old by new",
+    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
+)
+def half_entries(subject: Subject) -> Measured:
+    run = _comparable(subject)
     if not run.entries:
         raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
@@ -168,15 +158,25 @@ def measure_half_entries(subject: Subject) -> Measured:
     return Measured(float(ratios[kind, place]), ENTRIES, note)
 
 
-def measure_half_logits(subject: Subject) -> Measured:
-    run = long_run(subject)
-    _check_alike(run)
+@invariant(
+    "in half precision errors do not grow with the stream",
+    unit="last by first",
+    look_at="positions, angles or sums kept in half precision",
+)
+def half_logits(subject: Subject) -> Measured:
+    run = _comparable(subject)
     first, last = _mean(run.first_errors), _mean(run.last_errors)
     note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
     return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")
 
 
-def measure_kl(subject: Subject) -> Measured:
+@invariant(
+    "the distance to re-encoding is finite and does not grow with the stream",
+    unit="nats",
+    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
+    "on",
+)
+def kl(subject: Subject) -> Measured:
     run = long_run(subject)
     if run.no_kl:
         raise NotApplicableError(run.no_kl)
@@ -184,24 +184,3 @@ def measure_kl(subject: Subject) -> Measured:
     note = f"{first:.2g} early; with nothing but the last token it would be {unread:.2g}"
     error = math.hypot(GROWTH * _error_of(run.first_kl), _error_of(run.last_kl))
     return Measured(last, GROWTH * first + ERRORS * error + _FLOOR, note)
-
-
-HALF_ENTRIES = Invariant(
-    about="in half precision old entries are as exact as new ones",
-    unit="old by new",
-    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
-    measure=measure_half_entries,
-)
-HALF_LOGITS = Invariant(
-    about="in half precision errors do not grow with the stream",
-    unit="last by first",
-    look_at="positions, angles or sums kept in half precision",
-    measure=measure_half_logits,
-)
-KL = Invariant(
-    about="the distance to re-encoding is finite and does not grow with the stream",
-    unit="nats",
-    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
-    "on",
-    measure=measure_kl,
-)

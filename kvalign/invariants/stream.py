@@ -140,17 +140,12 @@ class Stream:
             raise NotApplicableError("no telling which tokens it holds: values are changed")
         return sorted(place for place in found if place is not None)
 
-    def reorder(self, rows: Sequence[int]) -> None:
-        """Rows in another order, as beam search asks for it."""
+    def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
+        """Rows in another order, as beam search asks for it, or some of them; `by` names the method
+        of transformers' caches.
+        """
         if self.cache is not None:
-            self.cache.reorder_cache(torch.tensor(rows, device=self.model.device))
-        else:
-            assert self.method is not None
-            self.method.select(rows)
-
-    def select(self, rows: Sequence[int]) -> None:
-        if self.cache is not None:
-            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+            getattr(self.cache, by)(torch.tensor(rows, device=self.model.device))
         else:
             assert self.method is not None
             self.method.select(rows)

@@ -1,8 +1,9 @@
 """What is put to the invariants: what makes a cache, and a model."""
 
 import copy
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from kvalign.models.architectures import Family, ModelSpec, spec_of
 
 if TYPE_CHECKING:
     from kvalign.invariants import Make
+
+T = TypeVar("T")
 
 MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
 SAMPLED_LEN = 128  # tokens of a text that the model writes itself
@@ -83,26 +86,26 @@ class Subject:
     @cached_property
     def capacity(self) -> int:
         """Entries that a token finds at most."""
-        return self._probed[0]
-
-    @cached_property
-    def evicts(self) -> bool:
-        return self._probed[1]
-
-    @cached_property
-    def _probed(self) -> tuple[int, bool]:
-        stream, most = self.stream(is_watched=True), 0
-        ids = self.ids(1, self.room)
+        stream, most, ids = self.stream(is_watched=True), 0, self.ids(1, self.room)
         for i in range(self.room):
             stream.feed(ids[:, i : i + 1])
             if stream.num_found < i:
-                return most, True
+                break
             most = stream.num_found
-        return most, False
+        return most
+
+    @property
+    def evicts(self) -> bool:
+        return self.capacity < self.room - 1
 
     def needs_eviction(self) -> None:
         if not self.evicts:
             raise NotApplicableError(f"it evicts nothing in {self.capacity + 1} tokens")
+
+    @property
+    def num_unevicted(self) -> int:
+        """Tokens that can be fed while nothing is evicted."""
+        return self.capacity + 1 if self.evicts else self.capacity
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +149,18 @@ class Subject:
     def encoded(self, ids: Tensor, model: PreTrainedModel | None = None) -> Tensor:
         """Logits [B, T, V] of ids [B, T] from position 0, without a cache."""
         return (model or self.model)(input_ids=ids, use_cache=False).logits.float()
+
+
+def once(run: Callable[[Subject], T]) -> Callable[[Subject], T]:
+    """Stands above what is run once for a subject, whoever asks for it."""
+
+    @wraps(run)
+    def found(subject: Subject) -> T:
+        if run.__name__ not in vars(subject):
+            vars(subject)[run.__name__] = run(subject)
+        return vars(subject)[run.__name__]
+
+    return found
 
 
 def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.tiny_corpus import TEXT, byte_tokenizer
 from helpers.tiny_models import CONTEXT_LEN, VOCAB, tiny_model
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign import data_gen
@@ -82,7 +83,7 @@ def test_store_holds_the_pairs_of_its_chunks(gpt2, tokenizer, text_file, setting
     seen = {split: set() for split in SPLITS}
     for split in SPLITS:
         for shard in store.shards(split):
-            indices = shard.chunk_indices()
+            indices = load_file(shard.path)["chunk"]
             seen[split] |= set(indices.tolist())
             expected = [
                 record_pairs(gpt2, ids[[i]], 4, (1, 3))[shard.num_evicted] for i in indices.tolist()

@@ -18,7 +18,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.data_gen.pairs import encode, positionless
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.table_objectives import LOSSES, hat_functions, kl, tune, validate
+from kvalign.training.table_objectives import hat_functions, stream_loss, tune, validate
 from kvalign.training.table_run import standardise
 from kvalign.training.text import Text, read
 from kvalign.training.text_run import measure
@@ -108,7 +108,8 @@ def test_kl_is_zero_where_streaming_is_exact():
     def divergence(model, sizes):
         cache = StreamingCache(spec_of(model.config), sizes, realigner_of(model))
         logits = cache.feed_segment(model, ids[:, :-1], logits_to_keep=99 - 20)
-        return kl(model, sizes, ids, logits, torch.Generator().manual_seed(0))
+        rng = torch.Generator().manual_seed(0)
+        return stream_loss("kl", model, sizes, ids, logits, rng)
 
     model = tiny_model("llama", num_hidden_layers=1)
     for num_evicted in (1, 5):
@@ -121,14 +122,13 @@ def test_tuning_lowers_the_validation_loss_and_leaves_the_rest(models, objective
     model, text = models["gpt2"], random_text()
     aligner = untrained(model, chunk_len=32)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    loss = LOSSES[objective]
-    before = validate(aligner, model, text, loss)
+    before = validate(aligner, model, text, objective)
     settings = TableSettings(
         out="unused", objective=objective, target=target, max_steps=30, lr=5e-3
     )
     found = tune(aligner, model, text, settings)
     assert found["val_before"] == pytest.approx(before)
-    assert found["val_after"] == pytest.approx(validate(aligner, model, text, loss), abs=1e-5)
+    assert found["val_after"] == pytest.approx(validate(aligner, model, text, objective), abs=1e-5)
     assert found["val_after"] < before
     assert set(aligner.state_dict()) == {"key", "value", "key_scale", "value_scale"}
     assert not any(parameter.requires_grad for parameter in aligner.parameters())

@@ -39,7 +39,7 @@ def train_anchored(
 
     Returns:
         for `key` and `value` what `train_table` says; the tables alone decide `used`. With `kl` or
-        `nll`, also what `kvalign.training.streamed_steps.tune_networks` reports.
+        `nll`, also what `kvalign.training.anchored_run.tune_networks` reports.
 
     Raises:
         ExistsError: `out` holds an aligner, and `overwrite` is not set.

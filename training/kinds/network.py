@@ -1,9 +1,12 @@
 """The `network` kind: the paper's networks, trained on recorded caches."""
 
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvalign.foundation import progress
 from kvalign.foundation.folders import folder_of
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
@@ -70,7 +73,9 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     """
     from kvalign.training.network_run import train
 
-    return train(settings)
+    # The processes of other devices are started by the one that shows the progress.
+    with nullcontext() if "LOCAL_RANK" in os.environ else progress.shown_as("train"):
+        return train(settings)
 
 
 SETTINGS, train = NetworkSettings, train_network

@@ -8,8 +8,8 @@ from kvalign.aligners import AnchoredAligner, new_config
 from kvalign.data_gen.pairs import positionless
 from kvalign.methods import make_method
 from kvalign.models.architectures import spec_of
+from kvalign.training.anchored_run import Streams, begun, loss_of, tune_networks
 from kvalign.training.kinds.anchored import AnchoredSettings
-from kvalign.training.streamed_steps import Streams, begun, loss_of, tune_networks
 from kvalign.training.text import Text
 
 CHUNK_LEN = 32
