@@ -17,12 +17,10 @@ from kvalign.foundation.registry import Registry
 from kvalign.foundation.settings import expect, typed
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from kvalign.invariants.base import Invariant, Outcome
-    from kvalign.methods.base import Method
-
-    Make = Callable[[PreTrainedModel], Cache | Method]
+    from kvalign.invariants.subject import Make
 
 NUM_STEPS = 1000
 
@@ -82,7 +80,8 @@ def verify(
     import torch
 
     from kvalign.foundation.errors import UserError
-    from kvalign.invariants.base import NotApplicableError, Outcome
+    from kvalign.invariants.base import Outcome
+    from kvalign.invariants.stream import NotApplicableError
     from kvalign.invariants.subject import Subject
 
     names = list(INVARIANTS) if invariants is None else list(invariants)

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import LONG_RUN
-from kvalign.invariants.base import NotApplicableError
-from kvalign.invariants.stream import Stream, Watched, matches
+from kvalign.invariants.stream import NotApplicableError, Stream, Watched, matches
 from kvalign.invariants.subject import Subject, first_layer, once
 
 FIRST_INPUT = 5

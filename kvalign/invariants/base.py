@@ -34,10 +34,6 @@ class Measured:
         return self.figure <= self.bound  # nan does not
 
 
-class NotApplicableError(Exception):
-    """The question makes no sense for this cache or this model; the message says why."""
-
-
 @dataclass(frozen=True)
 class Invariant:
     """One thing that every cache must keep to.

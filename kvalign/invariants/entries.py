@@ -7,8 +7,8 @@ from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
-from kvalign.invariants.base import Measured, NotApplicableError, difference, invariant
-from kvalign.invariants.stream import SAME
+from kvalign.invariants.base import Measured, difference, invariant
+from kvalign.invariants.stream import SAME, NotApplicableError
 from kvalign.invariants.subject import Subject
 
 

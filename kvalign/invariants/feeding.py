@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from kvalign.invariants.base import Measured, NotApplicableError, difference, invariant
-from kvalign.invariants.stream import Stream, is_exact
+from kvalign.invariants.base import Measured, difference, invariant
+from kvalign.invariants.stream import NotApplicableError, Stream, is_exact
 from kvalign.invariants.subject import Subject
 
 NUM_ROWS = 3

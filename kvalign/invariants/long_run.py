@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvalign.foundation import progress
-from kvalign.invariants.base import Measured, NotApplicableError, invariant
-from kvalign.invariants.stream import Stream
+from kvalign.invariants.base import Measured, invariant
+from kvalign.invariants.stream import NotApplicableError, Stream
 from kvalign.invariants.subject import Subject, in_precision, once
 
 NUM_ROWS = 2

@@ -12,12 +12,15 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
-from kvalign.invariants.base import NotApplicableError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
 
 SAME = 1e-4  # of their size, by which values that are the same may be apart
+
+
+class NotApplicableError(Exception):
+    """The question makes no sense for this cache or this model; the message says why."""
 
 
 class Watched:

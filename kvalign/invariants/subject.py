@@ -3,22 +3,19 @@
 import copy
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from kvalign.foundation.errors import UserError
-from kvalign.invariants.base import NotApplicableError
-from kvalign.invariants.stream import Stream
+from kvalign.invariants.stream import NotApplicableError, Stream
 from kvalign.methods.base import Method
 from kvalign.models.architectures import Family, ModelSpec, spec_of
 
-if TYPE_CHECKING:
-    from kvalign.invariants import Make
-
 T = TypeVar("T")
+Make = Callable[[PreTrainedModel], Cache | Method]
 
 MOST_PROBED = 1024  # tokens after which a cache that has evicted nothing is taken to keep all
 SAMPLED_LEN = 128  # tokens of a text that the model writes itself
@@ -38,7 +35,7 @@ class Subject:
     def __init__(
         self,
         model: PreTrainedModel,
-        make: "Make",
+        make: Make,
         num_steps: int,
         half: torch.dtype = torch.bfloat16,
         seed: int = 0,

@@ -18,8 +18,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
 from kvalign.invariants import INVARIANTS
-from kvalign.invariants.base import NotApplicableError
-from kvalign.invariants.stream import matches
+from kvalign.invariants.stream import NotApplicableError, matches
 from kvalign.methods import make_method
 from kvalign.models.attention import REGISTERED
 from kvalign.policies import OLDEST, POLICIES
