@@ -18,8 +18,8 @@ from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods import check_name
 
 if TYPE_CHECKING:
-    from kvalign.invariants import Make
     from kvalign.invariants.base import Outcome
+    from kvalign.invariants.subject import Make
 
 OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
