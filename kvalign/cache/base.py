@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvalign.cache.buffer import KV
+from kvalign.cache.buffer import KV, Part
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saved import expect_tensor
 from kvalign.cache.segments import Segment
@@ -193,7 +193,7 @@ class FixedSizeCache(Cache, ABC):
             part.select(torch.tensor(rows, dtype=torch.int64))
         self._hold([self.seen[row] for row in rows])
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> list[Part]:
         """What holds rows."""
         return [*self.layers]
 

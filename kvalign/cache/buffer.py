@@ -7,8 +7,9 @@ When `end` meets the buffer's end, what is kept moves to its start: a copy of C 
 steps instead of one at each.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +38,27 @@ class KV(NamedTuple):
         """Those of some rows of the batch."""
         return KV(self.keys[rows], self.values[rows])
 
+    def unless(self, is_other: Tensor, other: "KV") -> "KV":
+        """Of some rows, [B] bool, the entries of another in their place."""
+        rows = is_other[:, None, None, None]
+        return KV(*(torch.where(rows, x, y) for x, y in zip(other, self, strict=True)))
+
     def padded(self, width: int) -> "KV":
         """As many entries as `width` says: zeros in front of those that there are."""
         missing = width - self.keys.shape[2]
         return self.map(lambda x: pad(x, (0, 0, missing, 0)))
+
+
+class Part(ABC):
+    """What holds rows of a batch."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows [B'], in this order."""
+
+    @abstractmethod
+    def join(self, others: Sequence[Any]) -> None:
+        """Hold the rows of all these, of the same kind."""
 
 
 def cat(parts: Iterable[tuple[Tensor, Tensor]], dim: int = 2) -> KV:

@@ -1,7 +1,7 @@
 """A layer of a cache of fixed size, of whatever kind."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.aligners.base import Birth
-from kvalign.cache.buffer import KV, cat
+from kvalign.cache.buffer import KV, Part, cat
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.step import Step
@@ -30,7 +30,7 @@ class Owner(Protocol):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]: ...
 
 
-class StreamingLayer(CacheLayerMixin, ABC):
+class StreamingLayer(CacheLayerMixin, Part):
     """What a layer of any kind does: it takes new entries in and hands attention all of them."""
 
     def __init__(self, cache: Owner, layer_idx: int):
@@ -64,14 +64,6 @@ class StreamingLayer(CacheLayerMixin, ABC):
         """The entries before a pass as it sees them, in parts to be put together."""
 
     @abstractmethod
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order."""
-
-    @abstractmethod
-    def join(self, layers: Sequence[Any]) -> None:
-        """Hold the rows of all these layers."""
-
-    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Its tensors by name."""
 
@@ -83,27 +75,19 @@ class StreamingLayer(CacheLayerMixin, ABC):
         """New entries as the realigner anchors them; sinks stay as they are."""
         anchor, num_sinks, segment = self.cache.realigner.anchor, step.sizes.num_sinks, step.segment
         if step.uneven is not None and step.num_new == 1:
-            return self._without_position_of_rows(step, new)
+            # One token a row: rows take the place of entries.
+            births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
+            turned = KV(*anchor(self.layer_idx, *new.map(_transposed), *births)).map(_transposed)
+            is_sink = torch.tensor(step.seen, device=self.device) < num_sinks
+            return turned.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
-        spans = (
-            slice(x[0] + num_first, x[0] + step.num_new) for x in (step.births, step.positions)
-        )
-        births: Iterable[Birth] = spans
+        starts = step.births[0], step.positions[0]
+        spans: Sequence[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]
         if segment is not None:
-            births = (segment.birth[num_first:], segment.at[num_first:])
+            spans = segment.birth[num_first:], segment.at[num_first:]
         others = new.slots(num_first, step.num_new - num_first)
-        anchored = KV(*anchor(self.layer_idx, *others, *births))
+        anchored = KV(*anchor(self.layer_idx, *others, *spans))
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
-
-    def _without_position_of_rows(self, step: Step, new: KV) -> KV:
-        """The same of one token a row [B, H, 1, D]: rows take the place of entries."""
-        births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))
-        turned = new.map(lambda x: x.transpose(0, 2))
-        turned = KV(*self.cache.realigner.anchor(self.layer_idx, *turned, *births))
-        anchored = turned.map(lambda x: x.transpose(0, 2).to(self.dtype))
-        is_sink = torch.tensor(step.seen, device=self.device) < step.sizes.num_sinks
-        is_sink = is_sink[:, None, None, None]
-        return KV(*(torch.where(is_sink, x, y) for x, y in zip(new, anchored, strict=True)))
 
     @property
     def keys(self) -> Tensor | None:
@@ -133,3 +117,7 @@ class StreamingLayer(CacheLayerMixin, ABC):
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, 2)

@@ -1,13 +1,15 @@
 """The first entries of each row, which are never evicted."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvalign.cache.buffer import KV, cat
+from kvalign.cache.buffer import KV, Part, cat
 from kvalign.cache.step import Step
 
 
-class Sinks:
+class Sinks(Part):
     """Keys and values as they were computed, those of all layers stacked: one rotation turns them
     to follow the window.
 
@@ -42,11 +44,9 @@ class Sinks:
                 sinks[row, :, seen : seen + num] = x[row, :, :num].detach()
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order."""
         for device, held in self.held.items():
             self.held[device] = held.map(lambda x: x[:, rows.to(x.device)])
 
-    def join(self, others: "list[Sinks]") -> None:
-        """Hold the rows of all these."""
+    def join(self, others: Sequence["Sinks"]) -> None:
         devices = others[0].held
         self.held = {device: cat((x.held[device] for x in others), dim=1) for device in devices}

@@ -8,16 +8,17 @@ sliding buffer; before the next step the `num_evicted` oldest of the window are 
 the sinks written in front again. The next position stays in range however long the stream is.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.buffer import KV
+from kvalign.cache.buffer import KV, KVBuffer, Part
 from kvalign.cache.realigner import MASKED
 from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks
@@ -41,8 +42,11 @@ class StreamingCache(FixedSizeCache):
         # Places by which the entries of each row have been moved.
         self._moved = [self.frame.num_moved(n) for n in seen]
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> list[Part]:
         return [self.sinks, *self.layers]
+
+    def _buffers(self) -> Iterator[KVBuffer]:
+        return (buffer for layer in self.layers for buffer in layer.buffers)
 
     def index(self, row: int = 0) -> Tensor:
         """Of a row's entries, the places of their tokens in the stream, counted from 0: [S]."""
@@ -54,8 +58,8 @@ class StreamingCache(FixedSizeCache):
     def _bring(self, step: Step) -> Step:
         self._move_back(step)
         if step.num_new == 1:
-            for layer in self.layers:
-                layer.make_room(step.num_before, 1)
+            for buffer in self._buffers():
+                buffer.make_room(step.num_before, 1)
         if self.sizes.num_sinks and any(map(self.sizes.num_dropped, step.seen)):
             self._write_sinks(step)
         self.realigner.prepare(len(self.layers))
@@ -82,9 +86,9 @@ class StreamingCache(FixedSizeCache):
                     layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))
 
     def _end(self, step: Step) -> None:
-        if step.decode is not None:
-            for layer in self.layers:
-                layer.end_decode()
+        if step.decode is not None:  # which has written, and counted nothing
+            for buffer in self._buffers():
+                buffer.end += 1
         super()._end(step)
 
     def reset(self) -> None:

@@ -25,6 +25,7 @@ class WindowLayer(StreamingLayer):
         entries: as they are stored; what attention gets is a slice of it.
         sources: what a realigner that moves entries places them from: a buffer of its own, or
             `entries` where nothing moves, or from its last output in the model's precision.
+        buffers: one or both of them; none before the first entry.
     """
 
     def __init__(self, cache: Owner, layer_idx: int, sinks: Sinks, sizes: CacheSizes):
@@ -50,11 +51,6 @@ class WindowLayer(StreamingLayer):
     @property
     def is_filled(self) -> bool:
         return self.is_initialized and self.entries.end > 0
-
-    def make_room(self, num_kept: int, num_new: int) -> None:
-        """See to it that new entries fit after those that are kept."""
-        for buffer in self.buffers:
-            buffer.make_room(num_kept, num_new)
 
     def take(self, step: Step, new: KV) -> KV:
         if step.decode is not None:
@@ -100,11 +96,6 @@ class WindowLayer(StreamingLayer):
         if realigner.reads:
             mark(found.keys, partial(realigner.attend, step, self.layer_idx))
         return found
-
-    def end_decode(self) -> None:
-        """Count what a decode step has written."""
-        for buffer in self.buffers:
-            buffer.end += 1
 
     def pieces(self, step: Step) -> list[KV]:
         """Of rows that are alike: sinks and window, at the positions to which the new ones have run
@@ -154,7 +145,8 @@ class WindowLayer(StreamingLayer):
             after = step.sizes.num_stored(step.seen[0] + num_new)
             num_new = min(num_new, after)
             kept = after - num_new
-        self.make_room(kept, num_new)
+        for buffer in self.buffers:
+            buffer.make_room(kept, num_new)
         num_gone = step.num_new - num_new
         self.entries.write(stored.slots(num_gone, num_new))
         if self.sources is not self.entries:

@@ -1,4 +1,4 @@
-"""No circle of imports at module level; which layer may import which is a contract of
+"""No circle of imports at module level, those of annotations included; which layer may import which is a contract of
 `pyproject.toml`, checked by `make lint`.
 """
 
@@ -13,16 +13,14 @@ import kvalign
 
 
 def imports_of(body, modules):
-    """The modules that statements import when they run, those for type checkers left out."""
+    """The modules that statements import when they run, or for type checkers."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name if name in modules else node.module for name in names)
-        elif isinstance(node, ast.Try) or (
-            isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)
-        ):
+        elif isinstance(node, ast.Try | ast.If):
             yield from imports_of(node.body, modules)
 
 
