@@ -1,5 +1,5 @@
-"""No circle of imports at module level, those of annotations included; which layer may import which is a contract of
-`pyproject.toml`, checked by `make lint`.
+"""No circle of imports at module level, those of annotations included. Which layer may import which
+is a contract of `pyproject.toml`, checked by `make lint`.
 """
 
 import ast
