@@ -225,6 +225,8 @@ def first_entry_missing(patch):
 
     def wrong(self, step, new):
         keys, values = right(self, step, new)
+        if step.decode is not None:
+            return keys, values
         return keys, torch.cat([0 * values[:, :, :1], values[:, :, 1:]], 2)
 
     patch(WindowLayer, "take", wrong)

@@ -45,8 +45,9 @@ def run(settings: LanesSettings, as_json: bool) -> dict[str, Any]:
 
     of_page = settings.as_dict()
     del of_page["out"], of_page["overwrite"]
+    source = page(**of_page)  # what does not fit is refused before anything is written
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(settings.out, page(**of_page))
+    write_text(settings.out, source)
     if not as_json:
         print(f"page: {settings.out}")
     return {"page": str(settings.out)}
