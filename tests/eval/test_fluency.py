@@ -9,7 +9,7 @@ from helpers.tiny_models import CONTEXT_LEN, tiny_model
 from kvalign.eval.judging.fluency import dense_perplexity
 
 
-@pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 120), (90, 30)])
+@pytest.mark.parametrize(("num_prompt", "num_passage"), [(1, 1), (5, 40), (40, 110), (90, 30)])
 def test_dense_perplexity_sees_half_a_span_or_all(num_prompt, num_passage, ids):
     model, span = tiny_model("gpt2"), CONTEXT_LEN // 2
     stream = ids[0, : num_prompt + num_passage]
