@@ -169,7 +169,7 @@ def test_colours_are_the_reports(page):
     """The same tints by day and by night, and the same mark for those who see neither."""
     own, reports = (
         resources.files(f"kvalign.{package}").joinpath("templates", name).read_text()
-        for package, name in (("app.pages", "live.css"), ("eval", "report.css"))
+        for package, name in (("app.pages", "live.css"), ("eval.report", "report.css"))
     )
     for mine, theirs in [("good", "good-tint"), ("bad", "bad-tint"), ("bad-line", "bad")]:
         found = [

@@ -153,7 +153,7 @@ def test_what_moved_is_called_by_what_corrects_it(name, family, models, opened):
     elif issubclass(METHODS[name], Cached):
         realigner = make_method(name, model, **sizes).cache.realigner
         unmoved = {"stale"} if family == "learned" else {"by-slot"}
-        expected = unmoved if realigner is None else {"rotated"}
+        expected = {"rotated"} if realigner.rotation else unmoved
     else:
         expected = set()
     states = opened().evaluate(
