@@ -80,25 +80,18 @@ class OnRead(Realigner):
         )
 
     def tables(self, layer: int) -> Tables:
+        return self._tables(layer, self._turned_means(layer))
+
+    def _tables(self, layer: int, key_means: Tensor) -> Tables:
         table = self.table
-        return Tables(
-            self._turned_means(layer),
-            table.value[layer],
-            table.key_scale[layer],
-            table.value_scale[layer],
-        )
+        scales = table.key_scale[layer], table.value_scale[layer]
+        return Tables(key_means, table.value[layer], *scales)
 
     def attend(
         self, step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Sinks lie at their places; rows may be of unequal lengths."""
-        table, half = self.table, keys.dtype != torch.float32
-        tables = Tables(
-            self.step_means[layer],
-            table.value[layer],
-            table.key_scale[layer],
-            table.value_scale[layer],
-        )
+        half, tables = keys.dtype != torch.float32, self._tables(layer, self.step_means[layer])
         query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
         placed = query
         if self.rotation is not None:
