@@ -12,12 +12,14 @@ import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from kvalign.data_gen.corpus import in_pieces
 
 TEST_SHARE = 0.1
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
+_BLOCKS = ("body", "cases", "handlers", "orelse", "finalbody")
 
 
 class PythonDocs:
@@ -57,6 +59,7 @@ def _sources(stdlib: Path) -> list[Path]:
     return sorted(path for path in paths if not path.name.startswith("test_"))
 
 
+@cache  # a command with several readers of the corpus parses the library once
 def _docstrings(path: Path) -> str:
     """The longer docstrings of one source file, each under the name of what it documents."""
     try:
@@ -66,9 +69,18 @@ def _docstrings(path: Path) -> str:
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return ""
     parts = []
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             doc = ast.get_docstring(node)
             if doc and len(doc) > 40:
                 parts.append(f"{getattr(node, 'name', path.stem)}\n{inspect.cleandoc(doc)}")
     return "\n\n".join(parts)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """The tree's nodes in the order of `ast.walk`, without expressions: they are most of it."""
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        yield node
+        for block in _BLOCKS:
+            nodes += getattr(node, block, ())
