@@ -28,7 +28,7 @@ from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import UserError
 
 SETTINGS = settings(
-    max_examples=150,
+    max_examples=75,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -5,6 +5,7 @@ rows, both families of positions.
 import queue
 
 import pytest
+from helpers.pairwise import one_of_each
 
 import kvalign
 from kvalign.app.serve.answers import End, Piece
@@ -26,9 +27,12 @@ TALKS = (
 )
 
 
-@pytest.fixture(scope="module", params=["gpt2-mini", "llama-mini"])
-def loaded(request):
-    return load_model(request.param)
+MODELS = ("gpt2-mini", "llama-mini")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: load_model(name) for name in MODELS}
 
 
 def asked(service, turn, name, **more):
@@ -47,9 +51,9 @@ def text_of(events):
     return text
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(method.values()))
-def test_sessions_are_their_streams(method, loaded):
-    name = loaded.spec.name
+@pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
+def test_sessions_are_their_streams(number, name, models):
+    method, loaded = METHODS[number], models[name]
     service = Service(ServeSettings(model=name, cache_size=24, **method), loaded)
     service.start()
     try:
@@ -76,8 +80,9 @@ def test_sessions_are_their_streams(method, loaded):
             assert text == "".join(stream)
 
 
-def test_a_long_prompt_goes_in_by_parts_and_others_go_on(loaded):
+def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
     """Another row is stepped between two parts; what is said is that of a stream."""
+    loaded = models["gpt2-mini"]
     service = Service(ServeSettings(model=loaded.spec.name, cache_size=64), loaded)
     service.start()
     order = []

@@ -5,6 +5,7 @@ computes the same, at positions that it has.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, make, step, tables
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
 from kvalign.models.architectures import spec_of
@@ -29,10 +30,12 @@ def positions(monkeypatch):
     return record
 
 
-@pytest.mark.parametrize("kind", ROTARY_KINDS)
-@pytest.mark.parametrize(("name", "num_evicted"), [("streaming-llm", 3), ("kvalign", 1)])
-def test_a_stream_does_not_depend_on_its_frames(kind, name, num_evicted, ids, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "cell"), one_of_each(ROTARY_KINDS, [("streaming-llm", 3), ("kvalign", 1)])
+)
+def test_a_stream_does_not_depend_on_its_frames(kind, cell, ids, monkeypatch):
     """Five frames of 20 or so are one of all 100 evictions."""
+    name, num_evicted = cell
     model = tiny_model(kind, max_position_embeddings=1024)
     extra = {"aligner": tables(model, scale=0.5)} if name == "kvalign" else {}
     logits = []

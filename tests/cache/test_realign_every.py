@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, anchored, network, step, tables
+from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN
 from transformers import DynamicCache
 
@@ -101,9 +102,9 @@ def reference_logits(model, aligner, sizes, ids):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(("kind", "aligner"), CELLS)
-@pytest.mark.parametrize(("num_evicted", "realign_every"), [(1, 1), (1, 3), (3, 7)])
-def test_moves_are_those_of_the_formula(kind, aligner, num_evicted, realign_every, models, ids):
+@pytest.mark.parametrize(("cell", "every"), one_of_each(CELLS, [(1, 1), (1, 3), (3, 7)]))
+def test_moves_are_those_of_the_formula(cell, every, models, ids):
+    (kind, aligner), (num_evicted, realign_every) = cell, every
     model = models[kind]
     trained, sizes = ALIGNERS[aligner](model), CacheSizes(CACHE_SIZE, 4, num_evicted, realign_every)
     method = KVAlign(model, sizes, aligner=trained)

@@ -5,8 +5,8 @@ stepping.
 import pytest
 import torch
 from helpers.methods import CACHE_SIZE, FIXED, STREAMING, make, network, step
-from helpers.pairwise import of_each_family
-from helpers.tiny_models import CONTEXT_LEN, tiny_model
+from helpers.pairwise import of_each_family, one_of_each
+from helpers.tiny_models import CONTEXT_LEN, KINDS, tiny_model
 
 from kvalign.aligners import Move
 from kvalign.methods import METHODS, make_method
@@ -107,17 +107,17 @@ def test_sliding_attention_inside_a_layer_still_goes_by_slot(ids):
     assert torch.allclose(streamed, step(make("recompute", model, **sizes), ids, first), atol=1e-4)
 
 
-@pytest.mark.parametrize("num_evicted", [1, 5])
-def test_window_is_streaming_llm_without_sinks(model, ids, num_evicted):
-    ids = ids[:, :100]
+@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(KINDS, [1, 5]))
+def test_window_is_streaming_llm_without_sinks(kind, num_evicted, models, ids):
+    model, ids = models[kind], ids[:, :100]
     window = step(make("window", model, num_evicted=num_evicted), ids, 9)
     without = step(make("streaming-llm", model, num_sinks=0, num_evicted=num_evicted), ids, 9)
     assert torch.equal(window, without)
 
 
-@pytest.mark.parametrize("num_evicted", [1, 3])
-def test_zero_initialised_aligner_is_streaming_llm(model, ids, num_evicted):
-    ids, sizes = ids[:, :100], dict(num_evicted=num_evicted)
+@pytest.mark.parametrize(("kind", "num_evicted"), one_of_each(KINDS, [1, 3]))
+def test_zero_initialised_aligner_is_streaming_llm(kind, num_evicted, models, ids):
+    model, ids, sizes = models[kind], ids[:, :100], dict(num_evicted=num_evicted)
     stale = step(make("streaming-llm", model, **sizes), ids, CACHE_SIZE + 1)
     aligned = step(make("kvalign", model, aligner=network(model), **sizes), ids, CACHE_SIZE + 1)
     if spec_of(model.config).family == "rotary":  # rotated step by step in float32, not from birth
@@ -185,10 +185,10 @@ def test_wanted_labels_have_the_measure_of_stepping(name, models, ids, num_evict
         assert found[~wanted].isnan().all()
 
 
-@pytest.mark.parametrize("name", STREAMING)
-def test_prompt_longer_than_the_cache(name, model, ids):
+@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
+def test_prompt_longer_than_the_cache(name, kind, models, ids):
     """A long prompt leaves the same entries as single steps, at positions the model has."""
-    ids, whole, single = ids[:, :90], make(name, model), make(name, model)
+    ids, whole, single = ids[:, :90], make(name, models[kind]), make(name, models[kind])
     assert torch.isfinite(whole.feed(ids)).all()
     step(single, ids, 1)
     if hasattr(whole, "cache") and name != "discard-half":

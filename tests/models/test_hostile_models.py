@@ -184,46 +184,30 @@ def test_end_tokens(end, tmp_path, monkeypatch, capfd):
 TEMPLATES = {
     "divides by zero": "{{ 1 / 0 }}",
     "unknown filter": "{{ messages | mystery }}",
-    "unknown test": "{{ 1 is mystery }}",
-    "unknown tag": "{% mystery %}",
     "syntax": "{% for m in messages %}{{ m.content }}",
-    "syntax of an expression": "{{ messages[ }}",
     "refuses": "{{ raise_exception('alternate, please') }}",
     "not there": "{{ messages[7].content.strip() }}",
-    "adds a number": "{{ messages[0].content + 3 }}",
-    "calls a text": "{{ 'x'() }}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "loops for ever": "{% for i in range(10**12) %}x{% endfor %}",
     "a class": "{{ ''.__class__.__mro__ }}",
-    "imports": "{{ cycler.__init__.__globals__.os.system('true') }}",
     "includes": "{% include '/etc/passwd' %}",
     "a surrogate": "{{ '\\ud800' }}",
-    "a number for a year": "{{ strftime_now(3) }}",
     "json of what is none": "{{ strftime_now | tojson }}",
     "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
     "nothing": "{{ '' }}",
-    "turned": "{{ messages[-1].content[::-1] }}{{ loop.index }}",
     "a constant of years": "{{ 9**(9**9) }}",
     "a constant of gigabytes": "{{ 'x' * 10**9 }}",
-    "a constant of many": "{{ [0] * 10**10 }}",
     "a width": "{{ '%1000000000d' % 1 }}",
-    "a width of a filter": "{{ 'x' | center(10**10) }}",
-    "a width of a method": "{{ 'x'.ljust(10**10) }}",
     "an indent": "{{ messages | tojson(indent=10**9) }}",
-    "loops": "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
     "doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}{{ n.x }}",
     "squares": "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}"
     "{% endfor %}{{ n.x }}",
     "long": "{{ 'ab' * 600000 }}",
-    "words of nobody": "{{ lipsum(10**5) }}",
     "brackets": "{{" + "(" * 3000 + ")" * 3000 + "}}",
-    "blocks": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
-    "nothing in a loop": "{% for m in messages %}{% break %}{% endfor %}",
 }
 
 
-END_AT_THE_CLOCK = ("squares", "words of nobody", "loops")  # 3 s each; "a constant of years" too
+END_AT_THE_CLOCK = ("squares",)  # 3 s; "a constant of years" too
 
 TEMPLATES_THAT_SERVE = [
     "{% generation %}{{ messages[0].content }}{% endgeneration %}",

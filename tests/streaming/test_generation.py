@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from helpers.methods import STREAMING, make, network
-from helpers.pairwise import of_each_family
-from helpers.tiny_models import CONTEXT_LEN
+from helpers.pairwise import of_each_family, one_of_each
+from helpers.tiny_models import CONTEXT_LEN, KINDS
 from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
@@ -125,12 +125,12 @@ class _Streamer:
         self.ended = True
 
 
-@pytest.mark.parametrize("name", ["streamer", "stream_to"])
-def test_generate_of_transformers_streams(name, model, ids):
+@pytest.mark.parametrize(("kind", "name"), one_of_each(KINDS, ["streamer", "stream_to"]))
+def test_generate_of_transformers_streams(kind, name, models, ids):
     """`model.generate` with our loop: the tokens of `stream_tokens`, a streamer fed, no length
     limit.
     """
-    streamer = _Streamer()
+    model, streamer = models[kind], _Streamer()
     kwargs = dict(method="streaming-llm", cache_size=20, num_sinks=2, num_evicted=3)
     out = model.generate(
         ids[:, :30],

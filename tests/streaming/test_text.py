@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from helpers.pairwise import one_of_each
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -89,8 +90,7 @@ def test_an_end_token_ends_until_more_is_fed(gpt2, monkeypatch):
     assert next(iter(stream))
 
 
-@pytest.mark.parametrize("model_name", checkpoints.WRITERS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "model_name"), one_of_each(METHODS, checkpoints.WRITERS))
 def test_a_saved_stream_goes_on_to_the_token(name, model_name, loaded, tmp_path):
     path = tmp_path / "talk.safetensors"
     one = loaded[model_name]

@@ -153,7 +153,7 @@ def test_same_seed_same_weights(make_settings, tmp_path):
     assert not torch.equal(other["key.fc2.weight"], same["key.fc2.weight"])
 
 
-@pytest.mark.parametrize("num_steps", [1, 12, 15, 34, 35, 68, 90])
+@pytest.mark.parametrize("num_steps", [1, 34, 35, 68])
 def test_interrupted_and_resumed_ends_in_the_same_weights(
     make_settings, tmp_path, monkeypatch, num_steps
 ):
