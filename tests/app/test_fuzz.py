@@ -46,7 +46,7 @@ CASES = {
     "suites": 1000,
     "results": 600,
     "aligners": 600,
-    "templates": 200,
+    "templates": 40,  # a process each
     "calls": 600,
     "prompts": 400,
     "streams": 300,
