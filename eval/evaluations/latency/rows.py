@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
-from kvalign.eval.evaluations.latency.timed_generation import num_rounds, time_generation
-from kvalign.eval.evaluations.latency.timing import filling, time_first, time_steps
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation.progress import Bar
@@ -22,10 +20,9 @@ from kvalign.methods.base import Method
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
     """Turns that `measure` counts for so many methods: first tokens, others, memory."""
-    per_trial = 1 + num_rounds(settings) if settings.generate else 2
-    num_floors = len(set(settings.cache_sizes))
-    per_method = settings.num_trials * per_trial + 1
-    return (num_methods + num_floors) * len(settings.batch_sizes) * per_method
+    per_trial = 1 + timing.num_rounds(settings) if settings.generate else 2
+    num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
+    return num_rows * (settings.num_trials * per_trial + 1)
 
 
 def measure(
@@ -42,11 +39,11 @@ def measure(
     methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
-        first, steps = time_generation(methods, inputs, settings, bar)
+        first, steps = timing.time_generation(methods, inputs, settings, bar)
     else:
-        first = time_first(methods, inputs, settings, bar)
-        steps = time_steps(methods, batch_size, settings, bar)
-    per_token = [1e3 / batch_size * seconds for seconds in steps]  # ms
+        first = timing.time_first(methods, inputs, settings, bar)
+        steps = timing.time_steps(methods, batch_size, settings, bar)
+    per_token = [1e3 / batch_size * np.array(seconds) for seconds in steps]  # ms
     means = [times.mean() for times in per_token]
     medians = [np.median(times) for times in per_token]
     return [
@@ -74,7 +71,7 @@ def measure(
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
     """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
-    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
+    inputs = timing.filling(method, batch_size, torch.Generator().manual_seed(seed))
 
     def work() -> None:
         for ids in inputs:
