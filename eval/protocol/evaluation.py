@@ -1,6 +1,4 @@
-"""What an evaluation is. `kvalign.eval.evaluations` has one a file; the command line, suites and
-the report know each by its `Evaluation` alone.
-"""
+"""What an evaluation is: the command line, suites and the report know each by this alone."""
 
 from __future__ import annotations
 
@@ -135,9 +133,7 @@ class Section:
         tables: Callable[[Document], list[Table]] = lambda document: [],
         suffix: str = "",
     ) -> Section:
-        """A figure and tables of each document, as far as there are; a plot is called by the
-        document's name and the suffix.
-        """
+        """A figure and tables of each document, as far as there are."""
         drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
         plots = [Plot(name, *one) for name, one in drawn.items() if one]
         all_tables = [table for document in documents.values() for table in tables(document)]
@@ -165,7 +161,7 @@ class Passage(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The passages of all methods for one prompt, side by side."""
+    """The passages of all methods for one prompt."""
 
     title: str
     prompt: str
@@ -236,17 +232,21 @@ class Evaluation:
         """
         from kvalign.eval.protocol.tables import grouped, table
 
-        title, reference = self.title(document), document["settings"].get("reference")
-        return [
-            table(
-                f"{title}, C = {size}" if size else title, rows, columns or self.columns, reference
-            )
-            for size, rows in grouped(self.rows(document), "cache_size").items()
-        ]
+        reference, of = document["settings"].get("reference"), self.title(document)
+        groups = grouped(self.rows(document), "cache_size")
+        titles = [f"{of}, C = {size}" if size else of for size in groups]
+        pairs = zip(titles, groups.values(), strict=True)
+        return [table(title, rows, columns or self.columns, reference) for title, rows in pairs]
 
     def figure(self, document: Document) -> Drawing | None:
         """A figure for the report, what it shows and what is seen in it, if there is one."""
         return None
+
+    def plot(self, document: Document) -> Figure:
+        """What `--plot` draws."""
+        drawn = self.figure(document)
+        assert drawn
+        return drawn[0]
 
     def sections(self, documents: Documents) -> list[Section]:
         """Its parts of the report; those without a plot or a table are left out."""

@@ -1,6 +1,4 @@
-"""What a report shows of a folder of results: a summary, each evaluation's sections, passages, and
-the paper's figures beside ours.
-"""
+"""What a report shows of a folder of results."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -84,7 +82,7 @@ def paper_tables(results: Results) -> list[Table]:
     """
     paper = results.suite.paper
     tuning = [sweeps.beside(paper.sweeps, results.sweeps)] if paper.sweeps else []
-    return [*tuning, *(_beside(one, results) for one in paper.tables)]
+    return tuning + [_beside(one, results) for one in paper.tables]
 
 
 def _beside(paper: PaperTable, results: Results) -> Table:

@@ -6,6 +6,7 @@ last query alone, so no more than one layer's are held at once.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,18 +14,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.cache.on_read import OnRead
+from kvalign.data_gen.chunks import cut_chunks
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.eval.evaluations.attention import AttentionSettings
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import sizes_of
+from kvalign.eval.protocol.statistics import mean_interval
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 
 EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
 NUM_MIDDLE = 16  # bins of those between
 FEWEST = 2 * EDGE + NUM_MIDDLE  # entries that fill the bins
+LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2024)
 
 
 def num_tokens(cache_size: int, num_steps: int) -> int:
     """Tokens of a text that `watch` feeds."""
     return 2 * cache_size + 1 + num_steps
+
+
+def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
+    """The first pieces of the corpus's test part, each of what the largest cache needs, its first
+    tokens replaced by what the tokenizer puts before a text: [num_texts, T] int64.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    progress.phase(f"reading {settings.corpus}")
+    length = num_tokens(max(settings.cache_sizes), settings.num_steps)
+    pieces = token_pieces(settings.corpus, loaded.tokenizer, "test")
+    texts = list(islice(cut_chunks(pieces, length, length), settings.num_texts))
+    if len(texts) < settings.num_texts:
+        raise UserError(
+            f"corpus {settings.corpus!r} is too short: it has {len(texts)} texts of {length} "
+            f"tokens, {settings.num_texts} are needed (--num-texts): name a longer one, or smaller "
+            "--cache-sizes"
+        )
+    ids = torch.tensor(texts, device=loaded.model.device)
+    return with_prefix(ids, prefix_ids(loaded.tokenizer))
 
 
 def watch(
@@ -116,3 +149,26 @@ def readable(method: Method) -> Method:
         method.places_by, method.is_exact = method.cache.realigner.moving, False
         method.reset()
     return method
+
+
+def row(method: Method, before: Tensor, after: Tensor) -> Row:
+    """The row of a method, from weights [B, L, H, bins]."""
+    phases = {"before": before, "after": after}
+    found: Row = sizes_of(method)
+    for part, bins in {"first": [0], "four": range(EDGE), "latest": range(-EDGE, 0)}.items():
+        for phase, weights in phases.items():
+            layers = weights[:, LOCAL_LAYERS:] if weights.shape[1] > LOCAL_LAYERS else weights
+            shares = 100 * layers[..., list(bins)].sum(-1).mean((1, 2))  # [B]
+            low, high = mean_interval(shares)
+            name = f"{part}_{phase}"
+            found |= {name: shares.mean().item(), f"{name}_low": low, f"{name}_high": high}
+    for phase, weights in phases.items():  # what the pictures show
+        mean = 100 * weights.mean(0)  # [L, H, bins]
+        by_entry, by_head = mean.mean(1), mean[..., :EDGE].sum(-1)
+        found[phase] = {"by_entry": _short(by_entry), "by_head": _short(by_head)}
+    return found
+
+
+def _short(shares: Tensor) -> list[list[float]]:
+    """Four digits of each: a document holds thousands."""
+    return [[float(f"{value:.4g}") for value in line] for line in shares.tolist()]

@@ -4,11 +4,10 @@
             first input  labels, one at a time
 
 exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
-scores a text step by step, or by a faster way with the same result: a batch of windows at once
-where it re-encodes clean windows anyway (`recompute`, `discard-half`), whole segments in the
-relative form where its realignment starts from birth (`window`, `streaming-llm`, `kvalign` with a
-table). So `seconds` is the harness's time and no measure of a method's speed, unless every method
-was made to step (`--stepwise`); `kvalign eval latency` measures it best.
+scores a text step by step, or by a faster way with the same result: windows in a batch where it
+re-encodes clean ones anyway, whole segments in the relative form where its realignment starts from
+birth. So `seconds` is no measure of a method's speed, unless every method was made to step
+(`--stepwise`); `kvalign eval latency` measures it best.
 """
 
 from __future__ import annotations
@@ -100,9 +99,10 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     with keeping(lambda: about_kept(settings.keep)):
         rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
-    return document("eval perplexity", settings, rows, started=started, plot=_by_size)
+    return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
 
 
+LAST_BY_FIRST = "the last quarter of the labels by that in the first"
 COLUMNS = {
     "num_labels": Column("labels", weight=0),
     "perplexity": Column(
@@ -124,14 +124,7 @@ COLUMNS = {
         by_reference=True,
         weight=7,
     ),
-    "drift": Column(
-        "drift",
-        3,
-        "",
-        "ratio in the last quarter of the labels by that in the first",
-        True,
-        weight=3,
-    ),
+    "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}", is_optional=True, weight=3),
 }
 MORE_COLUMNS = {
     "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
@@ -145,8 +138,7 @@ DRIFT = (
     "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
     "by the reference's on the same labels where there is one, which takes the text's own ups and "
     "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
-    "tables is the ratio in the last quarter of the labels by that in the first. An error that is "
-    "compounded climbs in both."
+    f"tables is the ratio in {LAST_BY_FIRST}. An error that is compounded climbs in both."
 )
 RECALL = (
     "Labels that end a bigram which the text had before, by how far back that was last, in cache "
@@ -223,7 +215,16 @@ class Perplexity(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
-        return _by_size(document), caption, by_size(rows, reference)
+        return self.plot(document), caption, by_size(rows, reference)
+
+    def plot(self, document: Document) -> Figure:
+        """Perplexity (log scale) against cache size, a line with intervals a method."""
+        from kvalign.eval.drawing.plots import draw, perplexities
+
+        title = f"{self.title(document)}\n{_bars(document)}"
+        panels = {title: perplexities(document["rows"], "cache_size")}
+        x, y = "cache size (entries)", "perplexity (lower is better)"
+        return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
     def sections(self, documents: Documents) -> list[Section]:
         from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, tables
@@ -287,16 +288,6 @@ def _bars(document: Document) -> str:
 def _judged(document: Document) -> str:
     """What tells of drift: the ratio where there is a reference."""
     return "ratio" if document["settings"]["reference"] else "perplexity"
-
-
-def _by_size(document: Document) -> Figure:
-    """Perplexity (log scale) against cache size, a line with intervals a method."""
-    from kvalign.eval.drawing.plots import draw, perplexities
-
-    title = f"{EVALUATION.title(document)}\n{_bars(document)}"
-    panels = {title: perplexities(document["rows"], "cache_size")}
-    x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Perplexity()

@@ -77,28 +77,22 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     Raises:
         UserError: a stream too long for a method that does not evict.
     """
-    from kvalign.eval.evaluations.streameval.scores import (
-        check_fits,
-        encode,
-        num_queries,
-        pieces,
-        score,
-    )
+    from kvalign.eval.evaluations.streameval import scores
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     texts = (
-        pieces(settings.num_lines, settings.query_every, distance, settings.seed)
+        scores.pieces(settings.num_lines, settings.query_every, distance, settings.seed)
         for distance in dict.fromkeys(settings.distances)
     )
-    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
+    streams = [scores.encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
     for method in methods:
-        check_fits(method, streams)
-    num_all = sum(map(num_queries, streams))
+        scores.check_fits(method, streams)
+    num_all = sum(one.piece.is_query for stream in streams for one in stream)
     rows = [
-        score(method, stream, bar.update)
+        scores.score(method, stream, bar.update)
         for method, bar in in_turn(methods, num_all, "queries")
         for stream in streams
     ]
