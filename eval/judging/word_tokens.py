@@ -1,9 +1,8 @@
 """The tokens of a text, as `nltk.word_tokenize` of NLTK 3.9 cuts it: sentences by Punkt, then words
 by the rules of the Penn Treebank.
 
-NLTK 3.10 also cuts at dashes, at more apostrophes and behind curly quotes, and one token more moves
-all the chunks that follow; that is undone here. Punkt's parameters are shipped. So a text has the
-same tokens on every machine.
+NLTK 3.10 also cuts at dashes, at more apostrophes and behind curly quotes; that is undone here, and
+Punkt's parameters are shipped: a text has the same tokens on every machine.
 """
 
 import functools

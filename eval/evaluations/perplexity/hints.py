@@ -31,9 +31,8 @@ class _Facts(BaseModel):
 def hint_at_wrong_text(
     rows: Sequence[Row], methods: Sequence[Method], loaded: LoadedModel, corpus: str
 ) -> None:
-    """Warn, once, of perplexities whose intervals lie wholly above the order of magnitude of the
-    vocabulary, or far above those of the cards: with every method, since one alone may fail on any
-    text. Too few labels for an interval say nothing.
+    """Warn, once, where all perplexities' intervals lie above the order of magnitude of the
+    vocabulary, or far above those of the cards; too few labels for an interval say nothing.
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):
