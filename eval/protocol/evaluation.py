@@ -88,6 +88,12 @@ class Column:
         return None if low is None else (low, math.inf if high is None else high)
 
 
+def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The ends of the columns' intervals, where each row must have them."""
+    names = {name: column for column in columns.values() for name in column.ends or ()}
+    return {n: Column(f"{c.title}: {n}", c.digits, about=c.about) for n, c in names.items()}
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of entries; `note` says what a reader would ask of them."""
@@ -99,9 +105,7 @@ class Table:
 
 
 class Plot(NamedTuple):
-    """A figure, its file name without ending, what it shows, for those who cannot see it, and what
-    is seen in it, in a sentence made of its numbers.
-    """
+    """A figure by its file name without ending, what it shows, and what is seen in it, in words."""
 
     name: str
     figure: Figure
@@ -115,7 +119,7 @@ Drawing = tuple["Figure", str] | tuple["Figure", str, str]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; `names` are those of the documents it is made of."""
+    """A part of the report; `names` are those of its documents."""
 
     title: str
     about: str
@@ -141,7 +145,7 @@ class Section:
 
 
 class Piece(NamedTuple):
-    """A chunk of a passage with what follows it up to the next."""
+    """A chunk of a passage, up to the next."""
 
     text: str
     num_tokens: int

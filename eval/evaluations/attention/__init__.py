@@ -25,6 +25,7 @@ from kvalign.eval.protocol.evaluation import (
     Drawing,
     Evaluation,
     Section,
+    ends_of,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
@@ -118,12 +119,6 @@ BY_LAYER = (
     "spread over all entries would give."
 )
 
-ENDS = {
-    name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
-    for column in COLUMNS.values()
-    for name in column.ends or ()
-}
-
 
 class Attention(Evaluation):
     settings = AttentionSettings
@@ -135,7 +130,7 @@ class Attention(Evaluation):
         "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
     )
     columns = COLUMNS
-    more_columns = ENDS
+    more_columns = ends_of(COLUMNS)
     row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
     settings_read = ("corpus", "num_texts", "num_steps")
 

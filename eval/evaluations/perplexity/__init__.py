@@ -199,12 +199,10 @@ class Perplexity(Evaluation):
         of it.
         """
         settings = {name: document["settings"] for name, document in documents.items()}
-        scored = {(s["model"], s["corpus"]) for s in settings.values() if not s["stepwise"]}
-        return {
-            name: documents[name]
-            for name, s in settings.items()
-            if not s["stepwise"] or (s["model"], s["corpus"]) not in scored
-        }
+        of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
+        scored = {of[name] for name, s in settings.items() if not s["stepwise"]}
+        timed = {name for name, s in settings.items() if s["stepwise"] and of[name] in scored}
+        return {name: document for name, document in documents.items() if name not in timed}
 
     def title(self, document: Document) -> str:
         num_labels = document["rows"][0]["num_labels"]
@@ -250,14 +248,13 @@ class Perplexity(Evaluation):
         ]
         if not points:
             return None
-        reference = settings["reference"]
-        x, y = "cache sizes since it filled", "perplexity"
-        y += f" by {reference}'s" if reference else ""
+        by = f" by {reference}'s" if (reference := settings["reference"]) else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
+        x, y = "cache sizes since it filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+        of = f"{settings['model']}, {settings['corpus']}"
         rows = [row for row in document["rows"] if row["method"] != reference]
-        return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
+        return figure, f"Perplexity{by} as the stream goes on: {of}", by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.plots import draw, perplexities
@@ -280,9 +277,8 @@ def _bars(document: Document) -> str:
     reference = document["settings"]["reference"]
     if any(row["high"] is None for row in document["rows"]):
         return "no bars: too few labels"
-    return "bars: 95 %" + (
-        f" of the ratio to {reference}'s, not of each by itself" if reference else ""
-    )
+    of = f" of the ratio to {reference}'s, not of each by itself" if reference else ""
+    return f"bars: 95 %{of}"
 
 
 def _judged(document: Document) -> str:

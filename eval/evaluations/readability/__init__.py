@@ -1,7 +1,5 @@
-"""What streaming methods write, and how it reads: one passage for each prompt, method and setting;
-or how texts read that are written already, by any program.
-
-All methods start from the same prompts with the same seed of the draws.
+"""What streaming methods write from the same prompts and seed, and how it reads; or how texts read
+that are written already, by any program.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, ends_of
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -119,11 +119,7 @@ COLUMNS = {
     "oldest": _share("oldest", "oldest quarter", "above that, up to C", 5),
     BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
 }
-MORE_COLUMNS = {
-    f"{name}_{end}": Column(f"{column.title} {word}", 3, about="Wilson")
-    for name, column in COLUMNS.items()
-    for end, word in (("low", "from"), ("high", "to"))
-}
+MORE_COLUMNS = ends_of(COLUMNS)
 
 
 class Recall(Evaluation):
