@@ -1,5 +1,5 @@
-"""Results in sentences made of their numbers, by the rules of `verdicts`: what is seen in each
-plot, and what a report begins with. Where the figures do not tell, the sentence says that.
+"""Results in sentences made of their numbers, by the rules of `verdicts`. Where the figures do not
+tell, the sentence says that.
 """
 
 import math

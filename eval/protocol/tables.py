@@ -36,15 +36,12 @@ def table(
             shown.append(column)
             out = {FLOOR, reference if column.by_reference else None}
             judged = [None if row["method"] in out else row.get(name) for row in rows]
-            intervals = [column.interval(row) for row in rows]
-            marked = best(judged, column.better, intervals)
+            spans = [column.interval(row) for row in rows]
+            marked = best(judged, column.better, spans)
             for i, (line, value) in enumerate(zip(lines, values, strict=True)):
-                line.append(Entry(column.text(value), i in marked, _range(column, intervals[i])))
-    too_few = any(
-        interval and not math.isfinite(interval[1])
-        for column in columns.values()
-        for interval in map(column.interval, rows)
-    )
+                line.append(Entry(column.text(value), i in marked, _range(column, spans[i])))
+    intervals = [column.interval(row) for column in columns.values() for row in rows]
+    too_few = any(interval and not math.isfinite(interval[1]) for interval in intervals)
     return Table(title, shown, lines, TOO_FEW if too_few else "")
 
 

@@ -56,10 +56,8 @@ def render(results: Results, contents: list[Section]) -> str:
     loader = PackageLoader("kvalign.eval.report")
     blocks: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    templates.filters |= {
-        "escape_controls": escape_controls,
-        "svg": lambda plot: Markup(inline_svg(plot.figure, plot.name)),  # our own drawing
-    }
+    templates.filters["escape_controls"] = escape_controls
+    templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in documents for row in d["rows"]}

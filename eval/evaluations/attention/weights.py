@@ -64,14 +64,12 @@ def watch(
     method: Method, ids: Tensor, num_steps: int, on_steps: Callable[[int], object] = lambda n: None
 ) -> tuple[Tensor, Tensor]:
     """Feed ids [B, 2 C + 1 + num_steps], and watch the last steps before anything is evicted, which
-    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted.
+    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted;
+    UserError for too many tokens for a method that does not evict.
 
     Returns:
         Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps, of each
         bin (`in_bins`) the mean weight of an entry.
-
-    Raises:
-        UserError: too many tokens for a method that does not evict.
     """
     method = readable(method)
     method.reset()
@@ -79,13 +77,9 @@ def watch(
     first, ours, between, last = ids.split([size + 1 - num_steps, num_steps, size, num_steps], 1)
     method.feed(first)
     before = _step(method, ours, on_steps)
-    if isinstance(method, Reencoding):
-        method.feed(between)
-        on_steps(size)
-    else:
-        for one in between.split(1, 1):
-            method.feed(one)
-            on_steps(1)
+    for part in between.split(size if isinstance(method, Reencoding) else 1, 1):
+        method.feed(part)
+        on_steps(part.shape[1])
     return before, _step(method, last, on_steps)
 
 
@@ -113,9 +107,7 @@ def in_bins(weights: Tensor) -> Tensor:
 
 @contextmanager
 def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Within it each pass of the model adds the weights of its last query to the list: [B, H, S] a
-    layer.
-    """
+    """Each pass of the model adds the weights of its last query to the list: [B, H, S] a layer."""
     config, found = model.config, list[Tensor]()
     name = config._attn_implementation
 
@@ -142,9 +134,7 @@ def attention_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def readable(method: Method) -> Method:
-    """The method, its entries written where the model's own attention reads them: to rounding the
-    same as placed on read.
-    """
+    """The method, its entries written where the model's own attention reads them."""
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
         method.places_by, method.is_exact = method.cache.realigner.moving, False
         method.reset()

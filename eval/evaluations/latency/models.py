@@ -48,7 +48,7 @@ def random_model(
 def load_with_prompts(
     settings: LatencySettings, loaded: LoadedModel | None
 ) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
-    """The settings, the model that they name, and prompts [1, T] for the first token to follow."""
+    """The settings, their model, and prompts [1, T] for the first token to follow."""
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
         shape = settings.model.removeprefix(SHAPE_PREFIX)

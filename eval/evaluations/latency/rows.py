@@ -32,9 +32,7 @@ def measure(
     settings: LatencySettings,
     bar: Bar,
 ) -> list[Row]:
-    """A row for the bare step and one for each method, at one cache size and one batch size; `bar`
-    counts turns.
-    """
+    """A row for the bare step and one for each method, at one cache size and one batch size."""
     reference = 1 + [method.name for method in methods].index(settings.reference)
     methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]

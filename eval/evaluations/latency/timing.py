@@ -32,11 +32,8 @@ Seconds = list[list[float]]
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
     """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
-    next, so that what is done once a period has its share.
-
-    A streaming cache copies its buffers to the front once in a quarter of its entries: steps are
-    that many times a whole number, too. Methods that re-encode have nothing of the kind to wait
-    for, and `recompute`, whose steps are slow and all alike, is spared it.
+    next, and of a streaming cache from one copy of its buffers to the front to the next, so that
+    what is done once a period has its share.
     """
     least = settings.num_trials * settings.trial_len
     if not isinstance(method, Reencoding):

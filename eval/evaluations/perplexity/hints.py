@@ -50,13 +50,11 @@ def hint_at_wrong_text(
 
 
 def _warn(row: Row, what: str, corpus: str) -> None:
+    said = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
     log.warning(
-        "perplexity %.4g of %s is %s: corpus %r, or its encoding, may be the wrong text for this "
-        "model, or the tokenizer not the model's own",
-        row["perplexity"],
-        label_of(row),
-        what,
-        corpus,
+        "%s, or its encoding, may be the wrong text for this model, or the tokenizer not the "
+        "model's own",
+        said,
     )
 
 

@@ -68,8 +68,7 @@ class EncodedPiece:
 
 def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
     """Lines with random numbers of five digits, the same at every distance; after each
-    `query_every` of them a query for the number registered `distance` lines before the latest,
-    once there is one.
+    `query_every` of them a query for that of `distance` lines before, once there is one.
     """
     draws = random.Random(seed)
     numbers: dict[int, int] = {}
