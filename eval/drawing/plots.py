@@ -79,9 +79,10 @@ def series(
     styles = styles_of(rows) if styles is None else styles
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
-        names = (x, y) if is_floor else (x, y, high, low)
+        names = (x, y, None, None) if is_floor else (x, y, high, low)
         columns: list[Any] = [name and [row[name] for row in group] for name in names]
-        lines.append(Series(label, styles[label], *columns, is_floor=is_floor))
+        x_values, y_values, ends, starts = columns
+        lines.append(Series(label, styles[label], x_values, y_values, ends, starts, is_floor))
     return lines
 
 

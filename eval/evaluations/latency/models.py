@@ -80,8 +80,11 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
     for kind in settings.aligner_kinds or DEFAULT_KINDS:
         cls = KINDS.find(kind)
         sinks = settings.num_sinks or (cls.default_num_sinks,)
-        asked = itertools.product(settings.num_evicted or (1,), sizes, sinks)
-        shifts = {num_evicted_of(number, size - num_sinks) for number, size, num_sinks in asked}
+        shifts = {
+            num_evicted_of(asked, size - num_sinks)
+            for size, num_sinks in itertools.product(sizes, sinks)
+            for asked in settings.num_evicted or (1,)
+        }
         config = new_config(
             kind,
             model,

@@ -116,8 +116,8 @@ _OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions")
 def slice_bigrams(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
-    """Add `bigrams` to each row, the slices of its losses [N], which follow a first input of C + 1
-    ids; with a reference each has its ratio and the ends of that, too.
+    """Add `bigrams` to each row, the slices of its losses [N], which follow C + 1 ids; with a
+    reference each has its ratio and the ends of that, too.
     """
     far = distances(ids)
     for row, nll in zip(rows, losses, strict=True):
@@ -128,8 +128,8 @@ def slice_bigrams(
             continue
         difference = nll - _base(row, rows, losses, reference)
         for one, other in zip(row["bigrams"], slices(difference, of_labels, size), strict=True):
-            names = {"ratio": "perplexity", "ratio_low": "low", "ratio_high": "high"}
-            one |= {name: other[of] for name, of in names.items()}
+            one |= {"ratio": other["perplexity"]}
+            one |= {f"ratio_{end}": other[end] for end in ("low", "high")}
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
