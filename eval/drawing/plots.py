@@ -52,7 +52,7 @@ Style = tuple[str, str, Any]  # colour, marker, line style
 @dataclass(frozen=True)
 class Series:
     """One method's line: values at x, with the ends of its whiskers if it has any, the lower ones
-    at the values unless given. That of a floor is dashed and has none.
+    at the values unless given. A floor has none.
     """
 
     label: str
@@ -60,8 +60,8 @@ class Series:
     x: list[float]
     y: list[float]
     high: list[float] | None = None
-    is_floor: bool = False
     low: list[float] | None = None
+    is_floor: bool = False
 
 
 def series(
@@ -79,26 +79,24 @@ def series(
     styles = styles_of(rows) if styles is None else styles
     for label, group in grouped(rows, label_of).items():
         is_floor = group[0]["method"] == FLOOR
-        x_values, y_values = ([row[name] for row in group] for name in (x, y))
-        ends, starts = (
-            [row[name] for row in group] if name and not is_floor else None for name in (high, low)
-        )
-        lines.append(Series(label, styles[label], x_values, y_values, ends, is_floor, starts))
+        names = (x, y, None, None) if is_floor else (x, y, high, low)
+        columns: list[Any] = [name and [row[name] for row in group] for name in names]
+        x_values, y_values, ends, starts = columns
+        lines.append(Series(label, styles[label], x_values, y_values, ends, starts, is_floor))
     return lines
 
 
 def perplexities(rows: Iterable[Row], x: str) -> list[Series]:
-    """Lines of perplexities over a column with whiskers: 95 % of the ratio to the reference where
-    rows have one, since that tells methods apart, and else of the perplexity; none where labels
-    were too few.
+    """Lines of perplexities over a column, with whiskers unless labels were too few: 95 % of the
+    ratio to the reference, if any, since that tells methods apart, or else of the perplexity.
     """
     spanned = []
     for row in rows:
         y, low, high, scale = row["perplexity"], row["low"], row["high"], 1.0
         if "ratio_low" in row:
             low, high, scale = row["ratio_low"], row["ratio_high"], y / row["ratio"]
-        ends = (y, y) if high is None else (scale * low, scale * high)
-        spanned.append(row | dict(zip(("low", "high"), ends, strict=True)))
+        low, high = (y, y) if high is None else (scale * low, scale * high)
+        spanned.append(row | {"low": low, "high": high})
     return series(spanned, x, "perplexity", "high", low="low")
 
 
@@ -118,8 +116,8 @@ def panels_by(
 
 
 def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
-    """The style of each line by its label: colour and marker of its method or its aligner's kind;
-    a second line of these has another marker, and dashes.
+    """The style of each line by its label, after its method or its aligner's kind; a second line of
+    these has another marker, and dashes.
     """
     styles: dict[str, Style] = {}
     drawn, markers = Counter[tuple[str, str]](), itertools.cycle(_OTHER_MARKERS)
@@ -147,7 +145,7 @@ def draw(
     """Lines in one panel or several beside each other, which share the y axis and one legend.
 
     Args:
-        panels: lines by the panel's title.
+        panels: by their titles.
         x, y: what the axes say.
         doubling_x: log axis of base 2 with ticks at the points that double.
         log_x, log_y: log axes with ticks at round values.
@@ -175,17 +173,16 @@ def draw(
             axes.grid(alpha=0.25)
         if log_y:
             all_axes[0].set_yscale("log")
-            all_lines = [line for lines in panels.values() for line in lines]
+            all_lines = itertools.chain(*panels.values())
             y_values = [v for line in all_lines for v in (*line.y, *(line.high or ()))]
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
-        legends = [axes.get_legend_handles_labels()[0] for axes in all_axes]
-        handles = {handle.get_label(): handle for legend in legends for handle in legend}
+        legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
+        handles = {handle.get_label(): handle for handle in legends}
         longest = max(map(len, handles), default=0) + 6  # with its line
-        num_columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
-        place: dict[str, Any] = dict(loc="outside lower center", fontsize=8, frameon=False)
-        place |= dict(ncols=num_columns)
-        figure.legend(handles.values(), handles.keys(), **place)
+        columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+        place: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
+        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
     return figure
 
 
@@ -197,8 +194,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """A figure as an <svg> element for a page: no background, ink in the colour of the text around.
-    Its name is unique on the page, so that no two elements have one id.
+    """A figure as an <svg> element, its ink in the colour of the text around. Its name is unique on
+    the page, so that no two elements have one id.
     """
     buffer = io.StringIO()
     with mpl.rc_context(THEME | {"svg.hashsalt": name}), _any_glyph():
@@ -236,9 +233,7 @@ def _double(axes: Axes, x: list[float]) -> None:
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:
-    """Ticks at round values between the ends of a log axis, three at least and about eight at most;
-    those of a narrow one are even.
-    """
+    """Three to about eight ticks at round values of a log axis; those of a narrow one are even."""
     low, high = 0.97 * min(values), 1.03 * max(values)
     steps = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     ticks = [step * 10.0**power for power in range(-6, 8) for step in steps]

@@ -1,6 +1,4 @@
-"""Strips, one for each method: of chunks as the paper draws them (its figures 5 and 6), and of the
-shares of many answers, for which a line each would be a tangle.
-"""
+"""A strip a method: of chunks, as in the paper's figures 5 and 6, or of shares of answers."""
 
 import itertools
 from collections.abc import Iterator
@@ -103,9 +101,7 @@ def _draw_answers(axes: Axes, strips: list[list[float]], names: list[str]) -> No
 def _stacked(
     figure: Figure, names: dict[str, list[str]], width: float, height: float, sharex: bool
 ) -> Iterator[Axes]:
-    """Axes below each other, one for each title and as high as it has names, at 0, 1, 2, ...; a
-    strip and its name are `height` inches.
-    """
+    """Axes below each other, with the names at 0, 1, 2, ...; a strip is `height` inches."""
     nums = [len(of_panel) for of_panel in names.values()]
     figure.set_size_inches(width, 0.8 + 0.48 * len(nums) + height * sum(nums))
     ratios = [num + 0.2 for num in nums]

@@ -1,8 +1,5 @@
 """Conversations through one stream, turn after turn, as StreamingLLM streams MT-Bench (Xiao et al.
-2024): is the tenth answer still language?
-
-What is measured is fluency, not whether an answer is right: a stream that has lost its positions
-writes word salad whatever it was asked.
+2024): is the tenth answer still language? Fluency is measured, not whether an answer is right.
 """
 
 from __future__ import annotations
@@ -101,20 +98,15 @@ class Chat(JudgedText):
 
     @property
     def summary_columns(self) -> dict[str, Column]:
-        about = "share of readable chunks of the answers"
-        return {
-            "readable": replace(
-                MEAN_COLUMNS["readable"], title="readable in chat", about=about, weight=3
-            )
-        }
+        title, about = "readable in chat", "share of readable chunks of the answers"
+        column = replace(MEAN_COLUMNS["readable"], title=title, about=about, weight=3)
+        return {"readable": column}
 
     def figure(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.strips import draw_answers
 
-        title, rows = document["settings"]["model"], document["rows"]
-        panels = {
-            f"{title}, C = {size}": group for size, group in grouped(rows, "cache_size").items()
-        }
+        title, groups = document["settings"]["model"], grouped(document["rows"], "cache_size")
+        panels = {f"{title}, C = {size}": group for size, group in groups.items()}
         caption = f"Readable chunks of each answer, in %, one after another: {title}"
         return draw_answers(panels), caption, readable(self.rows(document), "chunks of all answers")
 

@@ -1,9 +1,6 @@
-"""How a passage reads: the paper's rule for chunks of words, and what that rule does not see.
-
-The paper (KV-Align 2024) cuts a passage into chunks of 10 NLTK tokens and calls a chunk readable
-if at least half of them are dictionary words or end a sentence. Text that repeats one word for
-ever passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
-2020).
+"""How a passage reads: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens, which are
+readable if at least half of them are words or end a sentence. Text that repeats one word for ever
+passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al. 2020).
 """
 
 import functools
@@ -37,17 +34,13 @@ class Chunk:
 
 
 def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
-    """Whether a token, lower-cased, or its Snowball stem is a word, or it is one of the rule's
-    marks.
-    """
+    """Whether a token, lower-cased, or its Snowball stem is a word or one of the rule's marks."""
     token = token.lower()
     return token in rule.marks or token in words or _STEM(token) in words
 
 
 def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
-    """A passage in chunks of 10 tokens; what is left over at its end is one more, or none if the
-    rule says so.
-    """
+    """A passage in chunks of 10 tokens; the rule says whether what is left over is one more."""
     spans = [(*span, is_known(text[slice(*span)], words, rule)) for span in token_spans(text)]
     num_judged = len(spans) if rule.judges_rest else len(spans) // CHUNK_LEN * CHUNK_LEN
     parts = [spans[i : i + CHUNK_LEN] for i in range(0, num_judged, CHUNK_LEN)]
@@ -64,9 +57,7 @@ def distinct(tokens: Sequence[str], n: int) -> float:
 
 
 def longest_run(tokens: Sequence[str]) -> int:
-    """Tokens of the longest stretch that only repeats a phrase of at most 4 tokens, said at least
-    twice; 0: no phrase follows itself.
-    """
+    """Tokens of the longest stretch that only repeats a phrase of at most 4; 0: none does."""
     longest = 0
     for period in range(1, MAX_PHRASE_LEN + 1):
         same = 0

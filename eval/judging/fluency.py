@@ -1,6 +1,4 @@
-"""How a passage that a model wrote reads: its chunks and repetition (`chunks.py`), and its
-perplexity under the model itself with nothing evicted.
-"""
+"""How a passage reads that a model wrote: `chunks.py`, and its perplexity under the model."""
 
 from typing import Any
 
@@ -23,11 +21,8 @@ def judge(
     words: frozenset[str],
     rule: Rule,
 ) -> dict[str, Any]:
-    """All that is measured of what a model wrote after a prompt.
-
-    Returns:
-        num_tokens, dense_perplexity (of the passage under the model with nothing evicted; low
-        where a text repeats itself, too), and what `kvalign.eval.judging.chunks.judged` returns.
+    """What `kvalign.eval.judging.chunks.judged` returns, with num_tokens and dense_perplexity (low
+    where a text repeats itself, too).
     """
     text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
     device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
@@ -41,14 +36,8 @@ def judge(
 
 @torch.no_grad()
 def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
-    """Perplexity of a passage under the model with nothing stale and much context.
-
-    Windows of `span` tokens, half of each new: a token sees at least span / 2 before it, or all.
-
-    Args:
-        prompt: [N] int64, not empty; context of the passage, not scored.
-        passage: [M] int64, M >= 1.
-        span: tokens of a window, at most the model's context length, at least 2.
+    """Perplexity of a passage [M] after a prompt [N], ids and not empty, with nothing evicted: in
+    windows of `span` tokens, half of each new, so a token sees span / 2 before it, or all.
     """
     ids = torch.cat([prompt, passage])
     total, scored = 0.0, len(prompt)

@@ -1,6 +1,4 @@
-"""What the evaluations of text share: how methods write, by which rule it is judged, and the
-columns of that.
-"""
+"""What the evaluations of text share."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from kvalign.foundation.settings import flag, option
 
 if TYPE_CHECKING:
     from kvalign.streaming.sampling import Sampling
-
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +38,7 @@ class WritingSettings(ComparisonSettings):
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """The first of the prompts or turns, as many as the setting of that name says; a warning
-        where there are fewer.
-        """
+        """As many as the setting of that name says; a warning where there are fewer."""
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(
@@ -83,9 +78,7 @@ JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
 
 
 class JudgedText(Evaluation):
-    """Base of the evaluations of what methods write: tables have the means over all passages that
-    are alike in `by`.
-    """
+    """Base of the evaluations of what is written; tables have means over what is alike in `by`."""
 
     by: ClassVar[tuple[str, ...]] = ()
 
@@ -107,16 +100,11 @@ class JudgedText(Evaluation):
     def sections(self, documents: Documents) -> list[Section]:
         """As of any evaluation, with the rules and the word lists that the documents used."""
         lines = [self.about_one(document) for document in documents.values()]
-        lines += [judged_by(document) for document in documents.values()]
+        for document in documents.values():
+            rule, words = document["rule"], document["word_list"]
+            lines.append(
+                f"Rule {rule.get('name')}: {rule.get('about')} Word list: {words.get('name')}, "
+                f"{words.get('num_words')} words, SHA-256 {words.get('sha256')}."
+            )
         about = " ".join(dict.fromkeys(lines))
         return [Section.of(documents, self.heading, about, self.figure, self.tables)]
-
-
-def judged_by(document: Document) -> str:
-    """The rule and the word list of a document, in words."""
-    rule, words = document["rule"], document["word_list"]
-    num_words, sha256 = words.get("num_words"), words.get("sha256")
-    return (
-        f"Rule {rule.get('name')}: {rule.get('about')} Word list: {words.get('name')}, "
-        f"{num_words} words, SHA-256 {sha256}."
-    )

@@ -6,23 +6,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What counts beside words.
-
-    Attributes:
-        name: what `--rule` takes.
-        about: the rule in words, for the page.
-        marks: tokens that count as known.
-        judges_rest: whether the tokens after the last whole chunk are judged, as a shorter one.
-    """
+    """What counts beside words."""
 
     name: str
     about: str
-    marks: frozenset[str]
-    judges_rest: bool
+    marks: frozenset[str]  # tokens that count as known
+    judges_rest: bool  # are the tokens after the last whole chunk judged, as a shorter one?
 
     @property
     def described(self) -> dict[str, Any]:
-        """The rule as a document records it."""
+        """As a document records it."""
         return {"name": self.name, "about": self.about}
 
 
@@ -30,19 +23,11 @@ _CHUNK = (
     "A chunk is 10 tokens, as NLTK 3.9 cuts them; it is readable if at least half of them are in "
     "the word list, lower-cased or by their Snowball stems, or are among"
 )
-_RULES = [
-    Rule(
-        "paper",
-        f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too.",
-        frozenset(".!?"),
-        True,
-    ),
-    Rule(
-        "authors",
-        f"{_CHUNK} “. , ! ?” (what the paper's authors ran). Fewer than 10 at the end are left "
-        "out.",
-        frozenset(".,!?"),
-        False,
-    ),
-]
-RULES = {rule.name: rule for rule in _RULES}
+_PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too."
+_AUTHORS = (
+    f"{_CHUNK} “. , ! ?” (what the paper's authors ran). Fewer than 10 at the end are left out."
+)
+RULES = {
+    "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True),
+    "authors": Rule("authors", _AUTHORS, frozenset(".,!?"), judges_rest=False),
+}

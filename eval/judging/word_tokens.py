@@ -1,9 +1,8 @@
 """The tokens of a text, as `nltk.word_tokenize` of NLTK 3.9 cuts it: sentences by Punkt, then words
 by the rules of the Penn Treebank.
 
-NLTK 3.10 also cuts at dashes, at more apostrophes and behind curly quotes, and one token more moves
-all the chunks that follow; that is undone here. Punkt's parameters are shipped. So a text has the
-same tokens on every machine.
+NLTK 3.10 also cuts at dashes, at more apostrophes and behind curly quotes; that is undone here, and
+Punkt's parameters are shipped: a text has the same tokens on every machine.
 """
 
 import functools
@@ -11,6 +10,7 @@ import re
 from importlib import resources
 from typing import ClassVar
 
+from nltk.tabdata import PunktDecoder
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
 
@@ -49,16 +49,11 @@ _WORDS = _Words()
 
 @functools.cache
 def _punkt() -> PunktSentenceTokenizer:
-    parameters = PunktParameters()
-    parameters.abbrev_types.update(_lines("abbrev_types.txt"))
-    parameters.sent_starters.update(_lines("sent_starters.txt"))
-    parameters.collocations.update(
-        (first, second)
-        for first, _, second in (line.partition("\t") for line in _lines("collocations.tab"))
-    )
-    for line in _lines("ortho_context.tab"):
-        word, _, flags = line.partition("\t")
-        parameters.ortho_context[word] = int(flags)
+    decoder, parameters = PunktDecoder(), PunktParameters()
+    parameters.abbrev_types = decoder.txt2set(_lines("abbrev_types.txt"))
+    parameters.sent_starters = decoder.txt2set(_lines("sent_starters.txt"))
+    parameters.collocations = set(decoder.tab2tups(_lines("collocations.tab")))
+    parameters.ortho_context = decoder.tab2intdict(_lines("ortho_context.tab"))
     return PunktSentenceTokenizer(parameters, lang_vars=_Language())
 
 

@@ -1,9 +1,8 @@
 """What counts as an English word: the `words` corpus of NLTK, the same on every machine.
 
 That is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of Basic
-English, capitals and all: no plurals, few inflected forms. It is made of the list in the package
-english-words and of the hundred words in which the two differ, so nothing is fetched; its SHA-256
-is checked, recorded in documents and shown.
+English, capitals and all: no plurals, few inflected forms. It is made of the package english-words
+and the hundred words in which the two differ; its SHA-256 is checked, recorded and shown.
 """
 
 import functools
@@ -41,10 +40,9 @@ class WordList:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 of the words, sorted, a line each."""
-        return hashlib.sha256(
-            "".join(f"{word}\n" for word in sorted(self.words)).encode()
-        ).hexdigest()
+        """Of the words, sorted, a line each."""
+        lines = "".join(f"{word}\n" for word in sorted(self.words))
+        return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -53,11 +51,7 @@ class WordList:
 
 @functools.cache
 def load_words() -> WordList:
-    """The word list.
-
-    Raises:
-        UserError: the package english-words is here in a version with other words.
-    """
+    """The word list; UserError where english-words is here in a version with other words."""
     from english_words import get_english_words_set
 
     packaged = get_english_words_set(["web2"])

@@ -18,9 +18,7 @@ _SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
 
 
 def identity_of(row: Row) -> Hashable:
-    """What tells a row from those of other documents: its method, sizes and aligner, whatever that
-    is called beside others.
-    """
+    """What tells a row from others; its aligner may be called otherwise in another document."""
     return _aligner_of(row), *map(row.get, _SIZES)
 
 

@@ -1,9 +1,10 @@
-"""Results in sentences made of their numbers, by the rules of `verdicts`: what is seen in each
-plot, and what a report begins with. Where the figures do not tell, the sentence says that.
+"""Results in sentences made of their numbers, by the rules of `verdicts`. Where the figures do not
+tell, the sentence says that.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from statistics import fmean
 
 from kvalign.eval.protocol.evaluation import FLOOR, Row
@@ -83,7 +84,7 @@ def lowest(rows: Iterable[Row]) -> str:
     """The method of the lowest perplexity at each cache size."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
-        low, *others = sorted(group, key=lambda row: row["perplexity"])
+        low, *others = sorted(group, key=itemgetter("perplexity"))
         ends, *of_others = [(r["low"], r["high"] or math.inf) for r in (low, *others)]
         tied = sum(not apart(ends, other) for other in of_others)
         more = f", its interval overlaps {tied} more" if tied else ""
@@ -118,24 +119,25 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
     """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
     that on new ones, where their intervals are apart; without a reference both perplexities.
     """
+    by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
+    found = [
+        (in_words(row), row, slices[0.75, 1.0], slices[None, None])
+        for row, slices in zip(rows, by_ends, strict=True)
+    ]
     if reference is None:
         last = max(row["cache_size"] for row in rows)
         said = [
-            f"{in_words(row)} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
-            for row in rows
-            for old, new in [_oldest_and_new(row)]
+            f"{label} {old['perplexity'] or math.nan:.1f} and {new['perplexity']:.1f}"
+            for label, row, old, new in found
             if row["cache_size"] == last and new["perplexity"]
         ]
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
     lost: dict[str, list[str]] = {}
-    for row in rows:
-        old, new = _oldest_and_new(row)
-        ends = [(one["ratio_low"], one["ratio_high"]) for one in (old, new)]
-        if row["method"] == reference or None in (*ends[0], *ends[1]):
-            continue
-        if ends[0][0] > ends[1][1]:
+    for label, row, old, new in found:
+        is_worse = (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf)
+        if row["method"] != reference and is_worse:
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
-            lost.setdefault(in_words(row), []).append(figures)
+            lost.setdefault(label, []).append(figures)
     what = "on bigrams of 0.75 to 1 C tokens back"
     if not lost:
         return f"No method is shown to be further from {reference} {what} than on new ones."
@@ -143,21 +145,13 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
     return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
 
 
-def _oldest_and_new(row: Row) -> tuple[Row, Row]:
-    """The slice of the oldest quarter of C, and that of new bigrams."""
-    slices = {(one["from"], one["to"]): one for one in row["bigrams"]}
-    return slices[0.75, 1.0], slices[None, None]
-
-
 def sinks(rows: Sequence[Row]) -> str:
     """Whether the model has attention sinks, and what its queries look at once they are gone."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
-        row, even = group[0], 100 / (size + 1)
-        share, low, high = (
-            row[name] for name in ("first_before", "first_before_low", "first_before_high")
-        )
-        num_layers = len(row["before"]["by_head"])
+        first, even = group[0], 100 / (size + 1)
+        share, low, high = (first[f"first_before{end}"] for end in ("", "_low", "_high"))
+        num_layers = len(first["before"]["by_head"])
         layers = f"layers 3 to {num_layers}" if num_layers > 3 else "all layers"
         found = "an attention sink" if low > SINK * even else "no sink"
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
@@ -175,10 +169,8 @@ def sink_layers(rows: Sequence[Row]) -> str:
     for size, group in grouped(rows, "cache_size").items():
         maps = {"before": group[0]["before"]} | {in_words(row): row["after"] for row in group}
         shares = {label: [fmean(heads) for heads in m["by_head"]] for label, m in maps.items()}
-        even = 400 / (size + 1)
-        num = {label: sum(x > SINK * even for x in found) for label, found in shares.items()}
-        counts = [f"{label} {n}" for label, n in num.items()]
-        most = max(shares["before"])
+        least, most = SINK * 400 / (size + 1), max(shares["before"])
+        counts = [f"{label} {sum(x > least for x in found)}" for label, found in shares.items()]
         said.append(
             f"At C = {size}: of {len(shares['before'])} layers, those that give the first four "
             f"more than {SINK} times an even share: {', '.join(counts)}; most before: layer "
@@ -189,9 +181,9 @@ def sink_layers(rows: Sequence[Row]) -> str:
 
 def by_time(rows: Sequence[Row]) -> str:
     """The least time for a perplexity near the lowest."""
-    low = min(rows, key=lambda row: row["perplexity"])
+    low = min(rows, key=itemgetter("perplexity"))
     near = [row for row in rows if row["perplexity"] <= NEAR * low["perplexity"]]
-    fast = min(near, key=lambda row: row["seconds"])
+    fast = min(near, key=itemgetter("seconds"))
     near_by = f"within {100 * (NEAR - 1):.0f} % of it"
     if fast is low:
         return f"Lowest, and the fastest of those {near_by}: {_point(low)}."
@@ -205,7 +197,7 @@ def _point(row: Row) -> str:
 
 def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = None) -> str:
     """What a step costs: of the methods that are `fit` and the reference, or of all where it is not
-    known which are; "" of rows without a bare step, as older ones are.
+    known which are; "" of older rows, without a bare step.
     """
     rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
     shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
@@ -232,16 +224,12 @@ def by_batch(rows: Sequence[Row]) -> str:
 
 def answers(rows: Sequence[Row]) -> str:
     """How far back exact answers reach."""
-    right = {
-        label: [row["distance_lines"] for row in group if row["accuracy"] >= 0.5]
-        for label, group in grouped(rows, in_words).items()
-    }
-    if not any(row["accuracy"] for row in rows):
+    if not (most := max(row["accuracy"] for row in rows)):
         return "No answer is right with any method, so these losses are no merit."
-    far = [f"{label} to {max(lines)}" for label, lines in right.items() if lines]
-    if not far:
-        most = max(row["accuracy"] for row in rows)
+    right = grouped([row for row in rows if row["accuracy"] >= 0.5], in_words).items()
+    if not right:
         return f"No method answers half of the queries of any distance: {most:.2f} at most."
+    far = [f"{label} to {max(row['distance_lines'] for row in group)}" for label, group in right]
     return f"Half of the answers or more are right, lines back: {'; '.join(far)}."
 
 
@@ -261,37 +249,36 @@ def recalled(rows: Sequence[Row]) -> str:
         is_near = all(r["oldest"] >= base[r["cache_size"]] - NEAR_RIGHT for r in group)
         (near if is_near else below).extend(spans(group, "oldest", 2))
     points = f"{100 * NEAR_RIGHT:.0f} points of recompute ({spread(base.values(), 2)})"
-    said = [f"within {points}: {listed(near)}" if near else ""]
-    said += [f"not within {points if not near else 'them'}: {listed(below)}" if below else ""]
-    return f"{where}: {'; '.join(filter(None, said))}."
+    said = [f"within {points}: {listed(near)}"] if near else []
+    said += [f"not within {'them' if near else points}: {listed(below)}"] if below else []
+    return f"{where}: {'; '.join(said)}."
 
 
 def readable(rows: Sequence[Row], what: str = "chunks") -> str:
     """The most and the least readable, by rows with `readable` and `num_chunks`."""
-    ranked = sorted(rows, key=lambda row: -row["readable"])
-    first, last = ranked[0], ranked[-1]
-    shares = [f"{100 * row['readable']:.0f} %" for row in (first, last)]
-    if len(rows) == 1 or shares[0] == shares[1]:
-        return f"Readable {what}: {shares[0]}{' of each' * (len(rows) > 1)}."
-    few = "" if readable_apart(first, last) else ", too few to tell them apart"
-    return (
-        f"Readable {what}: {shares[0]} ({in_words(first)}) to {shares[1]} ({in_words(last)}){few}."
-    )
+    ranked = sorted(rows, key=itemgetter("readable"), reverse=True)
+    most, least = (f"{100 * row['readable']:.0f} %" for row in (ranked[0], ranked[-1]))
+    if most == least:
+        return f"Readable {what}: {most}{' of each' * (len(rows) > 1)}."
+    few = "" if readable_apart(ranked[0], ranked[-1]) else ", too few to tell them apart"
+    ends = f"{most} ({in_words(ranked[0])}) to {least} ({in_words(ranked[-1])})"
+    return f"Readable {what}: {ends}{few}."
 
 
 def beside(rows: Iterable[Row]) -> str:
     """Whose words read worse or better than those of recompute; "" where there are none of both."""
     judged = [row for row in rows if row.get("readable_low") is not None]
     base = next((row for row in judged if row["method"] == BESIDE), None)
-    others = [row | {"percent": 100 * row["readable"]} for row in judged if row is not base]
+    others = [row for row in judged if row is not base]
     if not base or not others:
         return ""
-    share = 100 * base["readable"]
-    own = f"{BESIDE}'s {share:.0f} % of {base['num_chunks']} chunks, one draw"
-    told = [row for row in others if readable_apart(row, base)]
-    less = [f"{in_words(x)} {x['percent']:.0f} %" for x in told if x["percent"] < share]
-    more = [f"{in_words(x)} {x['percent']:.0f} %" for x in told if x["percent"] > share]
-    parts = [f"less readable than {own}: {', '.join(less)}"] if less else []
-    parts += [f"more readable than {own}: {', '.join(more)}"] if more else []
-    none = f"none is told from {own} ({spread((row['percent'] for row in others), 0)} %)"
-    return f"{'; '.join(parts or [none])}."
+    share = base["readable"]
+    own = f"{BESIDE}'s {100 * share:.0f} % of {base['num_chunks']} chunks, one draw"
+    told: dict[str, list[str]] = {"less": [], "more": []}
+    for row in others:
+        if readable_apart(row, base):
+            side = told["less" if row["readable"] < share else "more"]
+            side.append(f"{in_words(row)} {100 * row['readable']:.0f} %")
+    none = f"none is told from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
+    said = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
+    return f"{'; '.join(said or [none])}."

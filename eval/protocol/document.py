@@ -36,36 +36,35 @@ def document(
     plot: Callable[[Document], Figure] | None = None,
     **more: Any,
 ) -> Document:
-    """Rows (values that JSON knows) of the command `kind` with all that is needed to make them
-    again, and further entries.
+    """Rows with all that is needed to make them again, and further entries.
 
     Args:
         kind: "eval " and the evaluation's name.
         settings: of the run.
-        rows: of the results.
+        rows: of values that JSON knows.
         started: `time.perf_counter()` when the work began.
         plot: draws what the setting of that name asks for.
-        more: further entries.
     """
+    values = settings.as_dict()
     made = {
         "kind": kind,
         "command": settings.command_line(kind),
-        "settings": settings.as_dict(),
-        "environment": environment(getattr(settings, "device", None)),
+        "settings": values,
+        "environment": environment(values.get("device")),
         "rows": rows,
         "seconds": time.perf_counter() - started,
         **more,
     }
-    if plot and (path := getattr(settings, "plot", None)):
+    if plot and values["plot"]:
         from kvalign.eval.drawing.plots import save
 
-        save(plot(made), path)
+        save(plot(made), Path(values["plot"]))
     return made
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
-    """Versions of what computes, the commit (if run from a checkout), the processor or GPU and its
-    threads; without a device no model has run, and torch is not asked.
+    """Versions, the commit (if run from a checkout), the processor or GPU and its threads; without
+    a device no model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     found: dict[str, str | int] = {

@@ -1,6 +1,4 @@
-"""What an evaluation is. `kvalign.eval.evaluations` has one a file; the command line, suites and
-the report know each by its `Evaluation` alone.
-"""
+"""What an evaluation is: the command line, suites and the report know each by this alone."""
 
 from __future__ import annotations
 
@@ -90,6 +88,12 @@ class Column:
         return None if low is None else (low, math.inf if high is None else high)
 
 
+def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The ends of the columns' intervals, where each row must have them."""
+    names = {name: column for column in columns.values() for name in column.ends or ()}
+    return {n: Column(f"{c.title}: {n}", c.digits, about=c.about) for n, c in names.items()}
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of entries; `note` says what a reader would ask of them."""
@@ -101,9 +105,7 @@ class Table:
 
 
 class Plot(NamedTuple):
-    """A figure, its file name without ending, what it shows, for those who cannot see it, and what
-    is seen in it, in a sentence made of its numbers.
-    """
+    """A figure by its file name without ending, what it shows, and what is seen in it, in words."""
 
     name: str
     figure: Figure
@@ -117,7 +119,7 @@ Drawing = tuple["Figure", str] | tuple["Figure", str, str]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; `names` are those of the documents it is made of."""
+    """A part of the report; `names` are those of its documents."""
 
     title: str
     about: str
@@ -135,9 +137,7 @@ class Section:
         tables: Callable[[Document], list[Table]] = lambda document: [],
         suffix: str = "",
     ) -> Section:
-        """A figure and tables of each document, as far as there are; a plot is called by the
-        document's name and the suffix.
-        """
+        """A figure and tables of each document, as far as there are."""
         drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
         plots = [Plot(name, *one) for name, one in drawn.items() if one]
         all_tables = [table for document in documents.values() for table in tables(document)]
@@ -145,7 +145,7 @@ class Section:
 
 
 class Piece(NamedTuple):
-    """A chunk of a passage with what follows it up to the next."""
+    """A chunk of a passage, up to the next."""
 
     text: str
     num_tokens: int
@@ -165,7 +165,7 @@ class Passage(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The passages of all methods for one prompt, side by side."""
+    """The passages of all methods for one prompt."""
 
     title: str
     prompt: str
@@ -236,17 +236,21 @@ class Evaluation:
         """
         from kvalign.eval.protocol.tables import grouped, table
 
-        title, reference = self.title(document), document["settings"].get("reference")
-        return [
-            table(
-                f"{title}, C = {size}" if size else title, rows, columns or self.columns, reference
-            )
-            for size, rows in grouped(self.rows(document), "cache_size").items()
-        ]
+        reference, of = document["settings"].get("reference"), self.title(document)
+        groups = grouped(self.rows(document), "cache_size")
+        titles = [f"{of}, C = {size}" if size else of for size in groups]
+        pairs = zip(titles, groups.values(), strict=True)
+        return [table(title, rows, columns or self.columns, reference) for title, rows in pairs]
 
     def figure(self, document: Document) -> Drawing | None:
         """A figure for the report, what it shows and what is seen in it, if there is one."""
         return None
+
+    def plot(self, document: Document) -> Figure:
+        """What `--plot` draws."""
+        drawn = self.figure(document)
+        assert drawn
+        return drawn[0]
 
     def sections(self, documents: Documents) -> list[Section]:
         """Its parts of the report; those without a plot or a table are left out."""

@@ -34,10 +34,9 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     _check_sizes(settings)
     if loaded is None:
         return settings, load_model(settings.model, settings.device, settings.dtype)
-    model = loaded.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    named: dict[str, Any] = dict(model=loaded.spec.name, device=str(model.device), dtype=dtype)
-    return dataclasses.replace(settings, **named), loaded
+    name, device = loaded.spec.name, str(loaded.model.device)
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    return dataclasses.replace(settings, model=name, device=device, dtype=dtype), loaded
 
 
 def _check_sizes(settings: ComparisonSettings) -> None:
@@ -55,10 +54,10 @@ def make_grid(
     model: PreTrainedModel,
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
-    """Methods at every cache size, number of sinks and number evicted, with every policy; of
-    `kvalign` one for each aligner: those given, or else those that the settings name, what ships,
-    or what was trained here. Where there is none, the default methods are those that need none.
-    Each method is there once, and no two aligners have one name.
+    """Each method once at every cache size, number of sinks and number evicted, with every policy;
+    of `kvalign` one for each aligner: those given, or else those that the settings name, what
+    ships, or what was trained here. Where there is none, the default methods are those that need
+    none.
 
     Raises:
         UserError: as `kvalign.make_method`.
@@ -100,9 +99,8 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     """
     if not cls.takes_policy:
         return [{}]
-    kinds: Sequence[str] = settings.positions
-    if cls.takes_aligner and "compact" in kinds:
-        kinds = ["compact"]
+    moves = cls.takes_aligner and "compact" in settings.positions
+    kinds = ("compact",) if moves else settings.positions
     return [
         {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
         for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
@@ -110,8 +108,8 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
 
 
 def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Aligner]:
-    """The aligners that the settings name, or what was trained here, each once, whatever it is
-    called; none: the shipped one, or no method takes any.
+    """The aligners that the settings name, each once, or what was trained here; none: the shipped
+    one, or no method takes any.
     """
     if not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return []
@@ -154,9 +152,7 @@ def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple
 
 
 def sizes_of(method: Method) -> Row:
-    """What tells a method's row from others (`SIZES`): the first columns of every table of
-    results.
-    """
+    """What tells a method's row from others (`SIZES`)."""
     aligner: Aligner | None = getattr(method, "aligner", None)
     return {
         "method": method.name,
@@ -177,7 +173,7 @@ def sizes_of(method: Method) -> Row:
 def in_turn(
     methods: Sequence[Method], num_each: int, units: str
 ) -> Iterator[tuple[Method, progress.Bar]]:
-    """Each method, and the progress bar, which expects `num_each` units of work a method."""
+    """Each method, and the progress bar, which expects `num_each` units of work of it."""
     with progress.shown_as("eval") as bar:
         bar.expect(len(methods) * num_each, units)
         for method in methods:

@@ -22,7 +22,6 @@ from kvalign.policies import OLDEST, POLICIES
 
 
 def seed_option(of: str, default: int = 0) -> int:
-    """A setting for the seed of something."""
     seed: int = option(default, help=f"seed of {of}", at_least=0, at_most=MOST_SEED)
     return seed
 
@@ -47,8 +46,7 @@ class ComparisonSettings(ModelSettings):
         (64,), help="entries the cache keeps, sinks included, comma-separated", at_least=1
     )
     num_evicted: tuple[str, ...] | None = option(
-        None,
-        help=f"{NUM_EVICTED}; several, comma-separated",
+        None, help=f"{NUM_EVICTED}; several, comma-separated"
     )
     realign_every: tuple[int, ...] = option(
         (1,),
@@ -56,9 +54,7 @@ class ComparisonSettings(ModelSettings):
         at_least=1,
     )
     policy: tuple[str, ...] = option(
-        (OLDEST,),
-        help=f"{POLICY}; several, comma-separated",
-        choices=POLICIES,
+        (OLDEST,), help=f"{POLICY}; several, comma-separated", choices=POLICIES
     )
     num_recent: tuple[int, ...] | None = option(
         None, help=f"{NUM_RECENT}; several, comma-separated", at_least=0

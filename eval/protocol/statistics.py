@@ -5,6 +5,7 @@ anywhere: moving blocks (Künsch 1989).
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from kvalign.eval.protocol.verdicts import MIN_LABELS
 
 BLOCK_FACTOR = 8  # blocks of 8 n^(1/3) labels: 217 of 20 000, 100 of 2000
 NUM_DRAWS = 2000
-CONFIDENCE = 0.95
+_TAIL = (1 - 0.95) / 2
+_ENDS = torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)
 
 
 def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
@@ -45,9 +47,7 @@ def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
     block, last = (sums[n : n + num_starts] - sums[:num_starts] for n in (block_len, last_len))
     expected = ((num_blocks - 1) * block.mean() + last.mean()) / num_labels
     draws = nll.mean() + (means - expected) / math.sqrt(1 - block_len / num_labels)
-    tail = (1 - CONFIDENCE) / 2
-    ends = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-    low, high = ends.exp().tolist()
+    low, high = draws.quantile(_ENDS).exp().tolist()
     return low, high
 
 
@@ -67,14 +67,13 @@ def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
     if len(ends) > 1 and len(nll) < 3 * ends[-2] // 2:
         ends.pop()
     ends[-1] = len(nll)
-    starts = [0, *ends[:-1]]
     return [
         {
             "start": start / cache_size,
             "end": end / cache_size,
             "perplexity": nll[start:end].double().mean().exp().item(),
         }
-        for start, end in zip(starts, ends, strict=True)
+        for start, end in pairwise([0, *ends])
     ]
 
 
@@ -87,10 +86,8 @@ def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean of values [N] that are independent, N >= 2: a bootstrap, widened by
     sqrt(N / (N - 1)) since draws of N vary less about their mean than about the true one.
     """
-    num = len(values)
-    rng = torch.Generator().manual_seed(seed)
-    draws = values.double()[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)
-    draws = values.double().mean() + (draws - values.double().mean()) * math.sqrt(num / (num - 1))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    num, values, rng = len(values), values.double(), torch.Generator().manual_seed(seed)
+    draws = values[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)
+    draws = values.mean() + (draws - values.mean()) * math.sqrt(num / (num - 1))
+    low, high = draws.quantile(_ENDS).tolist()
     return low, high

@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row, Table
 from kvalign.eval.protocol.verdicts import MIN_LABELS, apart
 from kvalign.policies import OLDEST
-
-if TYPE_CHECKING:
-    pass
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
@@ -39,15 +36,12 @@ def table(
             shown.append(column)
             out = {FLOOR, reference if column.by_reference else None}
             judged = [None if row["method"] in out else row.get(name) for row in rows]
-            intervals = [column.interval(row) for row in rows]
-            marked = best(judged, column.better, intervals)
+            spans = [column.interval(row) for row in rows]
+            marked = best(judged, column.better, spans)
             for i, (line, value) in enumerate(zip(lines, values, strict=True)):
-                line.append(Entry(column.text(value), i in marked, _range(column, intervals[i])))
-    too_few = any(
-        interval and not math.isfinite(interval[1])
-        for column in columns.values()
-        for interval in map(column.interval, rows)
-    )
+                line.append(Entry(column.text(value), i in marked, _range(column, spans[i])))
+    intervals = [column.interval(row) for column in columns.values() for row in rows]
+    too_few = any(interval and not math.isfinite(interval[1]) for interval in intervals)
     return Table(title, shown, lines, TOO_FEW if too_few else "")
 
 
@@ -66,8 +60,8 @@ def best(
     """Indices of the best values; none where no direction is better, all are alike, or the best
     one's interval overlaps another's.
     """
-    known = [value for value in values if value is not None]
-    if not better or len(set(known)) < 2:
+    known = {value for value in values if value is not None}
+    if not better or len(known) < 2:
         return set()
     top = min(known) if better == "lower" else max(known)
     found = {i for i, value in enumerate(values) if value == top}
@@ -79,19 +73,16 @@ def best(
 
 
 def label_of(row: Row) -> str:
-    """What a row is called on a page: method, aligner, sinks, how many it evicts at once, and by
-    which policy; a text by its file's name.
-    """
+    """What a row is called on a page; a text by its file's name."""
     if row["method"] == FLOOR:
         return "bare step (floor)"
     if row["num_sinks"] is None:
         return row["method"]
-    evicted = row["num_evicted"]
+    name, evicted, recent = method_name(row), row["num_evicted"], row.get("num_recent")
     several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
-    recent = row.get("num_recent") or 0
     is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
     newest = "" if is_usual else f", {recent} newest stay"
-    return f"{method_name(row)}, {row['num_sinks']} sinks{several}{newest}"
+    return f"{name}, {row['num_sinks']} sinks{several}{newest}"
 
 
 def method_name(row: Row) -> str:
@@ -117,7 +108,7 @@ def means(
     sums: Collection[str] = (),
 ) -> list[Row]:
     """One row for all of one method, its sizes and the values of `by`: the figures' means, the sums
-    of others, and the number of rows as `num_passages`.
+    of others, and how many rows they are of.
     """
     same = (*SIZES, *by)
     return [

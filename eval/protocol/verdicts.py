@@ -11,8 +11,6 @@ FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_CHUNKS = 10  # fewer tell nobody apart
-
-
 MEANING = (
     "As good: the 95 % interval of the ratio holds 1 or lies below it, and ends below "
     f"{GIVE_OR_TAKE:g}. Worse: it lies above 1; failing: and the ratio is above {FAR:g}."
@@ -41,9 +39,8 @@ def verdict(row: Row) -> Verdict:
 
 def drifts(row: Row) -> bool:
     """Whether an error adds up: the ratio grows from quarter to quarter, each of enough labels."""
-    enough = row["num_labels"] >= DRIFT_LABELS
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
-    return enough and is_worse and (row.get("drift") or 0.0) >= DRIFT
+    return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
 
 
 def share_interval(share: float, total: int) -> tuple[float, float] | None:

@@ -1,6 +1,4 @@
-"""What a report shows of a folder of results: a summary, each evaluation's sections, passages, and
-the paper's figures beside ours.
-"""
+"""What a report shows of a folder of results."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -20,9 +18,8 @@ def summary(results: Results) -> list[Table]:
     """The chief figures of all evaluations side by side: a table for each model and cache size that
     more than one of them has measured.
 
-    Documents of one evaluation and one subject (`Evaluation.title`: a text, a word list) are put
-    together; of rows of one method with the same aligner and sizes, and of subjects, the first
-    counts. Aligners are named anew beside all that a table has.
+    Documents of one evaluation and one subject (`Evaluation.title`) are put together; of rows that
+    are alike, and of subjects, the first counts. Aligners are named anew beside all of a table.
     """
     columns = {  # an evaluation's rows have its name before their figures' names
         f"{name}.{key}": replace(column, ends=ends and (f"{name}.{ends[0]}", f"{name}.{ends[1]}"))
@@ -66,7 +63,6 @@ def sections(results: Results) -> list[Section]:
 
 
 def panels(results: Results) -> list[Panel]:
-    """The passages of all documents that have some."""
     return [
         panel
         for name, evaluation in EVALUATIONS.items()
@@ -84,7 +80,7 @@ def paper_tables(results: Results) -> list[Table]:
     """
     paper = results.suite.paper
     tuning = [sweeps.beside(paper.sweeps, results.sweeps)] if paper.sweeps else []
-    return [*tuning, *(_beside(one, results) for one in paper.tables)]
+    return tuning + [_beside(one, results) for one in paper.tables]
 
 
 def _beside(paper: PaperTable, results: Results) -> Table:

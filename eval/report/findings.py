@@ -1,6 +1,5 @@
-"""The first paragraph of a report: what was found, in sentences made of the numbers by the rules of
-`kvalign.eval.protocol.verdicts`. Each says the figures that it rests on; where they do not tell, it
-says that.
+"""The first paragraph of a report: what was found, in sentences of `conclusions`, each with the
+figures that it rests on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,19 +8,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.aligner_names import identity_of, renamed
-from kvalign.eval.protocol.conclusions import (
-    answers,
-    beside,
-    compared,
-    cost,
-    in_words,
-    lowest,
-    recalled,
-    sinks,
-    spans_at,
-    spread,
-)
+from kvalign.eval.protocol.conclusions import in_words, spans_at, spread
 from kvalign.eval.protocol.evaluation import Document, Row
 from kvalign.eval.protocol.tables import grouped
 from kvalign.eval.protocol.verdicts import MIN_LABELS, Verdict, drifts, verdict
@@ -60,9 +49,7 @@ def findings(results: Results) -> list[Finding]:
 
 
 def _of_model(results: Results, model: str) -> Finding:
-    """As in the summary the first subject of each evaluation counts, and aligners are named beside
-    all that were measured.
-    """
+    """Of the first subject of each evaluation; aligners are named beside all that were measured."""
 
     def of(name: str) -> list[Document]:
         chosen = EVALUATIONS[name].chosen(results.of(name)).values()
@@ -78,28 +65,24 @@ def _of_model(results: Results, model: str) -> Finding:
 
     headline, sentences, fit, reference = "", list[Sentence](), list[str](), None
     if documents := of("perplexity"):
-        evaluation, settings = EVALUATIONS["perplexity"], documents[0]["settings"]
-        title, reference = evaluation.title(documents[0]), settings["reference"]
-        same = [
-            document["rows"]
-            for document in documents
-            if evaluation.title(document) == title
-            and document["settings"]["reference"] == reference
-        ]
-        rows = named(group[0] for group in grouped(chain(*same), identity_of).values())
+        title_of = EVALUATIONS["perplexity"].title
+        subjects = [(title_of(one), one["settings"]["reference"]) for one in documents]
+        title, reference = subjects[0]
+        pairs = zip(documents, subjects, strict=True)
+        same = chain.from_iterable(one["rows"] for one, subject in pairs if subject == subjects[0])
+        rows = named(group[0] for group in grouped(same, identity_of).values())
         headline, sentences = quality(rows, reference, title.removeprefix(f"{model}, "))
         fit = _fit(rows, reference)
     for document in of("latency")[:1]:
         rows = named(EVALUATIONS["latency"].summary_rows(document))
-        sentences += _of("Cost", cost(rows, fit, reference))
+        sentences += _of("Cost", conclusions.cost(rows, fit, reference))
     for name, what in (("readability", "Passages"), ("chat", "Answers in one conversation")):
         for document in of(name)[:1]:
             sentences += writing(named(EVALUATIONS[name].summary_rows(document)), what)
-    chief = {"streameval": ("StreamEval", answers), "recall": ("Recall", recalled)}
-    chief |= {"attention": ("Attention", sinks)}
-    for name, (lead, said) in chief.items():
+    chief = {"streameval": conclusions.answers, "recall": conclusions.recalled}
+    for name, said in (chief | {"attention": conclusions.sinks}).items():
         for document in of(name)[:1]:
-            sentences += _of(lead, said(named(document["rows"])))
+            sentences += _of(EVALUATIONS[name].heading, said(named(document["rows"])))
     return Finding(model, headline, sentences)
 
 
@@ -109,9 +92,7 @@ def _of(lead: str, said: str) -> list[Sentence]:
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
-    """Which methods are as good as the reference, which are not, and of which it cannot be told:
-    in one sentence, and with the figures.
-    """
+    """How methods compare with the reference, in one sentence, and with the figures."""
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
     others = [row for row in rows if row["method"] != reference]
@@ -133,10 +114,8 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
     ]
     if growing := [row for row in others if drifts(row)]:
         rule = "drift is the ratio in the last quarter of the labels by that in the first: "
-        sentences.append(
-            Sentence("An error adds up", f"{rule}{spans_at(growing, sizes, 'drift')}.")
-        )
-    return f"{where}, {compared(others, reference)}.", sentences
+        sentences += [Sentence("An error adds up", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
+    return f"{where}, {conclusions.compared(others, reference)}.", sentences
 
 
 def _fit(rows: Sequence[Row], reference: str | None) -> list[str]:
@@ -151,18 +130,17 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
     label = in_words(rows[0])
     if len(grouped(rows, in_words)) < 2:
         figures = spread((row["perplexity"] for row in rows), 1)
-        return f"{where} {label} was measured alone.", [
-            Sentence("Perplexity", f"{label} {figures}.")
-        ]
+        alone = Sentence("Perplexity", f"{label} {figures}.")
+        return f"{where} {label} was measured alone.", [alone]
     headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."
-    return headline, [Sentence("Lowest perplexity", f"{lowest(rows)}.")]
+    return headline, [Sentence("Lowest perplexity", f"{conclusions.lowest(rows)}.")]
 
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
     """Whose words read worse than those of recompute, and who repeats himself."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
-        said += _of(f"{what}, C = {size}", beside(group))
+        said += _of(f"{what}, C = {size}", conclusions.beside(group))
         loops = [row for row in group if row["repetition"] >= REPEATS]
         shares = [f"{in_words(row)} ({100 * row['repetition']:.0f} %)" for row in loops]
         text = f"most is there twice, so readable words say little: {'; '.join(shares)}."

@@ -5,13 +5,14 @@ its own script, and text of models and users is data.
 import base64
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvalign.eval.drawing.plots import inline_svg, save
-from kvalign.eval.protocol.evaluation import Plot, Row, Section
+from kvalign.eval.protocol.evaluation import Row, Section
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
 from kvalign.eval.report.findings import findings
@@ -53,14 +54,10 @@ def render(results: Results, contents: list[Section]) -> str:
     """The page's source, with these sections of the results."""
     documents = results.documents.values()
     loader = PackageLoader("kvalign.eval.report")
-    templates = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"escape_controls": escape_controls, "svg": _svg}
+    blocks: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True)
+    templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    templates.filters["escape_controls"] = escape_controls
+    templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in documents for row in d["rows"]}
@@ -80,11 +77,6 @@ def render(results: Results, contents: list[Section]) -> str:
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
-
-
-def _svg(plot: Plot) -> Markup:
-    """A figure in the page; our own drawing, so it is not escaped."""
-    return Markup(inline_svg(plot.figure, plot.name))
 
 
 def _link(rows: list[Row]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, create_model, model_validator
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, create_model, model_validator
 
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol.evaluation import Document, Evaluation
@@ -30,7 +30,6 @@ class Results:
     sweeps: dict[str, Sweep] = field(default_factory=dict)
 
     def of(self, evaluation: str) -> dict[str, Document]:
-        """Documents of one evaluation, by name."""
         return {n: d for n, d in self.documents.items() if d["kind"] == f"eval {evaluation}"}
 
 
@@ -46,7 +45,10 @@ def read(folder: Path) -> Results:
         raise NotFoundError(f"no folder {str(folder)!r}: name one of `kvalign eval run`")
     file = folder / SUITE_FILE
     suite = parse_suite_text(read_text(file), str(file)) if file.exists() else NO_SUITE
-    documents = {path.stem: read_document(path) for path in sorted(folder.glob("*.json"))}
+    ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    names.sort(key=lambda name: ranks.get(name, len(ranks)))
+    documents = {name: read_document(folder / f"{name}.json") for name in names}
     for document in documents.values():
         document["command"] = filled_in(document["command"], folder)
     if not documents:
@@ -54,12 +56,10 @@ def read(folder: Path) -> Results:
             f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
             "`kvalign eval ... --json` prints there as .json files"
         )
-    ranks = {cell.name: rank for rank, cell in enumerate(suite.cells)}
-    names = sorted(documents, key=lambda name: (ranks.get(name, len(ranks)), name))
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
-    paths = {name: folder / PREPARED / f"{name}.json" for name in tuned}
-    sweeps = {n: read_checked(_Prepared, path).result for n, path in paths.items() if path.exists()}
-    return Results({name: documents[name] for name in names}, suite, sweeps)
+    paths = [folder / PREPARED / f"{name}.json" for name in tuned]
+    sweeps = {x.stem: read_checked(_Prepared, x).result for x in paths if x.exists()}
+    return Results(documents, suite, sweeps)
 
 
 class _Prepared(BaseModel):
@@ -69,14 +69,8 @@ class _Prepared(BaseModel):
 
 
 _MOST = 1e15
-_Figure = (
-    Annotated[int, Field(strict=True, ge=-_MOST, le=_MOST)]
-    | Annotated[float, Field(strict=True, ge=-_MOST, le=_MOST, allow_inf_nan=False)]
-)
-_Positive = (
-    Annotated[int, Field(strict=True, ge=1, le=_MOST)]
-    | Annotated[float, Field(strict=True, ge=1 / _MOST, le=_MOST, allow_inf_nan=False)]
-)
+_Figure = Annotated[StrictInt | StrictFloat, Field(ge=-_MOST, le=_MOST)]
+_Positive = Annotated[StrictInt | StrictFloat, Field(ge=1 / _MOST, le=_MOST)]
 _Name = Annotated[str, Field(max_length=200)]
 _Place = Annotated[str, Field(max_length=4096)]
 # Beyond them no table is read, and none is drawn in seconds.
@@ -119,7 +113,6 @@ class _Document(BaseModel):
 
 def read_document(path: Path) -> Document:
     """The document in a file; UserError if it is none of today's evaluations."""
-    where = f"{path} is no document of `kvalign eval --json`"
     try:
         values = read_json(path)
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
@@ -129,7 +122,7 @@ def read_document(path: Path) -> Document:
             raise UserError(f"rows.method: at most {_MOST_METHODS} methods, got {num}")
         evaluation.check(document)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{path} is no document of `kvalign eval --json`: {error}") from None
     return document
 
 

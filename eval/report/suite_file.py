@@ -22,9 +22,7 @@ class Step(BaseModel, extra="forbid"):
 
 
 class PaperTable(BaseModel, extra="forbid"):
-    """Figures of the paper, by method and cache size; the suite's `cell` measures the same, as the
-    column `metric` of its rows.
-    """
+    """Figures of the paper, by method and cache size: what the suite's `cell` has as `metric`."""
 
     title: str
     cell: str
@@ -33,8 +31,8 @@ class PaperTable(BaseModel, extra="forbid"):
 
 
 class PaperSweep(BaseModel, extra="forbid"):
-    """The best trial of a sweep of the paper; the suite's preparation `cell` (a `kvalign tune`)
-    makes the same sweep. `best` has figures by the names of `kvalign.eval.report.sweeps.FIGURES`.
+    """The best trial of a sweep that the suite's preparation `cell` (a `kvalign tune`) makes, too;
+    figures by the names of `kvalign.eval.report.sweeps.FIGURES`.
     """
 
     cell: str
@@ -51,9 +49,8 @@ class Paper(BaseModel, extra="forbid"):
 
 
 class Suite(BaseModel, frozen=True, extra="forbid"):
-    """A suite: `cells` are its evaluations, `prepare` what they need, in order.
-
-    `{name}` in a command stands for one of `variables`, `{out}` for the folder of the results.
+    """`cells` are its evaluations, `prepare` what they need, in order; `{name}` in a command stands
+    for one of `variables`, `{out}` for the folder of the results.
     """
 
     title: str = ""
@@ -89,11 +86,7 @@ def filled_in(command: str, out: Path) -> str:
 
 
 def parse_suite_text(text: str, name: str) -> Suite:
-    """The suite that a YAML text describes; `name` is that of the suite or its file, for messages.
-
-    Raises:
-        UserError: it is no YAML, or a field is missing or wrong; the message names it.
-    """
+    """The suite that a YAML text describes; UserError if it is none, which begins with `name`."""
     try:
         values: Any = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:

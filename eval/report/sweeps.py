@@ -1,5 +1,5 @@
-"""Sweeps of a suite (`kvalign tune` among its preparations): tables of their trials, and their best
-ones beside the paper's.
+"""Sweeps of a suite, `kvalign tune` among its preparations: their trials, the best beside the
+paper's.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Trial(BaseModel):
 
 
 class Sweep(BaseModel):
-    """What `kvalign tune --json` prints, as far as it is shown; `trials` best first."""
+    """What `kvalign tune --json` prints, as far as it is shown."""
 
     target: str
     best: Trial

@@ -31,10 +31,9 @@ def show(folder: Path, console: Console | None = None) -> None:
     results = read(folder)
     console = console or console_for()
     _print_findings(findings(results), console)
-    parts = [("Summary", summary(results))]
-    parts += [(section.title, section.tables) for section in sections(results)]
-    parts += [("Beside the paper", paper_tables(results))]
-    for title, tables in parts:
+    of_sections = [(section.title, section.tables) for section in sections(results)]
+    beside = ("Beside the paper", paper_tables(results))
+    for title, tables in [("Summary", summary(results)), *of_sections, beside]:
         if tables:
             console.rule(Text(title))
         print_tables(tables, console)
@@ -53,11 +52,9 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
             for column, width in zip(shown.columns, widths, strict=True)
         ]
         print_table(headings, shown.rows, title=shown.title, console=console)
-        if left_out:
-            note = f"left out at {console.width} columns: {'; '.join(left_out)}"
+        left = f"left out at {console.width} columns: {'; '.join(left_out)}" if left_out else ""
+        for note in filter(None, (left, table.note)):
             console.print(Text(note, "dim"))
-        if table.note:
-            console.print(Text(table.note, "dim"))
 
 
 def print_meanings(tables: list[Table]) -> None:
@@ -73,14 +70,12 @@ def print_meanings(tables: list[Table]) -> None:
 
 def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
     """A table as far as there is room, and what is left out: columns and intervals, those of the
-    least weight first, among equals the last. What tells rows apart and one column of figures are
-    always left.
+    least weight first, among equals the last. What tells rows apart and one column of figures stay.
     """
     columns = set(range(1, len(table.columns)))
     intervals = {i for i in columns if any(row[i].more for row in table.rows)}
-    keys = {
-        i for i in columns if table.columns[i].is_key and len({row[i] for row in table.rows}) > 1
-    }
+    differing = {i for i in columns if len({row[i] for row in table.rows}) > 1}
+    keys = {i for i in differing if table.columns[i].is_key}
     droppable = [(table.columns[i].weight, -i, "") for i in columns - keys]
     droppable += [(table.columns[i].weight - LESS, -i, "intervals of ") for i in intervals]
     left_out = list[str]()
@@ -104,8 +99,8 @@ def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """Of the columns: figures are never cut; headings wrap where there is no room for them, and
-    what a row is called does if it takes more than its share.
+    """Figures are never cut; headings wrap where there is no room for them, and what a row is
+    called does if it takes more than its share.
     """
     names, *figures = zip(*([entry.line for entry in row] for row in table.rows), strict=True)
     label = min(_longest([table.columns[0].title, *names]), max(min(LABEL, width // 2), width // 3))

@@ -12,7 +12,7 @@ from kvalign.data_gen import workers
 from kvalign.data_gen.recording import record
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.eval.evaluations.attention import AttentionSettings
-from kvalign.eval.evaluations.attention.rows import read_texts
+from kvalign.eval.evaluations.attention.weights import read_texts
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.evaluations.perplexity.scores import read_ids
 from kvalign.eval.evaluations.streameval.scores import encode, pieces

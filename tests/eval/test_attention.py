@@ -9,7 +9,6 @@ from helpers.tiny_models import KINDS, ROTARY_KINDS, tiny_model
 
 from kvalign.app.cli.main import main
 from kvalign.eval import attention
-from kvalign.eval.evaluations.attention.rows import row
 from kvalign.eval.evaluations.attention.weights import (
     EDGE,
     FEWEST,
@@ -18,6 +17,7 @@ from kvalign.eval.evaluations.attention.weights import (
     in_bins,
     num_tokens,
     readable,
+    row,
     watch,
     watched,
 )

@@ -124,7 +124,7 @@ def test_page_is_written_beside_what_is_there(folder, capsys):
 
 
 def test_texts_of_any_program(folder, capsys):
-    argv = ["eval", "readability", "--text", "good.txt,bad.txt", "--rule", "authors"]
+    argv = ["eval", "readability", "--rule", "authors", "--text", "good.txt,bad.txt"]
     found = run_json(capsys, *argv, "--json", "--out", "mine")
     assert found["settings"] == {
         "model": None,

@@ -162,13 +162,15 @@ def test_teacher_forcing_is_greedy_decoding(loaded):
         method.reset()
         for before in stream[:i]:
             feed_as_scored(method, before)
-        for token in one.opening[:-1]:
+        opening = one.ids[: one.answer_start - one.start]
+        for token in opening[:-1]:
             method.feed(token.view(1, 1))
-        greedy = stream_tokens(method, one.opening[-1:][None], before=one.opening[:-1][None])
+        greedy = stream_tokens(method, opening[-1:][None], before=opening[:-1][None])
         written = torch.cat(list(islice(greedy, len(one.answer))))
         change = len(expected)
         if change < 3:
-            stream[i] = one = replace(one, answer=written.clone())
+            stream[i] = one = replace(one, ids=one.ids.clone())
+            one.answer[:] = written
         if change in (1, 2):
             one.answer[-1 if change == 1 else 0] += 1
         expected.append(torch.equal(written, one.answer))
@@ -188,7 +190,7 @@ def feed_as_scored(method, one):
     nll = 0
     for i, token in enumerate(one.ids[:-2]):
         logits = method.feed(token.view(1, 1))
-        if i + 1 >= len(one.opening):
+        if i + 1 >= one.answer_start - one.start:
             nll = nll - logits[0].log_softmax(-1)[one.ids[i + 1]]
     method.feed(one.ids[-2:][None])
     return nll
@@ -198,11 +200,8 @@ def test_queries_see_no_more_than_the_cache_and_in_cache_says_what(loaded):
     """Against what the methods really hold when an answer begins."""
     stream = encode(pieces(12, 4, 0, 0), loaded.tokenizer)
     query = queries(stream)[-1]
-    none = query.newline[:0]
-    tokens = [
-        replace(query, start=i, opening=query.newline, answer=none, newline=none)
-        for i in range(query.answer_start)
-    ]
+    places = range(query.answer_start)
+    tokens = [replace(query, start=i, answer_start=i + 1, answer_end=i + 1) for i in places]
     cells = [("window", 1), ("streaming-llm", 1), ("streaming-llm", 7), ("streaming-llm", 46)]
     for name, num_evicted in [*cells, ("recompute", 1), ("recompute", 9), ("dense", 1)]:
         max_len = 512 if name == "dense" else 51

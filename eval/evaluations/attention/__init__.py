@@ -4,10 +4,7 @@ what takes their place?
     before   the last steps of the first C + 1 tokens: nothing is evicted
     after    steps C tokens later: of the first input nothing is left but the sinks a method keeps
 
-Language models put much of their attention on the first tokens, whatever these are, since softmax
-must put it somewhere (Xiao et al. 2024, StreamingLLM, figure 2): without them a window breaks.
-Whether a model does so, and whether the oldest entry of a window takes over, is a mean of attention
-weights over texts, by layer, head and place.
+After Xiao et al. 2024 (StreamingLLM, figure 2); docs/evaluation.md says more.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from kvalign.eval.protocol.evaluation import (
     Drawing,
     Evaluation,
     Section,
+    ends_of,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
@@ -35,8 +33,6 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.models.loading import LoadedModel
 
 
@@ -87,8 +83,7 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
     Raises:
         UserError: a corpus shorter than the texts.
     """
-    from kvalign.eval.evaluations.attention.rows import read_texts, row
-    from kvalign.eval.evaluations.attention.weights import num_tokens, watch
+    from kvalign.eval.evaluations.attention.weights import num_tokens, read_texts, row, watch
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
@@ -102,34 +97,27 @@ def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None)
         texts = ids[:, : num_tokens(method.sizes.cache_size, settings.num_steps)]
         before, after = watch(method, texts, settings.num_steps, bar.update)
         rows.append(row(method, before, after) | {"seconds": time.perf_counter() - start})
-    return document("eval attention", settings, rows, started=started, plot=_plotted)
+    return document("eval attention", settings, rows, started=started, plot=EVALUATION.plot)
 
 
 LAYERS = "% of the attention of the layers after the second; 95 % over texts"
 
 
-def _share(title: str, weight: int, name: str) -> Column:
-    return Column(title, 1, "", LAYERS, ends=(f"{name}_low", f"{name}_high"), weight=weight)
-
-
 COLUMNS = {
-    "first_before": _share("first entry, before", 4, "first_before"),
-    "first_after": _share("after", 6, "first_after"),
-    "four_before": _share("first four, before", 3, "four_before"),
-    "four_after": _share("after", 5, "four_after"),
-    "latest_before": _share("latest four, before", 1, "latest_before"),
-    "latest_after": _share("after", 2, "latest_after"),
+    name: Column(title, 1, "", LAYERS, ends=(f"{name}_low", f"{name}_high"), weight=weight)
+    for name, title, weight in (
+        ("first_before", "first entry, before", 4),
+        ("first_after", "after", 6),
+        ("four_before", "first four, before", 3),
+        ("four_after", "after", 5),
+        ("latest_before", "latest four, before", 1),
+        ("latest_after", "after", 2),
+    )
 }
 BY_LAYER = (
     "The share of the first four entries in each layer. A sink is a line far above what an even "
     "spread over all entries would give."
 )
-
-ENDS = {
-    name: Column(name.replace("_", " "), 1, about="end of a 95 % interval over texts")
-    for column in COLUMNS.values()
-    for name in column.ends or ()
-}
 
 
 class Attention(Evaluation):
@@ -142,15 +130,14 @@ class Attention(Evaluation):
         "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
     )
     columns = COLUMNS
-    more_columns = ENDS
+    more_columns = ends_of(COLUMNS)
     row_fields = (("before", dict[str, list[list[float]]]), ("after", dict[str, list[list[float]]]))
     settings_read = ("corpus", "num_texts", "num_steps")
 
     def check(self, document: Document) -> None:
+        phases = [row[when] for row in document["rows"] for when in ("before", "after")]
         for part in ("by_entry", "by_head"):
-            maps = [
-                row[when].get(part, []) for row in document["rows"] for when in ("before", "after")
-            ]
+            maps = [phase.get(part, []) for phase in phases]
             shapes = {(len(one), *{len(shares) for shares in one}) for one in maps}
             if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
                 raise UserError(f"rows: {part} must be maps of the same shape before and after")
@@ -182,10 +169,6 @@ class Attention(Evaluation):
 
         caption = f"Share of the first four entries, by layer: {self.title(document)}"
         return by_layer(document), caption, sink_layers(document["rows"])
-
-
-def _plotted(document: Document) -> Figure:
-    return EVALUATION.figure(document)[0]
 
 
 EVALUATION = Attention()

@@ -19,9 +19,8 @@ SHADES = LogNorm(0.1, 100, clip=True)
 
 
 def by_place(document: Document) -> Figure:
-    """Of each cache size two rows of maps, a column before anything is evicted and one after for
-    each method: layers by places, the mean weight of an entry; and layers by heads, the share of
-    the first four. One scale for all.
+    """Two rows of maps a cache size: layers by places, the mean weight of an entry; and layers by
+    heads, the share of the first four. A column is of before, or of a method after.
     """
     groups = grouped(document["rows"], "cache_size")
     num_columns = 1 + max(map(len, groups.values()))
@@ -30,19 +29,17 @@ def by_place(document: Document) -> Figure:
         figure = Figure(figsize=size, layout="constrained")
         all_axes = figure.subplots(2 * len(groups), num_columns, squeeze=False, sharey="row")
         for pair, (cache_size, rows) in enumerate(groups.items()):
-            columns = _columns(rows)
-            for top, bottom in all_axes[2 * pair : 2 * pair + 2, len(columns) :].T:
-                top.set_visible(False)
-                bottom.set_visible(False)
-            for number, (title, maps) in enumerate(columns.items()):
-                top, bottom = all_axes[2 * pair : 2 * pair + 2, number]
+            columns, pair_axes = _columns(rows), all_axes[2 * pair : 2 * pair + 2]
+            for axes in pair_axes[:, len(columns) :].flat:
+                axes.set_visible(False)
+            for (title, maps), (top, bottom) in zip(columns.items(), pair_axes.T, strict=False):
                 mesh = _map(top, maps["by_entry"], "entry")
                 _name_places(top, len(maps["by_entry"][0]))
                 _map(bottom, maps["by_head"], "head")
                 phase = "" if title == BEFORE else "after: "
                 top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
-            all_axes[2 * pair, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
-            all_axes[2 * pair + 1, 0].set_ylabel("layer, first four")
+            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
+            pair_axes[1, 0].set_ylabel("layer, first four")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
         assert bar.solids is not None
         bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
@@ -65,7 +62,7 @@ def by_layer(document: Document) -> Figure:
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
-    """The maps before, which methods that evict nothing yet have in common, and after."""
+    """The maps before, the same for all methods, and after."""
     return {BEFORE: rows[0]["before"]} | {label_of(row): row["after"] for row in rows}
 
 

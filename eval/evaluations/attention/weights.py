@@ -6,6 +6,7 @@ last query alone, so no more than one layer's are held at once.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,13 +14,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.cache.on_read import OnRead
+from kvalign.data_gen.chunks import cut_chunks
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.eval.evaluations.attention import AttentionSettings
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import sizes_of
+from kvalign.eval.protocol.statistics import mean_interval
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 
 EDGE = 4  # first entries, and latest, that have a bin each; StreamingLLM keeps as many sinks
 NUM_MIDDLE = 16  # bins of those between
 FEWEST = 2 * EDGE + NUM_MIDDLE  # entries that fill the bins
+LOCAL_LAYERS = 2  # the first two of a model look at what is near (Xiao et al. 2024)
 
 
 def num_tokens(cache_size: int, num_steps: int) -> int:
@@ -27,18 +39,37 @@ def num_tokens(cache_size: int, num_steps: int) -> int:
     return 2 * cache_size + 1 + num_steps
 
 
+def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
+    """The first pieces of the corpus's test part, each of what the largest cache needs, its first
+    tokens replaced by what the tokenizer puts before a text: [num_texts, T] int64.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    progress.phase(f"reading {settings.corpus}")
+    length = num_tokens(max(settings.cache_sizes), settings.num_steps)
+    pieces = token_pieces(settings.corpus, loaded.tokenizer, "test")
+    texts = list(islice(cut_chunks(pieces, length, length), settings.num_texts))
+    if len(texts) < settings.num_texts:
+        raise UserError(
+            f"corpus {settings.corpus!r} is too short: it has {len(texts)} texts of {length} "
+            f"tokens, {settings.num_texts} are needed (--num-texts): name a longer one, or smaller "
+            "--cache-sizes"
+        )
+    ids = torch.tensor(texts, device=loaded.model.device)
+    return with_prefix(ids, prefix_ids(loaded.tokenizer))
+
+
 def watch(
     method: Method, ids: Tensor, num_steps: int, on_steps: Callable[[int], object] = lambda n: None
 ) -> tuple[Tensor, Tensor]:
     """Feed ids [B, 2 C + 1 + num_steps], and watch the last steps before anything is evicted, which
-    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted.
+    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted;
+    UserError for too many tokens for a method that does not evict.
 
     Returns:
         Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps, of each
         bin (`in_bins`) the mean weight of an entry.
-
-    Raises:
-        UserError: too many tokens for a method that does not evict.
     """
     method = readable(method)
     method.reset()
@@ -46,13 +77,9 @@ def watch(
     first, ours, between, last = ids.split([size + 1 - num_steps, num_steps, size, num_steps], 1)
     method.feed(first)
     before = _step(method, ours, on_steps)
-    if isinstance(method, Reencoding):
-        method.feed(between)
-        on_steps(size)
-    else:
-        for one in between.split(1, 1):
-            method.feed(one)
-            on_steps(1)
+    for part in between.split(size if isinstance(method, Reencoding) else 1, 1):
+        method.feed(part)
+        on_steps(part.shape[1])
     return before, _step(method, last, on_steps)
 
 
@@ -80,9 +107,7 @@ def in_bins(weights: Tensor) -> Tensor:
 
 @contextmanager
 def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Within it each pass of the model adds the weights of its last query to the list: [B, H, S] a
-    layer.
-    """
+    """Each pass of the model adds the weights of its last query to the list: [B, H, S] a layer."""
     config, found = model.config, list[Tensor]()
     name = config._attn_implementation
 
@@ -109,10 +134,31 @@ def attention_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def readable(method: Method) -> Method:
-    """The method, its entries written where the model's own attention reads them: to rounding the
-    same as placed on read.
-    """
+    """The method, its entries written where the model's own attention reads them."""
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
         method.places_by, method.is_exact = method.cache.realigner.moving, False
         method.reset()
     return method
+
+
+def row(method: Method, before: Tensor, after: Tensor) -> Row:
+    """The row of a method, from weights [B, L, H, bins]."""
+    phases = {"before": before, "after": after}
+    found: Row = sizes_of(method)
+    for part, bins in {"first": [0], "four": range(EDGE), "latest": range(-EDGE, 0)}.items():
+        for phase, weights in phases.items():
+            layers = weights[:, LOCAL_LAYERS:] if weights.shape[1] > LOCAL_LAYERS else weights
+            shares = 100 * layers[..., list(bins)].sum(-1).mean((1, 2))  # [B]
+            low, high = mean_interval(shares)
+            name = f"{part}_{phase}"
+            found |= {name: shares.mean().item(), f"{name}_low": low, f"{name}_high": high}
+    for phase, weights in phases.items():  # what the pictures show
+        mean = 100 * weights.mean(0)  # [L, H, bins]
+        by_entry, by_head = mean.mean(1), mean[..., :EDGE].sum(-1)
+        found[phase] = {"by_entry": _short(by_entry), "by_head": _short(by_head)}
+    return found
+
+
+def _short(shares: Tensor) -> list[list[float]]:
+    """Four digits of each: a document holds thousands."""
+    return [[float(f"{value:.4g}") for value in line] for line in shares.tolist()]

@@ -1,9 +1,8 @@
 """Time and memory of streaming methods: all in one process, taking turns.
 
-Time to the first token and time per token are measured apart, since a prompt is read at once and
-with room in the cache, and what follows step by step with the cache full; memory is measured when
-no clock runs. The steps of a method are whole periods from one eviction to the next: what a stream
-pays is their mean. The bare step (`bare_step.py`) is timed among the methods.
+Time to the first token is measured apart from time per token with the cache full, and memory when
+no clock runs. Steps are whole periods from one eviction to the next: what a stream pays is their
+mean. The bare step (`bare_step.py`) is timed among the methods.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
                     rows += measure(group, prompts, batch_size, settings, bar)
-        return document("eval latency", settings, rows, started=started, plot=_plotted)
+        return document("eval latency", settings, rows, started=started, plot=EVALUATION.plot)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -204,15 +203,15 @@ class Latency(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Time per token: {self.title(document)}; bars: to the 99th percentile"
-        return _by_size(document), caption, cost(rows)
+        return self._by_size(document), caption, cost(rows)
 
     def batches_figure(self, document: Document) -> Drawing | None:
         """Tokens a second over batch sizes, if there are several: a panel a cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        timed = [row for row in rows if "tokens_per_s" in row]  # older ones lack it
-        if len({row["batch_size"] for row in timed}) < 2:
+        # Older rows lack the figure.
+        if len({row["batch_size"] for row in rows if "tokens_per_s" in row}) < 2:
             return None
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
@@ -220,27 +219,23 @@ class Latency(Evaluation):
         return figure, f"Tokens a second over batch sizes: {title}", by_batch(rows)
 
     def sections(self, documents: Documents) -> list[Section]:
-        batches = Section.of(
-            documents, "Tokens a second", BATCHES, self.batches_figure, suffix="-batches"
-        )
+        title, draw = "Tokens a second", self.batches_figure
+        batches = Section.of(documents, title, BATCHES, draw, suffix="-batches")
         return [*super().sections(documents), batches]
 
+    def plot(self, document: Document) -> Figure:
+        """Of several batch sizes the tokens a second, else the time per token."""
+        drawn = self.batches_figure(document)
+        return drawn[0] if drawn else self._by_size(document)
 
-def _plotted(document: Document) -> Figure:
-    """Of several batch sizes the tokens a second, else the time per token."""
-    drawn = EVALUATION.batches_figure(document)
-    return drawn[0] if drawn else _by_size(document)
+    def _by_size(self, document: Document) -> Figure:
+        """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
+        from kvalign.eval.drawing.plots import draw, panels_by
 
-
-def _by_size(document: Document) -> Figure:
-    """Time per token (log scale) against cache size, a line a method, a panel a batch size."""
-    from kvalign.eval.drawing.plots import draw, panels_by
-
-    title, figures = EVALUATION.title(document), ("cache_size", "mean_ms", "p99_ms")
-    panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
-    x = "cache size (entries)"
-    y = "ms/token (lower is better)\nbars: to the 99th percentile"
-    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
+        title, figures = self.title(document), ("cache_size", "mean_ms", "p99_ms")
+        panels = panels_by("batch_size", document["rows"], f"{title}, batch ", *figures)
+        y = "ms/token (lower is better)\nbars: to the 99th percentile"
+        return draw(panels, x="cache size (entries)", y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Latency()

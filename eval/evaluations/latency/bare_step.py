@@ -52,7 +52,13 @@ class BareLayer(DynamicLayer):
     ) -> KeysValues:
         """Overwrite the last entry with a token's [B, H, 1, D]; a first input makes the buffer."""
         if not self.is_initialized:
-            self._fill(key_states, value_states)
+            self.lazy_initialization(key_states, value_states)
+            batch_size, num_heads, length, head_dim = key_states.shape
+            shape = (batch_size, num_heads, self.num_entries, head_dim)
+            self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
+            self.keys[:, :, :length] = key_states
+            self.values[:, :, :length] = value_states
+            self._last = self.keys[:, :, -1:], self.values[:, :, -1:]
             return key_states, value_states
         self._last[0].copy_(key_states)
         self._last[1].copy_(value_states)
@@ -60,12 +66,3 @@ class BareLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self.num_entries - 1 if self.is_initialized else 0
-
-    def _fill(self, keys: Tensor, values: Tensor) -> None:
-        self.lazy_initialization(keys, values)
-        batch_size, num_heads, length, head_dim = keys.shape
-        shape = (batch_size, num_heads, self.num_entries, head_dim)
-        self.keys, self.values = keys.new_zeros(shape), values.new_zeros(shape)
-        self.keys[:, :, :length] = keys
-        self.values[:, :, :length] = values
-        self._last = self.keys[:, :, -1:], self.values[:, :, -1:]

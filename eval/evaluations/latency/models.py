@@ -1,5 +1,6 @@
 """What `kvalign eval latency` times: a model with prompts, and aligners that need no training."""
 
+import itertools
 import logging
 
 import torch
@@ -34,11 +35,7 @@ SHAPES = {
 def random_model(
     shape: str, device: str = "cpu", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
-    """A random model of a well-known shape: weights do not change speed, so none are downloaded.
-
-    Raises:
-        UserError: unknown shape, or a device that this machine does not have.
-    """
+    """A random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
     check_device(device)
@@ -51,7 +48,7 @@ def random_model(
 def load_with_prompts(
     settings: LatencySettings, loaded: LoadedModel | None
 ) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
-    """The settings, the model that they name, and prompts [1, T] for the first token to follow."""
+    """The settings, their model, and prompts [1, T] for the first token to follow."""
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
         shape = settings.model.removeprefix(SHAPE_PREFIX)
@@ -61,18 +58,17 @@ def load_with_prompts(
     settings, loaded = load(settings, loaded)
     prompts = []
     for text in texts:
-        ids = loaded.tokenizer(text, verbose=False)["input_ids"]
-        if ids:
-            prompts.append(torch.tensor([ids], device=loaded.model.device))
-        else:
+        ids = torch.tensor([loaded.tokenizer(text, verbose=False)["input_ids"]])
+        if not ids.numel():
             log.warning("no token in prompt %r: random ones are taken for it", text[:40])
-            prompts.append(random_ids(loaded.model, 1, settings.prompt_len, rng))
+            ids = random_ids(loaded.model, 1, settings.prompt_len, rng)
+        prompts.append(ids.to(loaded.model.device))
     return settings, loaded.model, prompts
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
-    """Of the kinds asked for, or where no trained one is at hand: aligners that change nothing and
-    take as long as those that do. None where trained ones are taken, or no method takes any.
+    """Aligners that change nothing and take as long as those that do, of the kinds asked for or
+    where no trained one is at hand; None where trained ones are taken, or no method takes any.
     """
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None
@@ -86,8 +82,7 @@ def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> lis
         sinks = settings.num_sinks or (cls.default_num_sinks,)
         shifts = {
             num_evicted_of(asked, size - num_sinks)
-            for size in sizes
-            for num_sinks in sinks
+            for size, num_sinks in itertools.product(sizes, sinks)
             for asked in settings.num_evicted or (1,)
         }
         config = new_config(

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
-from kvalign.eval.evaluations.latency.timed_generation import num_rounds, time_generation
-from kvalign.eval.evaluations.latency.timing import filling, time_first, time_steps
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.foundation.progress import Bar
@@ -22,10 +20,9 @@ from kvalign.methods.base import Method
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
     """Turns that `measure` counts for so many methods: first tokens, others, memory."""
-    per_trial = 1 + num_rounds(settings) if settings.generate else 2
-    num_floors = len(set(settings.cache_sizes))
-    per_method = settings.num_trials * per_trial + 1
-    return (num_methods + num_floors) * len(settings.batch_sizes) * per_method
+    per_trial = 1 + timing.num_rounds(settings) if settings.generate else 2
+    num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
+    return num_rows * (settings.num_trials * per_trial + 1)
 
 
 def measure(
@@ -35,18 +32,16 @@ def measure(
     settings: LatencySettings,
     bar: Bar,
 ) -> list[Row]:
-    """A row for the bare step and one for each method, at one cache size and one batch size; `bar`
-    counts turns.
-    """
+    """A row for the bare step and one for each method, at one cache size and one batch size."""
     reference = 1 + [method.name for method in methods].index(settings.reference)
     methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
-        first, steps = time_generation(methods, inputs, settings, bar)
+        first, steps = timing.time_generation(methods, inputs, settings, bar)
     else:
-        first = time_first(methods, inputs, settings, bar)
-        steps = time_steps(methods, batch_size, settings, bar)
-    per_token = [1e3 / batch_size * seconds for seconds in steps]  # ms
+        first = timing.time_first(methods, inputs, settings, bar)
+        steps = timing.time_steps(methods, batch_size, settings, bar)
+    per_token = [1e3 / batch_size * np.array(seconds) for seconds in steps]  # ms
     means = [times.mean() for times in per_token]
     medians = [np.median(times) for times in per_token]
     return [
@@ -74,7 +69,7 @@ def measure(
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
     """Most memory held while an empty cache fills and evicts, in 10^6 bytes; leaves it empty."""
-    inputs = filling(method, batch_size, torch.Generator().manual_seed(seed))
+    inputs = timing.filling(method, batch_size, torch.Generator().manual_seed(seed))
 
     def work() -> None:
         for ids in inputs:
@@ -88,13 +83,11 @@ def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | No
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Bytes of tensors held at once while `work` runs, beyond those held before.
+    """Bytes of tensors held at once while `work` runs, beyond those held before; None on a device
+    that does not tell, where `work` is not called.
 
     CUDA's allocator keeps that count. The CPU's keeps none: there the profiler tells of every
     allocation (+) and release (-), and the peak is that of their running sum.
-
-    Returns:
-        At least 0; None on any other device, where `work` is not called.
     """
     gc.collect()  # what is released in the meantime would be taken off the peak
     if device.type == "cuda":
@@ -109,8 +102,8 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to stderr at each start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         work()
-    assert trace.profiler is not None
-    assert trace.profiler.kineto_results is not None
+    assert trace.profiler
+    assert trace.profiler.kineto_results
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
     return max(accumulate(sizes, initial=0))

@@ -1,7 +1,8 @@
 """Methods on the clock, taking turns: a busy moment of the machine hits all of them.
 
 A round is one turn of each method, in an order drawn for that round. Devices are synchronised
-before the clock is read.
+before the clock is read. Prompts and the steps of full caches are timed apart; or, in the paper's
+protocol, what `stream_tokens` does from a prompt on, draws and a cache that fills included.
 """
 
 import time
@@ -16,18 +17,23 @@ from transformers import PreTrainedModel
 from kvalign.cache.buffer import slack_of
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.protocol.grid import title_of
+from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
 from kvalign.methods.base import Method
 from kvalign.methods.reencoding import Reencoding
+from kvalign.streaming.generation import stream_tokens
+from kvalign.streaming.sampling import Sampling
+
+SAMPLING = Sampling(top_k=20)  # the paper's
+
+Seconds = list[list[float]]
+"""Of each method."""
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
     """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
-    next, so that what is done once a period has its share.
-
-    A streaming cache copies its buffers to the front once in a quarter of its entries: steps are
-    that many times a whole number, too. Methods that re-encode have nothing of the kind to wait
-    for, and `recompute`, whose steps are slow and all alike, is spared it.
+    next, and of a streaming cache from one copy of its buffers to the front to the next, so that
+    what is done once a period has its share.
     """
     least = settings.num_trials * settings.trial_len
     if not isinstance(method, Reencoding):
@@ -39,37 +45,83 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 
 def time_first(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
-) -> list[np.ndarray]:
-    """Seconds from an empty cache to the logits after a whole prompt, ids [B, T] each, of which
-    trial i takes prompts[i % len(prompts)]: [num_trials] of each method.
+) -> Seconds:
+    """From an empty cache to the logits after a whole prompt, ids [B, T], of which trial i takes
+    prompts[i % len(prompts)].
     """
     for method in methods:
         warm_up(method, prompts[:1])
-    seconds: list[list[float]] = [[] for _ in methods]
+    seconds: Seconds = [[] for _ in methods]
     for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
         methods[i].reset()
         ids = prompts[trial % len(prompts)]
         seconds[i].append(clocked(methods[i].model, methods[i].feed, ids))
-    return [np.array(times) for times in seconds]
+    return seconds
 
 
 def time_steps(
     methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
-) -> list[np.ndarray]:
-    """Seconds of each step of one token a stream, drawing left out: [num_steps] of each method.
-
-    Caches are full: whatever a method evicts, realigns or re-encodes is part of its step.
+) -> Seconds:
+    """Each of `num_steps` steps of one token a stream, drawing left out. Caches are full: whatever
+    a method evicts, realigns or re-encodes is part of its step.
     """
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     for method in methods:
         warm_up(method, filling(method, batch_size, rng))
-    seconds: list[list[float]] = [[] for _ in methods]
+    seconds: Seconds = [[] for _ in methods]
     for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
         so_far = num_steps(methods[i], settings) * (trial + 1) // settings.num_trials
         while len(seconds[i]) < so_far:
             ids = random_ids(model, batch_size, 1, rng)
             seconds[i].append(clocked(model, methods[i].feed, ids))
-    return [np.array(times) for times in seconds]
+    return seconds
+
+
+def num_rounds(settings: LatencySettings) -> int:
+    """Of the tokens after the first of one trial that generates."""
+    return -(-settings.generate // settings.trial_len)
+
+
+def time_generation(
+    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
+) -> tuple[Seconds, Seconds]:
+    """The first tokens, and the `generate` later ones of each trial; trial i goes on from
+    prompts[i % len(prompts)], ids [B, T]. A turn is the first token or `trial_len` of the others.
+
+    Raises:
+        UserError: a method that ends before.
+    """
+    model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
+    prompts = prompts[: settings.num_trials]
+    longest = max(ids.shape[1] for ids in prompts) + settings.generate
+    for method in methods:
+        _check_room(method, longest)
+        warm_up(method, filling(method, len(prompts[0]), rng))
+    drawing: dict[str, Any] = dict(processors=SAMPLING.processors(), do_sample=True)
+    first: Seconds = [[] for _ in methods]
+    later: Seconds = [[] for _ in methods]
+    for trial in range(settings.num_trials):
+        seeds, ids = (settings.seed, trial), prompts[trial % len(prompts)]
+        draws = [torch.Generator(model.device).manual_seed(sum(seeds)) for _ in methods]
+        pairs = zip(methods, draws, strict=True)
+        streams = [stream_tokens(x, ids, generator=draw, **drawing) for x, draw in pairs]
+        for _, i in rounds(methods, 1, bar, *seeds, 0):
+            first[i].append(clocked(model, next, streams[i]))
+        for number, i in rounds(methods, num_rounds(settings), bar, *seeds, 1):
+            left = settings.generate - number * settings.trial_len
+            for _ in range(min(left, settings.trial_len)):
+                later[i].append(clocked(model, next, streams[i]))
+    return first, later
+
+
+def _check_room(method: Method, num_tokens: int) -> None:
+    method.reset()
+    room = method.tokens_left
+    if room is not None and room < num_tokens:
+        raise UserError(
+            f"{method.name} ends after {room} tokens: leave it out of --methods, or --generate "
+            f"fewer (prompt and new tokens are {num_tokens})"
+        )
 
 
 def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:

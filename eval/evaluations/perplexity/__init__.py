@@ -4,11 +4,10 @@
             first input  labels, one at a time
 
 exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
-scores a text step by step, or by a faster way with the same result: a batch of windows at once
-where it re-encodes clean windows anyway (`recompute`, `discard-half`), whole segments in the
-relative form where its realignment starts from birth (`window`, `streaming-llm`, `kvalign` with a
-table). So `seconds` is the harness's time and no measure of a method's speed, unless every method
-was made to step (`--stepwise`); `kvalign eval latency` measures it best.
+scores a text step by step, or by a faster way with the same result: windows in a batch where it
+re-encodes clean ones anyway, whole segments in the relative form where its realignment starts from
+birth. So `seconds` is no measure of a method's speed, unless every method was made to step
+(`--stepwise`); `kvalign eval latency` measures it best.
 """
 
 from __future__ import annotations
@@ -100,9 +99,10 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     with keeping(lambda: about_kept(settings.keep)):
         rows = score_methods(methods, ids, settings)
     hint_at_wrong_text(rows, methods, loaded, settings.corpus)
-    return document("eval perplexity", settings, rows, started=started, plot=_by_size)
+    return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
 
 
+LAST_BY_FIRST = "the last quarter of the labels by that in the first"
 COLUMNS = {
     "num_labels": Column("labels", weight=0),
     "perplexity": Column(
@@ -124,14 +124,7 @@ COLUMNS = {
         by_reference=True,
         weight=7,
     ),
-    "drift": Column(
-        "drift",
-        3,
-        "",
-        "ratio in the last quarter of the labels by that in the first",
-        True,
-        weight=3,
-    ),
+    "drift": Column("drift", 3, "", f"ratio in {LAST_BY_FIRST}", is_optional=True, weight=3),
 }
 MORE_COLUMNS = {
     "low": Column("95 % from", 2, about="moving-block bootstrap over the labels"),
@@ -145,8 +138,7 @@ DRIFT = (
     "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
     "by the reference's on the same labels where there is one, which takes the text's own ups and "
     "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
-    "tables is the ratio in the last quarter of the labels by that in the first. An error that is "
-    "compounded climbs in both."
+    f"tables is the ratio in {LAST_BY_FIRST}. An error that is compounded climbs in both."
 )
 RECALL = (
     "Labels that end a bigram which the text had before, by how far back that was last, in cache "
@@ -207,12 +199,10 @@ class Perplexity(Evaluation):
         of it.
         """
         settings = {name: document["settings"] for name, document in documents.items()}
-        scored = {(s["model"], s["corpus"]) for s in settings.values() if not s["stepwise"]}
-        return {
-            name: documents[name]
-            for name, s in settings.items()
-            if not s["stepwise"] or (s["model"], s["corpus"]) not in scored
-        }
+        of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
+        scored = {of[name] for name, s in settings.items() if not s["stepwise"]}
+        timed = {name for name, s in settings.items() if s["stepwise"] and of[name] in scored}
+        return {name: document for name, document in documents.items() if name not in timed}
 
     def title(self, document: Document) -> str:
         num_labels = document["rows"][0]["num_labels"]
@@ -223,7 +213,16 @@ class Perplexity(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
-        return _by_size(document), caption, by_size(rows, reference)
+        return self.plot(document), caption, by_size(rows, reference)
+
+    def plot(self, document: Document) -> Figure:
+        """Perplexity (log scale) against cache size, a line with intervals a method."""
+        from kvalign.eval.drawing.plots import draw, perplexities
+
+        title = f"{self.title(document)}\n{_bars(document)}"
+        panels = {title: perplexities(document["rows"], "cache_size")}
+        x, y = "cache size (entries)", "perplexity (lower is better)"
+        return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
     def sections(self, documents: Documents) -> list[Section]:
         from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, tables
@@ -249,14 +248,13 @@ class Perplexity(Evaluation):
         ]
         if not points:
             return None
-        reference = settings["reference"]
-        x, y = "cache sizes since it filled", "perplexity"
-        y += f" by {reference}'s" if reference else ""
+        by = f" by {reference}'s" if (reference := settings["reference"]) else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
+        x, y = "cache sizes since it filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        caption = f"{y} as the stream goes on: {settings['model']}, {settings['corpus']}"
+        of = f"{settings['model']}, {settings['corpus']}"
         rows = [row for row in document["rows"] if row["method"] != reference]
-        return figure, caption[0].upper() + caption[1:], by_drift(rows, reference)
+        return figure, f"Perplexity{by} as the stream goes on: {of}", by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.plots import draw, perplexities
@@ -279,24 +277,13 @@ def _bars(document: Document) -> str:
     reference = document["settings"]["reference"]
     if any(row["high"] is None for row in document["rows"]):
         return "no bars: too few labels"
-    return "bars: 95 %" + (
-        f" of the ratio to {reference}'s, not of each by itself" if reference else ""
-    )
+    of = f" of the ratio to {reference}'s, not of each by itself" if reference else ""
+    return f"bars: 95 %{of}"
 
 
 def _judged(document: Document) -> str:
     """What tells of drift: the ratio where there is a reference."""
     return "ratio" if document["settings"]["reference"] else "perplexity"
-
-
-def _by_size(document: Document) -> Figure:
-    """Perplexity (log scale) against cache size, a line with intervals a method."""
-    from kvalign.eval.drawing.plots import draw, perplexities
-
-    title = f"{EVALUATION.title(document)}\n{_bars(document)}"
-    panels = {title: perplexities(document["rows"], "cache_size")}
-    x, y = "cache size (entries)", "perplexity (lower is better)"
-    return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
 
 EVALUATION = Perplexity()

@@ -3,15 +3,14 @@
     ... Ser na do ... Ser [na]      the label na ends the bigram "Ser na": distance to the last na
 
 A model that looks into its context finds what followed the last time; one that has lost the place
-does not. So these labels show what a memory holds and perplexity over all of them hides (the "AR
-hits" of Arora et al. 2023, Zoology, who leave out bigrams that are frequent in the training text;
-here all count, since that text is not at hand).
-
-A bigram d tokens back is still in the cache up to d = C less the sinks: a step sees C + 1 entries.
+does not (the "AR hits" of Arora et al. 2023, Zoology, who leave out bigrams that are frequent in
+the training text; here all count, since that text is not at hand). A bigram d tokens back is still
+in the cache up to d = C less the sinks: a step sees C + 1 entries.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,15 +24,13 @@ Slice = dict[str, float | None]
 
 
 def distances(ids: Sequence[int]) -> Tensor:
-    """For each token of a text, how many tokens back the bigram that it ends was there last; 0:
-    never. [N] int64 of N ids.
+    """For each of a text's ids, how many tokens back the bigram that it ends was there last, [N]
+    int64; 0: never.
     """
     last: dict[tuple[int, int], int] = {}
     found = [0] * len(ids)
-    for i in range(1, len(ids)):
-        bigram = ids[i - 1], ids[i]
-        if bigram in last:
-            found[i] = i - last[bigram]
+    for i, bigram in enumerate(pairwise(ids), 1):
+        found[i] = i - last.get(bigram, i)
         last[bigram] = i
     return torch.tensor(found)
 
@@ -47,11 +44,10 @@ def slices(nll: Tensor, far: Tensor, cache_size: int) -> list[Slice]:
         the bigram is new), num_labels, and perplexity, low, high (95 %, moving blocks of the
         slice's own labels), None of no labels.
     """
-    ends = [(low, high) for low, high in zip((0.0, *EDGES), EDGES, strict=False)]
     found = [
         _slice(nll[(far > low * cache_size) & (far <= high * cache_size)])
         | {"from": low, "to": high if math.isfinite(high) else None}
-        for low, high in ends
+        for low, high in pairwise((0.0, *EDGES))
     ]
     return [*found, _slice(nll[far == 0]) | {"from": None, "to": None}]
 

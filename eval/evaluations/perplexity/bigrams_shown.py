@@ -74,9 +74,9 @@ def _figures(row: Row, judged: str) -> list[Row]:
     itself where labels were too few.
     """
     low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
-    figures = []
-    for one in row["bigrams"]:
-        y = one[judged]
-        ends = (y, y) if one[high] is None else (one[low], one[high])
-        figures.append({"y": y, "low": ends[0], "high": ends[1]})
-    return figures
+    own = {"y": judged, "low": judged, "high": judged}
+    names = {"y": judged, "low": low, "high": high}
+    return [
+        {end: one[name] for end, name in (own if one[high] is None else names).items()}
+        for one in row["bigrams"]
+    ]

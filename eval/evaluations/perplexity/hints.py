@@ -31,9 +31,8 @@ class _Facts(BaseModel):
 def hint_at_wrong_text(
     rows: Sequence[Row], methods: Sequence[Method], loaded: LoadedModel, corpus: str
 ) -> None:
-    """Warn, once, of perplexities whose intervals lie wholly above the order of magnitude of the
-    vocabulary, or far above those of the cards: with every method, since one alone may fail on any
-    text. Too few labels for an interval say nothing.
+    """Warn, once, where all perplexities' intervals lie above the order of magnitude of the
+    vocabulary, or far above those of the cards; too few labels for an interval say nothing.
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):
@@ -51,13 +50,11 @@ def hint_at_wrong_text(
 
 
 def _warn(row: Row, what: str, corpus: str) -> None:
+    said = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
     log.warning(
-        "perplexity %.4g of %s is %s: corpus %r, or its encoding, may be the wrong text for this "
-        "model, or the tokenizer not the model's own",
-        row["perplexity"],
-        label_of(row),
-        what,
-        corpus,
+        "%s, or its encoding, may be the wrong text for this model, or the tokenizer not the "
+        "model's own",
+        said,
     )
 
 

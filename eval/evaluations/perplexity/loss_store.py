@@ -30,10 +30,8 @@ class _Metadata(BaseModel):
 
 
 def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
-    """NLL [N] float32 in nats of labels [N] and the seconds it took for all kept, or None.
-
-    Raises:
-        UserError: a file of that name which is damaged or of another key.
+    """NLL [N] float32 in nats of labels [N] and the seconds that all kept took, or None; UserError
+    for a file of that name which is damaged or of another key.
     """
     path = _path(folder, key)
     if not path.exists():

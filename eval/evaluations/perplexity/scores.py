@@ -25,8 +25,8 @@ from kvalign.streaming.scoring import score, score_stepwise
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
     """The first tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 of the largest
-    cache, on the model's device. What the tokenizer puts before a text, as a sink token, takes the
-    place of the first of them, so that models with and without one have the same labels.
+    cache. What the tokenizer puts before a text, as a sink token, takes the place of the first of
+    them, so that models with and without one have the same labels.
 
     Raises:
         UserError: it has fewer.
@@ -52,9 +52,7 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
 def score_methods(
     methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
 ) -> list[Row]:
-    """A row for each method, of the losses of the `num_tokens` labels that follow its first input
-    in ids [1, N] int64.
-    """
+    """A row for each method, of the labels that follow its first input in ids [1, N] int64."""
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
     for method, bar in in_turn(methods, num_labels, "labels"):
@@ -95,8 +93,8 @@ def _row(method: Method, nll: Tensor, seconds: float) -> Row:
 
 
 def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
-    """Add to each row how its losses [N] compare with those of the reference of the same sizes, or
-    of the same cache if there is none: ratio, its interval, drift, and the ratio of each segment.
+    """Add to each row how its losses [N] compare with those of the reference (`_base`): ratio, its
+    interval, drift, and the ratio of each segment.
     """
     for row, nll in zip(rows, losses, strict=True):
         size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
@@ -118,8 +116,8 @@ _OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions")
 def slice_bigrams(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
-    """Add `bigrams` to each row, the slices of its losses [N], which follow a first input of C + 1
-    ids; with a reference each has its ratio and the ends of that, too.
+    """Add `bigrams` to each row, the slices of its losses [N], which follow C + 1 ids; with a
+    reference each has its ratio and the ends of that, too.
     """
     far = distances(ids)
     for row, nll in zip(rows, losses, strict=True):
@@ -130,8 +128,8 @@ def slice_bigrams(
             continue
         difference = nll - _base(row, rows, losses, reference)
         for one, other in zip(row["bigrams"], slices(difference, of_labels, size), strict=True):
-            names = {"ratio": "perplexity", "ratio_low": "low", "ratio_high": "high"}
-            one |= {name: other[of] for name, of in names.items()}
+            one |= {"ratio": other["perplexity"]}
+            one |= {f"ratio_{end}": other[end] for end in ("low", "high")}
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:

@@ -1,7 +1,5 @@
-"""What streaming methods write, and how it reads: one passage for each prompt, method and setting;
-or how texts read that are written already, by any program.
-
-All methods start from the same prompts with the same seed of the draws.
+"""What streaming methods write from the same prompts and seed, and how it reads; or how texts read
+that are written already, by any program.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ from kvalign.foundation.settings import flag, keywords_of, option
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
-
-NAME = "readability"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +70,11 @@ class ReadabilitySettings(WritingSettings):
             flags = ", ".join(sorted(map(flag, idle)))
             raise UserError(f"--text judges what is written: {flags} would have no effect")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Of texts those alone that count for them."""
+        values = super().as_dict()
+        return {"model": None, "text": self.text, "rule": self.rule} if self.text else values
+
 
 @keywords_of(ReadabilitySettings)
 @progress.shown_as("eval readability")
@@ -91,16 +92,15 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         UserError: `out` has results already; a text that cannot be read.
     """
     from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
-    from kvalign.eval.evaluations.readability.written_texts import TextSettings, of_texts
+    from kvalign.eval.evaluations.readability.written_texts import of_texts
 
     out = settings.out or (free_folder() if settings.open else None)
     in_browser, settings = settings.open, dataclasses.replace(settings, out=None, open=False)
-    texts = TextSettings(text=settings.text, rule=settings.rule) if settings.text else None
-    if out and not is_free(out, NAME, (texts or settings).command_line(f"eval {NAME}")):
-        raise UserError(f"{out} has results of {NAME} already: name another --out")
-    document = of_texts(texts) if texts else _of_methods(settings, loaded)
+    if out and not is_free(out, settings.command_line("eval readability")):
+        raise UserError(f"{out} has results of readability already: name another --out")
+    document = of_texts(settings) if settings.text else _of_methods(settings, loaded)
     if out:
-        write_page(document, out, NAME, in_browser)
+        write_page(document, out, in_browser)
     return document
 
 
@@ -206,11 +206,11 @@ class Readability(JudgedText):
         groups = grouped(document["rows"], itemgetter("cache_size", "prompt"))
         for (cache_size, prompt), rows in groups.items():
             by_ngram = grouped(rows, "no_repeat_ngram_size")
-            panels = {_heading(ngram): group for ngram, group in by_ngram.items()}
-            said = [
-                f"{title}: {readable(group)}" if title else readable(group)
-                for title, group in panels.items()
-            ]
+            panels = {
+                setting_of(ngram) or ("repetition allowed" if ngram == 0 else ""): group
+                for ngram, group in by_ngram.items()
+            }
+            said = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
             of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
             ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
             caption = f"Chunks in their order: {of}, rule {rule}"
@@ -219,18 +219,13 @@ class Readability(JudgedText):
 
     def panels(self, document: Document) -> list[Panel]:
         """One for each cache size, n-gram rule and prompt; texts share one."""
-        model, same = document["settings"]["model"], ("cache_size", *self.by, "prompt")
-        groups = grouped(document["rows"], itemgetter(*same))
-        return [
-            Panel(
-                f"{model}, C = {cache_size}, prompt {prompt + 1}{setting_of(ngram)}"
-                if model
-                else "texts",
-                document["prompts"][prompt],
-                _passages(rows),
-            )
-            for (cache_size, ngram, prompt), rows in groups.items()
-        ]
+        model, panels = document["settings"]["model"], []
+        groups = grouped(document["rows"], itemgetter("cache_size", *self.by, "prompt"))
+        for (cache_size, ngram, prompt), rows in groups.items():
+            of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
+            title = ", ".join(filter(None, of)) if model else "texts"
+            panels.append(Panel(title, document["prompts"][prompt], _passages(rows)))
+        return panels
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
         """With a folder for the page."""
@@ -249,22 +244,15 @@ class Readability(JudgedText):
 
 
 def setting_of(ngram: int | None) -> str:
-    """What the title of passages says of the n-gram rule they were drawn by."""
-    return f", no repeated {ngram}-gram" if ngram else ""
-
-
-def _heading(ngram: int | None) -> str:
-    if ngram is None:
-        return ""
-    return f"no repeated {ngram}-gram" if ngram else "repetition allowed"
+    """The n-gram rule that a passage was drawn by."""
+    return f"no repeated {ngram}-gram" if ngram else ""
 
 
 def _passages(rows: list[Row]) -> list[Passage]:
     """Those of rows side by side, called by their methods alone where these differ."""
-    names = [method_name(row) for row in rows]
-    if len(set(names)) < len(names):
-        names = [label_of(row) for row in rows]
-    return [_passage(row, name, label_of(row)) for row, name in zip(rows, names, strict=True)]
+    labels, names = [*map(label_of, rows)], [*map(method_name, rows)]
+    names = labels if len(set(names)) < len(names) else names
+    return [*map(_passage, rows, names, labels)]
 
 
 def _passage(row: Row, name: str, label: str) -> Passage:

@@ -11,28 +11,30 @@ from kvalign.foundation.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
+NAME = "readability"
+
 
 def free_folder() -> Path:
     """`readability`, or `readability-2` and so on: the first that is not there yet."""
-    names = itertools.chain(["readability"], (f"readability-{n}" for n in itertools.count(2)))
+    names = itertools.chain([NAME], (f"{NAME}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def is_free(folder: Path, name: str, command: str) -> bool:
-    """Whether NAME.json is not there, or is what this command left when it was killed: its page is
-    not there, or older.
+def is_free(folder: Path, command: str) -> bool:
+    """Whether the folder has no document, or the one that this command left when it was killed: its
+    page is not there, or older.
     """
-    path, page = folder / f"{name}.json", folder / PAGE
+    path, page = folder / f"{NAME}.json", folder / PAGE
     if not path.exists():
         return True
     is_shown = page.exists() and page.stat().st_mtime_ns >= path.stat().st_mtime_ns
     return not is_shown and read_json(path).get("command") == command
 
 
-def write_page(document: Document, folder: Path, name: str, in_browser: bool) -> None:
-    """Write the document as NAME.json, and the report of the folder; open it if asked to."""
+def write_page(document: Document, folder: Path, in_browser: bool) -> None:
+    """Write the document, and the report of the folder; open it if asked to."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{name}.json", document)
+    write_json(folder / f"{NAME}.json", document)
     page = write_report(folder)
     if in_browser and not webbrowser.open(page.resolve().as_uri()):
         log.warning("no browser to open %s in", page)

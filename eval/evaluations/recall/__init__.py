@@ -2,14 +2,11 @@
 
     k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
 
-The stream of `kvalign.data_gen.facts`, for the models that were trained on it (`recall-gpt2`,
-`recall-llama`; `kvalign pretrain --corpus recall` makes more). An answer is one token, and right if
-it is the most likely one. What counts is the distance of the fact: the tokens from it to the
-question. Up to C it lies in the cache of a method that keeps the last C entries; beyond it is
-forgotten, and one answer in eight is right by chance. Questions whose answer was told a second
-time, by an answer since, are not counted.
-
-Perplexity hides what this shows: how much of a cache a method can read.
+The stream of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is one
+token, and right if it is the most likely one. What counts is the distance of the fact: the tokens
+from it to the question. Up to C it lies in the cache of a method that keeps the last C entries;
+beyond it is forgotten, and one answer in eight is right by chance. Questions whose answer was told
+a second time, by an answer since, are not counted.
 """
 
 from __future__ import annotations
@@ -21,17 +18,14 @@ from typing import TYPE_CHECKING, Literal
 
 from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, ends_of
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_HELD, keywords_of, option
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvalign.models.loading import LoadedModel
-
 
 MOST_STREAMS = 2**12  # each is made token by token
 
@@ -100,13 +94,12 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
         stream = streams[method.sizes.cache_size]
         rows.append(score_method(method, stream, bar.update))
         bar.skip(longest - stream.ages.numel())
-    return document("eval recall", settings, rows, started=started, plot=_by_distance)
+    return document("eval recall", settings, rows, started=started, plot=EVALUATION.plot)
 
 
 QUARTERS = ("newest", "second", "third", "oldest")
 """The parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
-BEYOND = "beyond"
-"""Distances above C, up to 3 C / 2."""
+BEYOND = "beyond"  # distances above C, up to 3 C / 2
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
 """Where a part is drawn: its distance over C."""
 
@@ -126,11 +119,7 @@ COLUMNS = {
     "oldest": _share("oldest", "oldest quarter", "above that, up to C", 5),
     BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
 }
-MORE_COLUMNS = {
-    f"{name}_{end}": Column(f"{column.title} {word}", 3, about="Wilson")
-    for name, column in COLUMNS.items()
-    for end, word in (("low", "from"), ("high", "to"))
-}
+MORE_COLUMNS = ends_of(COLUMNS)
 
 
 class Recall(Evaluation):
@@ -149,25 +138,22 @@ class Recall(Evaluation):
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
+        """Accuracy against distance, a panel a cache size."""
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        relative = document["settings"]["relative_to_cache"]
+        points = [
+            row
+            | {"distance": middle * (1 if relative else row["cache_size"]), "right": row[part]}
+            | {"low": row[f"{part}_low"], "high": row[f"{part}_high"]}
+            for row in document["rows"]
+            for part, middle in MIDDLES.items()
+        ]
+        panels = panels_by("cache_size", points, "C = ", "distance", "right", "high", "low")
+        x = "distance of the fact" + (" over C" if relative else ", tokens")
+        figure = draw(panels, x=x, y="right answers")
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
-        return _by_distance(document), f"{caption}; bars: 95 %", recalled(document["rows"])
-
-
-def _by_distance(document: Document) -> Figure:
-    """Accuracy against distance: a panel for each cache size, a line with intervals a method."""
-    from kvalign.eval.drawing.plots import draw, panels_by
-
-    relative = document["settings"]["relative_to_cache"]
-    points = [
-        row
-        | {"distance": middle * (1 if relative else row["cache_size"]), "right": row[part]}
-        | {"low": row[f"{part}_low"], "high": row[f"{part}_high"]}
-        for row in document["rows"]
-        for part, middle in MIDDLES.items()
-    ]
-    panels = panels_by("cache_size", points, "C = ", "distance", "right", "high", "low")
-    x = "distance of the fact" + (" over C" if relative else ", tokens")
-    return draw(panels, x=x, y="right answers")
+        return figure, f"{caption}; bars: 95 %", recalled(document["rows"])
 
 
 EVALUATION = Recall()

@@ -24,15 +24,10 @@ PIECE_LEN = 4096  # tokens
 
 @dataclass(frozen=True)
 class Stream:
-    """Streams side by side for one cache size.
+    """Streams side by side for one cache size."""
 
-    Attributes:
-        ids: [B, N] int64, on the model's device.
-        ages: [B, N - C - 1] int64, of each label that counts the distance of its fact; else 0.
-    """
-
-    ids: Tensor
-    ages: Tensor
+    ids: Tensor  # [B, N] int64, on the model's device
+    ages: Tensor  # [B, N - C - 1] int64, of each label that counts the distance of its fact; else 0
 
 
 def check_words(loaded: LoadedModel) -> None:
@@ -73,7 +68,6 @@ def read_stream(cache_size: int, settings: RecallSettings, device: torch.device)
 
 
 def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
-    """The row of a method."""
     start = time.perf_counter()
     of_labels = stream.ages.flatten()
     wanted = of_labels > 0
@@ -83,11 +77,9 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
     cache_size = method.sizes.cache_size
     parts = torch.tensor([part_of(age, cache_size) for age in of_labels[wanted].tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}
-    in_cache = right[parts < len(QUARTERS)]
-    for name, of_part in (
-        ("accuracy", in_cache),
-        *((name, right[parts == i]) for i, name in enumerate((*QUARTERS, BEYOND))),
-    ):
+    found = {"accuracy": right[parts < len(QUARTERS)]}
+    found |= {name: right[parts == i] for i, name in enumerate((*QUARTERS, BEYOND))}
+    for name, of_part in found.items():
         share = of_part.double().mean().item()
         interval = share_interval(share, len(of_part))
         assert interval

@@ -8,10 +8,9 @@
 After StreamingLLM (Xiao et al. 2024, figures 8 and 9, table 7), whose authors released neither
 texts nor code; the form is that of LongEval's line retrieval (Li et al. 2023).
 
-An answer is the number and its `>`. It is scored by teacher forcing: each of its tokens is compared
-with the most likely one given the right tokens before it. All are right if and only if greedy
-decoding writes the answer, so `accuracy` is exact match; the text stays the same for all methods;
-and the NLL of the answer grades models that never write it.
+An answer is the number and its `>`. It is scored by teacher forcing: all its tokens are the most
+likely ones if and only if greedy decoding writes it, so `accuracy` is exact match; the text stays
+the same for all methods; and the NLL of the answer grades models that never write it.
 """
 
 from __future__ import annotations
@@ -77,28 +76,22 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
     Raises:
         UserError: a stream too long for a method that does not evict.
     """
-    from kvalign.eval.evaluations.streameval.scores import (
-        check_fits,
-        encode,
-        num_queries,
-        pieces,
-        score,
-    )
+    from kvalign.eval.evaluations.streameval import scores
     from kvalign.eval.protocol.grid import in_turn, load, make_grid
 
     started = time.perf_counter()
     settings, loaded = load(settings, loaded)
     methods = make_grid(settings, loaded.model)
     texts = (
-        pieces(settings.num_lines, settings.query_every, distance, settings.seed)
+        scores.pieces(settings.num_lines, settings.query_every, distance, settings.seed)
         for distance in dict.fromkeys(settings.distances)
     )
-    streams = [encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
+    streams = [scores.encode(text, loaded.tokenizer, loaded.model.device) for text in texts]
     for method in methods:
-        check_fits(method, streams)
-    num_all = sum(map(num_queries, streams))
+        scores.check_fits(method, streams)
+    num_all = sum(one.piece.is_query for stream in streams for one in stream)
     rows = [
-        score(method, stream, bar.update)
+        scores.score(method, stream, bar.update)
         for method, bar in in_turn(methods, num_all, "queries")
         for stream in streams
     ]
@@ -135,10 +128,10 @@ class StreamEval(Evaluation):
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
-        x, y = "distance_lines", "answer_nll_nats"
-        if len({row[x] for row in rows}) == 1:
+        if len({row["distance_lines"] for row in rows}) == 1:
             return None
-        panels = panels_by("cache_size", rows, f"{title}, C = ", x, y)
+        names = ("distance_lines", "answer_nll_nats")
+        panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
         figure = draw(panels, x="lines back", y="loss of the right answer, nats")
         return figure, f"Loss of the right answer against distance: {title}", answers(rows)
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -52,31 +53,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class EncodedPiece:
-    """A piece as tokens [T] int64, and the index in the stream of its first."""
+    """A piece as tokens [T] int64, and where it and its answer lie in the stream."""
 
     piece: Piece
+    ids: Tensor
     start: int
-    opening: Tensor
-    answer: Tensor
-    newline: Tensor
+    answer_start: int
+    answer_end: int
 
     @property
-    def ids(self) -> Tensor:
-        return torch.cat([self.opening, self.answer, self.newline])
-
-    @property
-    def answer_start(self) -> int:
-        return self.start + len(self.opening)
-
-    @property
-    def answer_end(self) -> int:
-        return self.answer_start + len(self.answer)
+    def answer(self) -> Tensor:
+        return self.ids[self.answer_start - self.start : self.answer_end - self.start]
 
 
 def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
     """Lines with random numbers of five digits, the same at every distance; after each
-    `query_every` of them a query for the number registered `distance` lines before the latest,
-    once there is one.
+    `query_every` of them a query for that of `distance` lines before, once there is one.
     """
     draws = random.Random(seed)
     numbers: dict[int, int] = {}
@@ -91,17 +83,15 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
 def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
-    """Tokens of pieces that follow each other; the first begins with what the tokenizer puts before
-    a text.
-    """
+    """Pieces that follow each other, the first after what the tokenizer puts before a text."""
     encoded, start, before = [], 0, prefix_ids(tokenizer)
     for piece in stream:
         texts = [piece.opening, piece.answer, "\n"]
-        opening, *rest = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        parts, before = [[*before, *opening], *rest], []
-        tensors = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in parts]
-        encoded.append(EncodedPiece(piece, start, *tensors))
-        start += sum(map(len, parts))
+        opening, answer, newline = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([*before, *opening, *answer, *newline], device=device)
+        answer_end = start + len(ids) - len(newline)
+        encoded.append(EncodedPiece(piece, ids, start, answer_end - len(answer), answer_end))
+        start, before = start + len(ids), []
     return encoded
 
 
@@ -126,13 +116,11 @@ def score(
     check_losses(nll, method, most=math.inf)  # of whole answers
     lines = {one.piece.line: one for one in stream if not one.piece.is_query}
     asked = [(lines[one.piece.line], one) for one in stream if one.piece.is_query]
-    num_between = [query.answer_start - line.answer_end for line, query in asked]
-    num_seen = sum(sees(method, line, query.answer_start) for line, query in asked)
     return {
         **sizes_of(method),
         "distance_lines": asked[0][1].piece.distance,
-        "distance_tokens": sum(num_between) / len(asked),
-        "in_cache": num_seen / len(asked),
+        "distance_tokens": fmean(query.answer_start - line.answer_end for line, query in asked),
+        "in_cache": fmean(sees(method, line, query.answer_start) for line, query in asked),
         "num_queries": len(asked),
         "accuracy": right.double().mean().item(),
         "answer_nll_nats": nll.double().mean().item(),
@@ -153,9 +141,10 @@ def ask(
             method.feed(one.ids[None])
             continue
         # Step by step: what is fed at once attends to all of itself besides a full cache.
-        steps = [method.feed(x.view(1, 1)) for x in torch.cat([one.opening, one.answer[:-1]])]
-        method.feed(torch.cat([one.answer[-1:], one.newline])[None])
-        every = torch.cat(steps[len(one.opening) - 1 :])  # [answer tokens, V]
+        last = one.answer_end - one.start - 1
+        steps = [method.feed(ids.view(1, 1)) for ids in one.ids[:last]]
+        method.feed(one.ids[None, last:])
+        every = torch.cat(steps[-len(one.answer) :])  # [answer tokens, V]
         right.append((every.argmax(-1) == one.answer).all())
         nll.append(torch.nn.functional.cross_entropy(every, one.answer, reduction="sum"))
         on_queries(1)
@@ -164,14 +153,10 @@ def ask(
 
 def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
     """Whether a line is wholly among what the step of the `num_fed`-th token attends to: the sinks
-    and the latest, cache_size + 1 at most, less up to num_evicted - 1 that went with the others.
+    and the latest that have not been evicted.
     """
     dropped = method.sizes.num_dropped(num_fed - 1)
     if not dropped or method.tokens_left is not None:
         return True
     num_sinks = method.sizes.num_sinks
     return line.start >= num_sinks + dropped or line.answer_end <= num_sinks
-
-
-def num_queries(stream: Sequence[EncodedPiece]) -> int:
-    return sum(one.piece.is_query for one in stream)
