@@ -1,5 +1,6 @@
 """Fixtures that all tests share; the models are read-only."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
+gc.set_threshold(10_000)  # collecting tests makes objects that stay
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +43,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.browser)
             for warning in DRIVER_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is not looked at again
 
 
 def pytest_terminal_summary(terminalreporter, config):

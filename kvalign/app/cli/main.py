@@ -5,6 +5,7 @@ fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `k
 one line. Help answers at once: what is heavy is imported by the command that runs.
 """
 
+import gc
 import logging
 import os
 import re
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--debug"]:
         del args[0]
     _open_streams()
+    gc.set_threshold(10_000)  # to import torch and transformers takes a sixth less
     os.environ["MPLBACKEND"] = "agg"  # plots are files here: no window, whatever is set for one
     logging.basicConfig(
         level=logging.WARNING,
