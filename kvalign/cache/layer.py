@@ -71,9 +71,12 @@ class StreamingLayer(CacheLayerMixin, Part):
     def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
         """Take up what `state` gave of `width` entries."""
 
-    def without_position(self, step: Step, new: KV) -> KV:
-        """New entries as the realigner anchors them; sinks stay as they are."""
-        anchor, num_sinks, segment = self.cache.realigner.anchor, step.sizes.num_sinks, step.segment
+    def without_position(self, step: Step, new: KV, realigner: Realigner | None = None) -> KV:
+        """New entries as the realigner, the cache's or another, anchors them; sinks stay as they
+        are.
+        """
+        anchor = (realigner or self.cache.realigner).anchor
+        num_sinks, segment = step.sizes.num_sinks, step.segment
         if step.uneven is not None and step.num_new == 1:
             # One token a row: rows take the place of entries.
             births = (torch.tensor(x, device=self.device) for x in (step.births, step.positions))

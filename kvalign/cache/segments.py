@@ -44,6 +44,22 @@ TablesOf = Callable[[int], Tables | None]
 """Those of a layer; None where entries lie where they are read."""
 
 
+class Recalled(NamedTuple):
+    """What the queries of a block take back of what the window has lost.
+
+    Attributes:
+        scores: [B, H, G, T, R] float32, -inf of what is not there.
+        values: [B, H, T, R, D] float32, where each query finds them.
+    """
+
+    scores: Tensor
+    values: Tensor
+
+
+Recall = Callable[["Block", "Segment", Tensor, float], Recalled]
+"""Of a block's queries [B, H, G, T, D] and the scale."""
+
+
 class Segment:
     """Where the queries and entries of one forward pass lie; rows are of equal length.
 
@@ -94,17 +110,23 @@ class Segment:
         return self.rotation.shift(x, -self.behind)
 
     def attend(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        recall: Recall | None = None,
     ) -> Tensor:
-        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first: [B, T,
-        H, D].
+        """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first, and
+        over what is recalled: [B, T, H, D].
         """
         num_heads, turned, found = keys.shape[1], self.turned(query), []
         tables = self.tables(layer)
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
         for block in self.blocks:
             ours = turned[:, :, block.queries]
-            if tables is None and not (self.turns and self.num_sinks):
+            if tables is None and not (self.turns and self.num_sinks) and recall is None:
                 k, v = block.entries(keys), block.entries(values)
                 mask = block.mask(query.dtype)
                 found.append(
@@ -117,12 +139,17 @@ class Segment:
                 for x in (query[:, :, block.queries], ours)
             )
             k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
+            recalled = None
+            if recall is not None:
+                asking = query[:, :, block.queries].unflatten(1, (num_heads, -1))
+                recalled = recall(block, self, asking, scale)
             if tables is None:
-                out = block.weights(block.scores(placed, ours, k)) @ v
+                out = block.give(block.scores(placed, ours, k), v, recalled)
             else:
                 if id(block.now) not in scales:
                     scales = {id(block.now): block.scales(tables)}
-                out = block.read(placed, ours, k, v, tables, *scales[id(block.now)])
+                of_block = *scales[id(block.now)], recalled
+                out = block.read(placed, ours, k, v, tables, *of_block)
             found.append(out.flatten(1, 2).to(query.dtype))
         return torch.cat(found, 2).transpose(1, 2)
 
@@ -159,7 +186,8 @@ class Block:
         self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
         j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
         sinks = torch.arange(self.num_sinks, device=t.device)
-        in_window = (j <= t) & (j - dropped >= sizes.num_sinks)
+        lost = dropped + sizes.num_recalled * (dropped > 0)
+        in_window = (j <= t) & (j - lost >= sizes.num_sinks)
         self.visible = torch.cat([sinks <= t, in_window], 1)
         # What is not visible may lie anywhere.
         self.num_positions = sizes.last_position + 1
@@ -190,6 +218,7 @@ class Block:
         tables: Tables,
         key_scales: Tensor,
         value_scales: Tensor,
+        recalled: Recalled | None = None,
     ) -> Tensor:
         """Attention of queries [B, H, G, T, D], as they see the sinks and as they see the window,
         over entries [B, H, 1, S', D], each placed where each query finds it.
@@ -201,16 +230,29 @@ class Block:
         )
         of_position = placed @ key_means.mT  # [B, H, G, T, P]
         of_window = of_window * key_scales + of_position.gather(-1, now.expand_as(of_window))
-        of_sinks, of_window = self.weights(torch.cat([of_sinks, of_window], -1)).split(sizes, -1)
+        weights, given = self.weights(torch.cat([of_sinks, of_window], -1), recalled)
+        of_sinks, of_window = weights.split(sizes, -1)
         places = torch.zeros_like(of_position)
         places = places.scatter_add(-1, now.expand_as(of_window), of_window)
         weights = torch.cat([of_sinks, of_window * value_scales], -1)
-        return weights @ values + places @ value_means
+        return weights @ values + places @ value_means + given
 
     def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
         """[B, H, G, T, S'] of queries as of `read`, for entries that lie where they are."""
         sinks, window = keys[..., : self.num_sinks, :], keys[..., self.num_sinks :, :]
         return torch.cat([placed @ sinks.mT, turned @ window.mT], -1)
 
-    def weights(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~self.visible, -torch.inf).softmax(-1)
+    def give(self, scores: Tensor, values: Tensor, recalled: Recalled | None) -> Tensor:
+        """What attention gives [B, H, G, T, D] for scores as of `scores`."""
+        weights, given = self.weights(scores, recalled)
+        return weights @ values + given
+
+    def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
+        """Those of entries [B, H, G, T, S'], and what the recalled give [B, H, G, T, D]."""
+        scores = scores.masked_fill(~self.visible, -torch.inf)
+        if recalled is None:
+            return scores.softmax(-1), 0.0
+        sizes = [scores.shape[-1], recalled.scores.shape[-1]]
+        weights = torch.cat([scores, recalled.scores], -1).softmax(-1)
+        weights, of_recalled = weights.split(sizes, -1)
+        return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)

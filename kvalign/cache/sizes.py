@@ -38,6 +38,11 @@ class CacheSizes:
             comes included; None: a quarter of the window.
         positions: `compact`: an entry counts as lying where it is among those that are kept;
             `keep`: it stays at the position where it was computed.
+        memory: evicted entries that are kept aside, for each step to take back those that its
+            queries ask for; 0: none.
+        num_recalled: of the C entries that a step sees, those that it takes back: the window gives
+            them up; None: a quarter of C, in whole blocks.
+        recall_block: neighbours that are taken back together.
 
     Raises:
         UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
@@ -50,11 +55,14 @@ class CacheSizes:
     policy: str = OLDEST
     num_recent: int | None = None
     positions: Positions = "compact"
+    memory: int = 0
+    num_recalled: int | None = None
+    recall_block: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" or (field.name == "num_recent" and value is not None):
+            if field.type == "int" or (field.type == "int | None" and value is not None):
                 object.__setattr__(self, field.name, typed(field.name, value, int))
         if self.num_sinks < 0:
             raise UserError(f"num_sinks must be at least 0, got {self.num_sinks}")
@@ -71,6 +79,7 @@ class CacheSizes:
         if self.realign_every < 1:
             raise UserError(f"realign_every must be at least 1, got {self.realign_every}")
         self._check_policy()
+        self._check_memory()
 
     def _check_policy(self) -> None:
         if not isinstance(self.policy, str):
@@ -94,6 +103,44 @@ class CacheSizes:
                 "realign_every is for policy oldest with compact positions: others place all "
                 f"entries at each step, got {self.realign_every}"
             )
+
+    def _check_memory(self) -> None:
+        if self.memory < 0:
+            raise UserError(f"memory must be at least 0, got {self.memory}")
+        if not self.memory:
+            object.__setattr__(self, "num_recalled", 0)
+            return
+        if not self.is_oldest or self.num_evicted != 1:
+            raise UserError(
+                "memory takes what policy oldest evicts, one entry at a time: leave out policy, "
+                "positions and num_evicted"
+            )
+        block = self.recall_block
+        if not 1 <= block < self.window_size:
+            raise UserError(
+                f"recall_block must be between 1 and {self.window_size - 1} with cache_size "
+                f"{self.cache_size} and num_sinks {self.num_sinks}, got {block}"
+            )
+        if self.num_recalled is None:
+            quarter = min(self.cache_size // 4, self.window_size - 1)
+            object.__setattr__(self, "num_recalled", max(quarter // block, 1) * block)
+        assert self.num_recalled is not None
+        if self.num_recalled % block or not block <= self.num_recalled < self.window_size:
+            raise UserError(
+                f"num_recalled must be a multiple of recall_block ({block}) below the window "
+                f"({self.window_size} = cache_size {self.cache_size} less num_sinks "
+                f"{self.num_sinks}), got {self.num_recalled}"
+            )
+        if self.memory < self.num_recalled:
+            raise UserError(
+                f"memory must be at least num_recalled ({self.num_recalled}), got {self.memory}"
+            )
+
+    @property
+    def num_in_sight(self) -> int:
+        """Newest entries after the sinks that a step sees whatever it asks for."""
+        assert self.num_recalled is not None
+        return self.window_size - self.num_recalled
 
     @property
     def is_oldest(self) -> bool:

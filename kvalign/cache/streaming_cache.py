@@ -11,7 +11,6 @@ the sinks written in front again. The next position stays in range however long 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import final
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from kvalign.cache.window_layer import WindowLayer
 from kvalign.models.attention import install, own_mask
 
 
-@final
 class StreamingCache(FixedSizeCache):
     """Sinks and a window; arguments and errors as of `FixedSizeCache`."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Self, final
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from kvalign.cache.step import Step
 from kvalign.models.attention import mark
 
 
-@final
 class WindowLayer(StreamingLayer):
     """Sinks and a window in a sliding buffer.
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvalign.cache import segments
 from kvalign.cache.any_slot_cache import AnySlotCache
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
@@ -42,6 +43,8 @@ class Cached(Method):
             install(self.model.config)
 
     def _new_cache(self) -> FixedSizeCache:
+        if self.sizes.memory:
+            return MemoryCache(self.spec, self.sizes, self.places_by, self.model.config)
         if self.sizes.is_oldest:
             return StreamingCache(self.spec, self.sizes, self.places_by)
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
