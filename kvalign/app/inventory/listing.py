@@ -4,7 +4,7 @@ registry or from the config in its folder.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,9 @@ def models() -> list[Row]:
             "purpose": checkpoints.PURPOSES.get(name),
         }
 
-    here = [
-        ("fetched", name, path) for name in fetched.MODELS if (path := fetched.model_path(name))
-    ]
-    return list(_rows(checkpoints.MODELS, row, here))
+    places = {name: fetched.model_path(name) for name in fetched.MODELS}
+    here = {name: place for name, place in places.items() if place}
+    return list(_rows(row, checkpoints.MODELS, "fetched", here))
 
 
 def fetchable() -> list[Row]:
@@ -106,9 +105,8 @@ def aligners() -> list[Row]:
             "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }
 
-    folders = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
-    here = [("here", str(folder), folder) for folder in folders]
-    return list(_rows(checkpoints.ALIGNERS, row, here))
+    here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
+    return list(_rows(row, checkpoints.ALIGNERS, "here", here))
 
 
 def corpora() -> list[Row]:
@@ -164,23 +162,24 @@ def show(as_json: bool, **tables: list[Row]) -> None:
 
 
 def _rows(
-    shipped: tuple[str, ...],
     row: Callable[[str, Path], Row | None],
-    here: Sequence[tuple[str, str, Path]] = (),
+    shipped: tuple[str, ...],
+    where_else: str,
+    here: Mapping[str, Path],
 ) -> Iterator[Row]:
-    """The rows of shipped folders, those here and the hub's cache, less folders without one.
-
-    Args:
-        here: where, name and folder of each.
-    """
-    folders = [("shipped", name, checkpoints.FOLDER / name) for name in shipped]
-    folders += [*here, *(("cached", name, folder) for name, folder in cached("model"))]
-    for where, name, folder in folders:
-        try:
-            if facts := row(name, folder):
-                yield {"name": name, "where": where, **facts}
-        except Exception as error:  # a folder of the cache may hold anything
-            log.warning("%s, %s in %s, cannot be read: %s", name, where, folder, error)
+    """The rows of shipped folders, those here and the hub cache's, less folders without one."""
+    folders = {
+        "shipped": {name: checkpoints.FOLDER / name for name in shipped},
+        where_else: here,
+        "cached": dict(cached("model")),
+    }
+    for where, by_name in folders.items():
+        for name, folder in by_name.items():
+            try:
+                if facts := row(name, folder):
+                    yield {"name": name, "where": where, **facts}
+            except Exception as error:  # a folder of the cache may hold anything
+                log.warning("%s, %s in %s, cannot be read: %s", name, where, folder, error)
 
 
 def _config(folder: Path) -> dict[str, Any]:
