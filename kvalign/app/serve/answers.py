@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.errors import RequestError, failed
-from kvalign.app.serve.row import Row
+from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
-from kvalign.app.serve.turn import State, Turn
+from kvalign.app.serve.turn import Row, State, Turn
 from kvalign.app.serve.wire import Message
 
 
@@ -92,14 +91,12 @@ class Held:
         if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
-    def failed(self, error: RequestError) -> None:
+    def left(self, error: RequestError | None = None) -> None:
+        """It failed, or nobody waits any more."""
         if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
-            self.put(error)
-
-    def cancelled(self) -> None:
-        if self._end.acquire(blocking=False):
-            self.sessions.release(self.before)
+            if error is not None:
+                self.put(error)
 
     def _keep(self, row: Row, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
@@ -120,6 +117,6 @@ class Held:
             self.sessions.put(grown)
         except Exception as error:
             self.sessions.release(self.before)
-            self.put(failed(f"this answer is not kept: {error}", "not_kept"))
+            self.put(RequestError(f"this answer is not kept: {error}", 500, code="not_kept"))
         else:
             self.put(End.of(row))

@@ -68,7 +68,6 @@ class Guard:
                 raise RequestError(
                     "no API key, or a wrong one: send it as Authorization: Bearer KEY",
                     401,
-                    kind="authentication_error",
                     code="invalid_api_key",
                 )
 

@@ -15,10 +15,9 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
-from kvalign.app.serve.row import Row
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import Turn
+from kvalign.app.serve.turn import Row, Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
 from kvalign.app.sessions.stream_settings import sinks_of
 from kvalign.foundation.errors import UserError
@@ -197,7 +196,7 @@ class Service:
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             held = Held(self.sessions, *keep, session, ids, self._writer, put) if keep else None
             if held:
-                answers.on_cancel = held.cancelled
+                answers.on_cancel = held.left
             if anew is not None:
                 ids, num_cached = anew, 0
             rows = [
@@ -219,7 +218,7 @@ class Service:
                 ids[num_cached:],
                 rows,
                 ended=held.ended if held else lambda row, _: put(End.of(row)),
-                failed=held.failed if held else put,
+                failed=held.left if held else put,
                 keeps=held is not None,
             )
             answers.turns.append(turn)
