@@ -71,11 +71,7 @@ class Command:
         return getattr(self._module, "HAS_JSON", True)
 
     def settings_for(self, args: Sequence[str] = ()) -> type[Settings]:
-        """The class of its settings when it is called with these arguments.
-
-        Raises:
-            UserError: arguments that name none.
-        """
+        """The class of its settings when it is called with these arguments."""
         module = self._module
         if hasattr(module, "settings_for"):
             return module.settings_for(args)
@@ -106,11 +102,7 @@ class Command:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that words begin with, and the words after it.
-
-    Raises:
-        UserError: no such command; the message names the nearest.
-    """
+    """The command that words begin with, and the words after it; UserError names the nearest."""
     num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:

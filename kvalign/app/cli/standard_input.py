@@ -16,9 +16,6 @@ def piped_text() -> str:
     """What is piped into the command, to its end, less a line's last break; "" where nothing is.
 
     A pipe that is left open and empty, as some CI systems do, is given up after `WAIT_S` seconds.
-
-    Raises:
-        UserError: it is not UTF-8 text.
     """
     try:
         file = sys.stdin.fileno()

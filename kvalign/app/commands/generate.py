@@ -80,12 +80,7 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
-    """The prompt from one of the two flags; None if neither is given.
-
-    Raises:
-        NotFoundError: no such file.
-        UserError: both are given, or there is no text in it.
-    """
+    """The prompt from one of the two flags; None if neither is given."""
     if prompt is not None and prompt_file is not None:
         raise UserError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file == Path("-"):

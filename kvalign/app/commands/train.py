@@ -22,10 +22,7 @@ OF_NETWORKS = {"--target", "--data"}
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:
     """The settings of the kind that the arguments name, or else ask for, and `--aligner-kind`: the
     first that has all their flags, beginning with the default, or the network if its data or a
-    target is named.
-
-    Raises:
-        UserError: an unknown kind, or a flag that another kind has.
+    target is named. UserError says which kind has a flag that this one has not.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
     parser.add_argument("--aligner-kind")

@@ -63,11 +63,7 @@ class VerifySettings(MethodSettings):
             raise UserError(f"--cache makes the cache itself: leave out {', '.join(given)}")
 
     def make(self) -> Make:
-        """What makes the cache or the method.
-
-        Raises:
-            UserError: an unknown method, or nothing of that name to import.
-        """
+        """What makes the cache or the method."""
         if self.cache is not None:
             return _imported(self.cache)
         check_name(self.method)
@@ -132,9 +128,6 @@ def _text(number: float | None) -> str:
 def _imported(name: str) -> Any:
     """What `MODULE:NAME` stands for; modules are those that are installed and those of the folder
     where the command runs, as with `python -m`.
-
-    Raises:
-        UserError: there is none, or it cannot be called.
     """
     module, _, member = name.partition(":")
     if not module or not member:

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def models() -> list[Row]:
-    """The shipped models, those that were fetched, and those of the hub's cache that KV-Align can
+    """The shipped models, the fetched ones, and those of the hub's cache that KV-Align can
     stream.
     """
     from transformers import AutoConfig
@@ -123,11 +123,7 @@ def suites() -> dict[str, str]:
 
 
 def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each repository in the hub's cache, as its main branch was last seen.
-
-    Args:
-        repo_type: `model` or `dataset`.
-    """
+    """Each `model` or `dataset` in the hub's cache, with the folder of its main branch."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

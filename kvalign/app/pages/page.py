@@ -55,12 +55,7 @@ SHOW_STAGE = """
 
 
 def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None) -> gr.Blocks:
-    """The page, not yet served.
-
-    Args:
-        models: names, hub ids or folders to offer, the first one chosen.
-        device: as torch names it.
-        aligner: folder, shipped name or hub id of one to offer for the first model.
+    """The page, not yet served; the first model is chosen, and `aligner` is offered for it.
 
     Raises:
         UserError: the first model or its aligner cannot be used.

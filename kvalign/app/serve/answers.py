@@ -70,7 +70,6 @@ class Held:
     comes first.
 
     Attributes:
-        sessions: which it was taken of.
         before: as it was taken.
         said: the messages of the turn.
         session, ids: as its answer begins, with all its tokens.

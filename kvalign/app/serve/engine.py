@@ -47,12 +47,8 @@ def _shutting_down() -> RequestError:
 class Engine(threading.Thread):
     """The thread that owns the model.
 
-    Args:
-        max_streams: rows, those whose prompts are being fed included.
-        max_queue: turns that wait for a place.
-
-    Attributes:
-        num_rows: places that are taken.
+    `max_streams` are rows, those whose prompts are being fed included; `max_queue` are turns that
+    wait for a place.
     """
 
     def __init__(self, max_streams: int, max_queue: int, metrics: Metrics):

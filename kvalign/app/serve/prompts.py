@@ -107,10 +107,8 @@ class Prompts:
 
 
 def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that a session has not heard.
-
-    Raises:
-        RequestError: they are other ones than it has said.
+    """The messages that a session has not heard; RequestError if they are other ones than it has
+    said.
     """
     if session.is_new:
         return messages

@@ -73,13 +73,8 @@ def usage_of(answers: Answers, num_tokens: int) -> dict[str, Any]:
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
-    """What the engine tells, all that is there at a time, until the answers have ended.
-
-    A client that leaves, or a reader that stops, cancels them.
-
-    Raises:
-        RequestError: the engine's, that ends them.
-        ClientDisconnect: nobody listens.
+    """What the engine tells, all that is there at a time, until the answers have ended or one of
+    its errors ends them. A client that leaves, or a reader that stops, cancels them.
     """
 
     async def watch() -> None:

@@ -31,10 +31,8 @@ MAX_NEW_TOKENS = 2048
 
 
 class Service:
-    """One model, its sessions and its engine; `start` it, `stop` it.
-
-    Raises:
-        UserError: settings that do not fit the model, sessions of another.
+    """One model, its sessions and its engine; `start` it, `stop` it. UserError for settings that do
+    not fit the model, and sessions of another.
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
@@ -181,10 +179,9 @@ class Service:
         put: Put,
         keep: tuple[Session, Sequence[Message]] | None = None,
     ) -> Answers:
-        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
-
-        Args:
-            keep: a session that is kept with its answer, as it was taken, and its new messages.
+        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers;
+        `keep`
+        is a session that is kept with its answer, as it was taken, and its new messages.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):

@@ -88,11 +88,7 @@ def digest(before: str, messages: Sequence[Message]) -> list[str]:
 
 
 class Sessions:
-    """All sessions; each answers one turn at a time. Safe to use from several threads.
-
-    Raises:
-        UserError: the store has more than are to be kept.
-    """
+    """All sessions; each answers one turn at a time. Safe to use from several threads."""
 
     def __init__(self, store: Store, max_sessions: int):
         self.store, self.max_sessions = store, max_sessions
@@ -114,9 +110,6 @@ class Sessions:
     def take(self, name: str | None, messages: Sequence[Message] = ()) -> Session:
         """A session for one turn: that of a name, else the nameless one that has said the most of
         the beginning of these messages; else a new one. `put` or `release` it.
-
-        Raises:
-            RequestError: another turn has it.
         """
         said = digest("", messages)[-2::-1] if name is None else []
         with self._lock:

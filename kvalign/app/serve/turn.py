@@ -21,15 +21,12 @@ class Row:
     """One answer of a turn.
 
     Args:
-        sampling: how its tokens are chosen; `max_new_tokens` and `stop_strings` end it.
         index: its number among the answers of a request; it draws with seed + `draw`.
         ids: [T] int64, all that came before it.
         ends: tokens that end it.
         show: told of its text as it comes.
 
     Attributes:
-        token_ids: what was chosen.
-        text: what was shown.
         finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.
         since_s: when its last token came; at first, when it was asked for.
     """

@@ -69,16 +69,9 @@ class ConversationSettings(StreamSettings):
 class Conversation:
     """A stream that is fed the user's turns.
 
-    Args:
-        settings: what the stream is, and the file to keep it in.
-        loaded: the model and its tokenizer.
-
     Attributes:
         stream: that of the whole conversation.
         path: the file that is written after each answer; None: none is.
-
-    Raises:
-        UserError: sizes that do not fit, or settings that the conversation in the file contradicts.
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):

@@ -138,11 +138,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             raise UserError(f"{flag(name)} {rest}") from None
 
     def load(self) -> LoadedModel:
-        """The model and its tokenizer.
-
-        Raises:
-            UserError: an unknown method, said before anything is loaded, or no such model.
-        """
+        """The model and its tokenizer; an unknown method is refused before anything is loaded."""
         from kvalign.models.loading import load_model
 
         check_name(self.method)

@@ -21,8 +21,7 @@ class Cell:
 
     Attributes:
         name: unique in the suite; its document is NAME.json.
-        command: as `Settings.command_line` writes it, `kvalign` first; {out} stands for the folder
-            of the results, which may be moved.
+        command: `kvalign` first; {out} stands for the folder of the results, which may be moved.
         is_preparation: other cells need it; what it prints may be any JSON document.
     """
 
@@ -32,11 +31,7 @@ class Cell:
 
 
 def read_suite(name: str) -> str:
-    """The text of a shipped suite or of a file.
-
-    Raises:
-        UserError: no such suite.
-    """
+    """The text of a shipped suite or of a file."""
     shipped = suites()
     if name in shipped:
         return shipped[name]
@@ -47,18 +42,14 @@ def read_suite(name: str) -> str:
 
 
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
-    """The cells of a suite, preparations first, their commands checked.
+    """The cells of a suite, preparations first, their commands checked; UserError says what is
+    wrong.
 
     Args:
         text: as `kvalign.eval.report.suite_file` reads it.
-        name: of the suite, for messages.
         override: flags that replace those of the cells which know them; with another --model a cell
             loses the aligners that it names.
         variables: NAME=VALUE of the suite's variables that change.
-
-    Raises:
-        UserError: anything that is wrong in it, a flag to override that no cell has, or a variable
-            that the suite has not.
     """
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)

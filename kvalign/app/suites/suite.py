@@ -27,14 +27,11 @@ from kvalign.foundation.runs import keeping
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
-    """Run the cells that the folder lacks, preparations first and in order.
-
-    Returns:
-        for each cell `run`, or `kept` if it was finished before.
+    """Run the cells that the folder lacks, preparations first and in order; for each cell `run`, or
+    `kept` if it was finished before.
 
     Raises:
-        UserError: an unknown or wrong suite, a wrong command in it, or a folder with the results
-            of another suite; before any work.
+        UserError: of the suite, its commands or the folder; before any work.
         RunError: a cell failed; finished cells are kept.
     """
     text = read_suite(settings.suite)
@@ -75,11 +72,9 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell with what its command printed, in the order in which they end.
-
-    Raises:
-        RunError: a cell failed; the others are stopped.
-        UserError: no cluster at the address.
+    """Yield each cell with what its command printed, in the order in which they end; when one
+    fails,
+    the others are stopped.
     """
     with ray_session(settings.ray_address) as ray:
         task = ray.remote(
@@ -109,11 +104,7 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
-    """Whether the cell's document exists.
-
-    Raises:
-        UserError: it is damaged, or another command's.
-    """
+    """Whether the cell's document exists; UserError if it is damaged, or another command's."""
     path = _path(cell, out)
     if not path.exists():
         return False
@@ -123,11 +114,8 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 
 def run_cell(command: str, out: Path) -> str:
-    """Run a cell's command in a process of its own and return what it prints, a JSON document.
-
-    Raises:
-        UserError: it was refused; its own message is on stderr.
-        RunError: it failed, as said there.
+    """Run a cell's command in a process of its own and return what it prints, a JSON document;
+    UserError if it was refused, RunError if it failed, as its own message on stderr says.
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
