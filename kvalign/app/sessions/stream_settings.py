@@ -224,6 +224,24 @@ class StreamSettings(MethodSettings, ModelSettings):
         return taken
 
 
+@dataclass(frozen=True, kw_only=True)
+class TalkSettings(StreamSettings):
+    """Base of the settings of conversations: their first words may stay, their answers end."""
+
+    num_sinks: str = option(
+        "auto",
+        help="first entries that stay; auto: what comes before the user's first word where a "
+        "system prompt does, else the method's default",
+    )
+    stop_at_end: bool | None = option(
+        None, help="an answer ends at the model's end-of-text token (the default)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sinks_of(self.num_sinks)
+
+
 def sinks_of(num_sinks: str) -> int | None:
     """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
     if num_sinks == "auto":
