@@ -24,22 +24,14 @@ _UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for.
+    """One thing that was looked for."""
 
-    Attributes:
-        group: the heading it stands under.
-        state: `missing` where it could be had, `wrong` where it is here and cannot be used.
-        found: what was found, or what is wrong.
-        todo: what to do about it; empty where all is well.
-        required: whether KV-Align cannot work without it.
-    """
-
-    group: str = field(default="", kw_only=True)  # empty: that of its part
+    group: str = field(default="", kw_only=True)  # its heading; empty: its part's
     name: str
-    state: Literal["ok", "missing", "wrong"]
-    found: str
-    todo: str = ""
-    required: bool = False
+    state: Literal["ok", "missing", "wrong"]  # missing: it could be had; wrong: it cannot be used
+    found: str  # or what is wrong
+    todo: str = ""  # empty where all is well
+    required: bool = False  # whether KV-Align cannot work without it
 
     @property
     def message(self) -> str:

@@ -26,28 +26,19 @@ WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
 
 @dataclass(frozen=True)
 class View:
-    """One stream as it stands.
-
-    Attributes:
-        policy: which entries it evicts and what becomes of the others; empty: the oldest, compact.
-        chunks: those that are finished; while it writes, the last one of the text is not.
-        tokens_per_s: of its own steps after the first; 0: unknown yet.
-        perplexity: of its text, read again with nothing stale (`Reread`); None: unknown yet.
-        fill: entries that the next token finds.
-        num_evictions: times that `num_evicted` entries were dropped.
-    """
+    """One stream as it stands."""
 
     title: str
     about: str
-    policy: str
+    policy: str  # what it evicts and what becomes of the others; empty: the oldest, compact
     text: str
-    chunks: list[Chunk]
+    chunks: list[Chunk]  # finished ones: while it writes, the last one of the text is not
     num_tokens: int
-    tokens_per_s: float
-    perplexity: float | None
-    fill: int
+    tokens_per_s: float  # of its own steps after the first; 0: unknown yet
+    perplexity: float | None  # of its text, read again with nothing stale; None: unknown yet
+    fill: int  # entries that the next token finds
     cache_size: int
-    num_evictions: int
+    num_evictions: int  # times that `num_evicted` entries were dropped
     num_evicted: int
     is_done: bool
 

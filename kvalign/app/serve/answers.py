@@ -24,14 +24,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """An answer is whole, and kept if it is a session's.
-
-    Attributes:
-        finish: `stop` or `length`.
-    """
+    """An answer is whole, and kept if it is a session's."""
 
     index: int
-    finish: str
+    finish: str  # `stop` or `length`
     num_tokens: int
 
     @classmethod
@@ -68,22 +64,15 @@ class Answers:
 class Held:
     """The session of a turn: kept when its answer is whole, else left as it was before; whichever
     comes first.
-
-    Attributes:
-        before: as it was taken.
-        said: the messages of the turn.
-        session, ids: as its answer begins, with all its tokens.
-        writer: keeps sessions one after the other, beside the engine.
-        put: told of the end.
     """
 
     sessions: Sessions
-    before: Session
-    said: Sequence[Message]
-    session: Session
-    ids: Tensor
-    writer: Executor
-    put: Put
+    before: Session  # as it was taken
+    said: Sequence[Message]  # of the turn
+    session: Session  # as its answer begins
+    ids: Tensor  # all its tokens then
+    writer: Executor  # keeps sessions one after the other, beside the engine
+    put: Put  # told of the end
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: Row, state: State | None) -> None:

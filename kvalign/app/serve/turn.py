@@ -68,26 +68,18 @@ class Row:
 class Turn:
     """What one request asks of the engine: to take in tokens and to answer, once or several times.
 
-    Attributes:
-        method: one that has been fed nothing; it is the turn's own.
-        state: what it takes up first; None: it begins.
-        left: [T] int64, what is still to be fed, T >= 1 at first.
-        rows: the answers; rows of one turn are drawn from one prompt.
-        ended: told of an answer that is whole, and of the state of a method that has been fed all
-            but its last token; of None where `keeps` is False.
-        failed: told why the answers of this turn end.
-        keeps: whether the state after a whole answer is wanted.
-        is_cancelled: set by whoever waits no longer; its rows go before the next step.
+    `ended` is told of an answer that is whole, and of the state of a method that has been fed all
+    but its last token (None where `keeps` is False); `failed`, why the answers of this turn end.
     """
 
-    method: Method
-    state: State | None
-    left: Tensor
-    rows: Sequence[Row]
+    method: Method  # the turn's own, which has been fed nothing
+    state: State | None  # what it takes up first; None: it begins
+    left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
+    rows: Sequence[Row]  # the answers, drawn from one prompt
     ended: Callable[[Row, State | None], None]
     failed: Callable[[RequestError], None]
-    keeps: bool
-    is_cancelled: bool = False
+    keeps: bool  # whether the state after a whole answer is wanted
+    is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:

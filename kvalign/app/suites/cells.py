@@ -17,17 +17,11 @@ MAX_NAME = 100  # letters of a cell's name: it is a file's
 
 @dataclass(frozen=True)
 class Cell:
-    """One command of a suite.
+    """One command of a suite."""
 
-    Attributes:
-        name: unique in the suite; its document is NAME.json.
-        command: `kvalign` first; {out} stands for the folder of the results, which may be moved.
-        is_preparation: other cells need it; what it prints may be any JSON document.
-    """
-
-    name: str
-    command: str
-    is_preparation: bool = False
+    name: str  # unique in the suite; its document is NAME.json
+    command: str  # `kvalign` first; {out} stands for the folder of the results, which may be moved
+    is_preparation: bool = False  # others need it; what it prints may be any JSON document
 
 
 def read_suite(name: str) -> str:
