@@ -29,6 +29,9 @@ ABOUT = (
     "of entries. Methods differ in what they do with those that stay when others are evicted. All "
     "have the same prompt and seed: they begin alike, until the cache is full. Then read on.</p>"
 )
+# What the page sets, in the order of its controls.
+SIZES = ("policy", "positions", "methods", "model", "aligner", "cache_size", "num_evicted")
+ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 IDLE = '<p class="message">Choose methods and press Start.</p>'
 # A frame is as high as its page. It is replaced whenever it changes; a load does not bubble.
 FIT = """
@@ -83,14 +86,13 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         return begin(load(model), prompt, chosen, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
-        settings = dict(zip(asked, values, strict=True))
+        settings = dict(zip(ASKED, values, strict=True))
         this_run = newest[request.session_hash] = object()
         yield gr.skip(), *_buttons(is_running=True)
         try:
             streams = settle(**settings)
         except UserError as error:
-            line = controls.labelled(str(error))
-            yield render("message.html", line=line), *_buttons(is_running=False)
+            yield _message(str(error)), *_buttons(is_running=False)
             return
         seed = next((one.sampling.seed for one in streams if not isinstance(one, Refusal)), None)
         for views in side_by_side(streams, words):
@@ -117,13 +119,11 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     def lane(*values: Any) -> str:
         """The cache of the first method that can be shown."""
         try:
-            streams = settle(PROMPT, **dict(zip(names_of_sizes, values, strict=True)))
+            streams = settle(PROMPT, **dict(zip(SIZES, values, strict=True)))
         except UserError as error:
-            return render("message.html", line=controls.labelled(str(error)))
-        shown = [one for one in streams if not isinstance(one, Refusal)]
-        if not shown:
-            return render("message.html", line=controls.labelled(streams[0].line))
-        return lanes.frame(shown[0].method)
+            return _message(str(error))
+        shown = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
+        return next(shown, None) or _message(streams[0].line)
 
     def ends(
         methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
@@ -216,9 +216,6 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
         limiting = [methods, model, which, cache_size, num_evicted]
         sizes = [policy, positions, *limiting]
-        names_of_limiting = ("methods", "model", "aligner", "cache_size", "num_evicted")
-        names_of_sizes = ("policy", "positions", *names_of_limiting)
-        asked = ("prompt", *names_of_sizes, "max_new_tokens", *controls.SAMPLING, "seed")
         running = start.click(
             run,
             [prompt, *sizes, num_tokens, *drawing, seed],
@@ -245,6 +242,10 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         )
         limited.then(lane, sizes, frame, js=IN_RANGE, **quiet)
     return page
+
+
+def _message(line: str) -> str:
+    return render("message.html", line=controls.labelled(line))
 
 
 def _buttons(is_running: bool) -> list[dict]:
