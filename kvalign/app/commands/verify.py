@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,9 @@ class VerifySettings(MethodSettings):
         check_name(self.method)
         from kvalign.methods import make_method
 
-        return lambda model: make_method(
+        return partial(
+            make_method,
             self.method,
-            model,
             cache_size=self.cache_size,
             num_sinks=self.num_sinks,
             aligner=self.aligner,

@@ -75,21 +75,21 @@ def packages() -> Iterator[Check]:
     package = metadata.metadata("kvalign")
     yield Check("kvalign", "ok", package["Version"], required=True)
     python = Requirement(f"python{package['Requires-Python']}")
-    found: list[tuple[str, Requirement, str | None, str]] = [
-        ("", python, sys.version.split()[0], "install a supported Python")
-    ]
+    yield _version(python, sys.version.split()[0], "install a supported Python")
     for extra, needed in requirements():
-        found.append((extra, needed, installed(needed.name), how_to_install(needed.name)))
-    for extra, needed, version, todo in found:
-        check = Check(needed.name, "ok", version or "not installed", required=not extra)
+        check = _version(needed, installed(needed.name), how_to_install(needed.name))
         if extra:
-            check = replace(check, group=f"packages of kvalign[{extra}]")
-        if version is None:
-            check = replace(check, state="missing", todo=todo)
-        elif not needed.specifier.contains(version, prereleases=True):
-            about = f"{version}, supported is {needed.specifier}"
-            check = replace(check, state="wrong", found=about, todo=todo)
+            check = replace(check, group=f"packages of kvalign[{extra}]", required=False)
         yield check
+
+
+def _version(needed: Requirement, version: str | None, todo: str) -> Check:
+    if version is None:
+        return Check(needed.name, "missing", "not installed", todo, required=True)
+    if not needed.specifier.contains(version, prereleases=True):
+        about = f"{version}, supported is {needed.specifier}"
+        return Check(needed.name, "wrong", about, todo, required=True)
+    return Check(needed.name, "ok", version, required=True)
 
 
 def devices() -> Iterator[Check]:

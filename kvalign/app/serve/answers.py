@@ -39,19 +39,15 @@ Event = Piece | End | RequestError
 Put = Callable[[Event], None]
 
 
+@dataclass(eq=False)
 class Answers:
-    """What a request waits for.
+    """What a request waits for."""
 
-    Attributes:
-        num: answers, each of which ends by an `End`; a `RequestError` ends all.
-        num_prompt: tokens before the answers, those of the session included.
-        num_cached: those that were not fed anew.
-    """
-
-    def __init__(self, num: int):
-        self.turns: list[Turn] = []
-        self.num, self.num_prompt, self.num_cached = num, 0, 0
-        self.on_cancel: Callable[[], None] = lambda: None
+    num: int  # each ends by an `End`; a `RequestError` ends all
+    turns: list[Turn] = field(default_factory=list)
+    num_prompt: int = 0  # tokens before the answers, those of the session included
+    num_cached: int = 0  # those of them that were not fed anew
+    on_cancel: Callable[[], None] = field(default=lambda: None)
 
     def cancel(self) -> None:
         """Nobody waits any more; what has ended stays."""

@@ -14,11 +14,7 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 class RequestError(Exception):
     """Something about one request; the others go on.
 
-    Args:
-        message: what came, what was needed, what to do.
-        status: of HTTP.
-        param: the field that is meant.
-        code: a word for programs.
+    `param` is the field that is meant, `code` a word for programs.
     """
 
     def __init__(

@@ -21,14 +21,10 @@ Events = asyncio.Queue[Any]
 
 
 class TextForm:
-    """Answers of /v1/completions.
-
-    Attributes:
-        opening: what a choice says before its text, in a first chunk; empty: there is none.
-    """
+    """Answers of /v1/completions."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
-    opening: ClassVar[dict[str, Any]] = {}
+    opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
 
     def __init__(self, model: str):
         self.model, self.id = model, self.prefix + secrets.token_hex(12)

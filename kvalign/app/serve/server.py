@@ -98,7 +98,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)

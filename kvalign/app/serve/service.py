@@ -67,6 +67,9 @@ class Service:
             )
             store = InFolder(settings.sessions, self._method_for, *digests, self.sampling)
         self.sessions = Sessions(store, settings.max_sessions)
+        self.metrics.streams.set_function(lambda: self.engine.num_rows)
+        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+        self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
     def start(self) -> None:
@@ -76,12 +79,6 @@ class Service:
         """End all turns; sessions are as they were after their last whole ones."""
         self.engine.stop()
         self._writer.shutdown()
-
-    def metrics_text(self) -> bytes:
-        self.metrics.streams.set(self.engine.num_rows)
-        self.metrics.waiting.set(self.engine.num_waiting)
-        self.metrics.sessions.set(len(self.sessions))
-        return self.metrics.text()
 
     def chat(self, asked: Chat, put: Put) -> Answers:
         """Answer messages; those that go on with a session are fed alone."""
@@ -128,8 +125,8 @@ class Service:
 
     def _again(self, session: Session, put: Put) -> Answers:
         """The last answer of a session once more."""
-        answers = Answers(1)
-        answers.num_prompt = answers.num_cached = len(session.ids) - session.num_new
+        num_before = len(session.ids) - session.num_new
+        answers = Answers(1, num_prompt=num_before, num_cached=num_before)
         self.sessions.release(session)
         put(Piece(0, session.answer))
         put(End(0, session.finish, session.num_new))

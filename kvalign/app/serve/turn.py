@@ -18,13 +18,8 @@ State = dict[str, Tensor]
 
 
 class Row:
-    """One answer of a turn.
-
-    Args:
-        index: its number among the answers of a request; it draws with seed + `draw`.
-        ids: [T] int64, all that came before it.
-        ends: tokens that end it.
-        show: told of its text as it comes.
+    """One answer of a turn: `index` is its number among those of a request, `ids` [T] int64 are all
+    that came before it, `ends` end it, and it draws with seed + `draw`.
 
     Attributes:
         finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.

@@ -50,11 +50,8 @@ class ConversationSettings(TalkSettings):
 
 
 class Conversation:
-    """A stream that is fed the user's turns.
-
-    Attributes:
-        stream: that of the whole conversation.
-        path: the file that is written after each answer; None: none is.
+    """A stream that is fed the user's turns; `path` is written after each answer, if there is
+    one.
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
