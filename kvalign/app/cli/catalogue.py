@@ -1,15 +1,10 @@
 """The commands, by what they are for: a line each. Nothing heavy is imported to list them.
 
-A command is a module of `kvalign.app.commands` with
-
-- `run(settings: ITS_SETTINGS, as_json: bool)`, which imports what is heavy inside, prints text
-  unless `as_json`, and returns the document to print in its place; a command of several kinds has
-  `settings_for(args)`, the class of settings that the arguments ask for, and `all_settings()`, the
-  class of each kind by its name;
-- `HAS_JSON = False` where there is nothing to print as JSON.
-
-`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`,
-tables of what there is to choose from by `listings.py`.
+CONTRIBUTING.md says what a command's module has. One of several kinds has `settings_for(args)`,
+the class of settings that the arguments ask for, and `all_settings()`, the class of each kind by
+name; one that prints nothing as JSON has `HAS_JSON = False`. `eval NAME` is made of the
+evaluation of that name by `evaluation.py`, tables of what there is to choose from by
+`listings.py`.
 """
 
 import importlib

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 from kvalign.foundation.settings import Settings
 
@@ -28,7 +29,7 @@ class ListingCommand:
             name, (), bases=(Settings,), namespace=namespace, frozen=True, kw_only=True
         )
 
-    def run(self, settings: Settings, as_json: bool) -> None:
+    def run(self, settings: Settings, as_json: bool) -> dict[str, Any]:
         from kvalign.app.inventory import listing
 
-        listing.show(as_json, **{self.name: getattr(listing, self.name)()})
+        return listing.show(as_json, **{self.name: getattr(listing, self.name)()})

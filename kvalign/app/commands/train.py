@@ -9,6 +9,7 @@ from typing import Any
 from kvalign.aligners.kinds import KINDS
 from kvalign.aligners.network_sizes import KV
 from kvalign.app.cli.arguments import OneLineParser
+from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import Settings, fields_of, option
 from kvalign.training.kinds import trainer_of
@@ -74,7 +75,6 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
     """The other network, where one is trained at a time and that is left; then, to stream."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.cli.next_steps import of_model, say_generate, say_next
     from kvalign.foundation.files import read_checked
 
     out = settings.folder(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import operator
 import sys
 from collections import Counter
@@ -81,8 +82,6 @@ class VerifySettings(MethodSettings):
 
 
 def run(settings: VerifySettings, as_json: bool) -> None:
-    import json
-
     from kvalign.invariants import verify
     from kvalign.models.loading import load_model
 

@@ -136,11 +136,10 @@ def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
             yield repo.repo_id, repo.refs["main"].snapshot_path
 
 
-def show(as_json: bool, **tables: list[Row]) -> None:
-    """Print tables of rows, or one JSON document with them by name."""
+def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
+    """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
-        print(json.dumps(tables))
-        return
+        return tables
     from kvalign.eval.protocol.evaluation import Column, Table
     from kvalign.eval.report.terminal import print_tables
     from kvalign.foundation.console import Entry, print_table
@@ -155,6 +154,7 @@ def show(as_json: bool, **tables: list[Row]) -> None:
             facts = zip(titles, rows[0].values(), strict=True)
             columns = [Column(title, 0 if isinstance(x, int) else None) for title, x in facts]
             print_tables([Table("", columns, lines)])
+    return tables
 
 
 def _rows(

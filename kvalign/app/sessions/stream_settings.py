@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
+from kvalign import checkpoints
 from kvalign.cache.sizes import Positions, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -195,7 +196,6 @@ class StreamSettings(MethodSettings, ModelSettings):
         """The aligner to take: what is named, else None for what ships, else what was trained here;
         what was is said on stderr.
         """
-        from kvalign import checkpoints
         from kvalign.methods.choice import trained_here
 
         is_auto = self.method == AUTO
