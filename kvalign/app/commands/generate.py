@@ -13,7 +13,7 @@ from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
 from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
-from kvalign.foundation.errors import UserError
+from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     elif prompt_file is not None:
         from kvalign.foundation.files import read_text
 
+        if not prompt_file.exists():
+            raise NotFoundError(f"no file {prompt_file}, which --prompt-file names")
         prompt = (text_of_pipe if prompt_file.is_fifo() else read_text)(prompt_file)
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
