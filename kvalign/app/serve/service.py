@@ -19,7 +19,7 @@ from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Row, Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
-from kvalign.app.sessions.stream_settings import sinks_of
+from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.sessions.stream_settings import TalkSettings
+from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.app.sessions.stream_settings import TalkSettings, pieces_of, sinks_of
+from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.runs import held_back
 from kvalign.foundation.settings import flag, option
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 SYSTEM = "system"  # the note of a stream that holds --system
+
+
+@dataclass(frozen=True, kw_only=True)
+class TalkSettings(StreamSettings):
+    """Base of the settings of conversations: their first words may stay, their answers end."""
+
+    num_sinks: str = option(
+        "auto",
+        help="first entries that stay; auto: what comes before the user's first word where a "
+        "system prompt does, else the method's default",
+    )
+    stop_at_end: bool | None = option(
+        None, help="an answer ends at the model's end-of-text token (the default)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sinks_of(self.num_sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +157,15 @@ def turns(say: str | None = None) -> Iterator[str]:
             return
         if turn:
             yield turn
+
+
+def sinks_of(num_sinks: str) -> int | None:
+    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    if num_sinks == "auto":
+        return None
+    if not (num_sinks.isascii() and num_sinks.isdigit()):
+        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
+    return int(num_sinks)
 
 
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:

@@ -224,33 +224,6 @@ class StreamSettings(MethodSettings, ModelSettings):
         return taken
 
 
-@dataclass(frozen=True, kw_only=True)
-class TalkSettings(StreamSettings):
-    """Base of the settings of conversations: their first words may stay, their answers end."""
-
-    num_sinks: str = option(
-        "auto",
-        help="first entries that stay; auto: what comes before the user's first word where a "
-        "system prompt does, else the method's default",
-    )
-    stop_at_end: bool | None = option(
-        None, help="an answer ends at the model's end-of-text token (the default)"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sinks_of(self.num_sinks)
-
-
-def sinks_of(num_sinks: str) -> int | None:
-    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
-    if num_sinks == "auto":
-        return None
-    if not (num_sinks.isascii() and num_sinks.isdigit()):
-        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
-    return int(num_sinks)
-
-
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
     """The pieces of a stream, with a bar of a name over what is read before the first, which may
     be empty.
