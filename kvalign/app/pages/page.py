@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from kvalign.aligners import Aligner
-from kvalign.app.pages import controls, lanes, render
+from kvalign.app.pages import controls, lanes, render, source
 from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.judging.words import load_words
@@ -33,28 +33,6 @@ ABOUT = (
 SIZES = ("policy", "positions", "methods", "model", "aligner", "cache_size", "num_evicted")
 ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 IDLE = '<p class="message">Choose methods and press Start.</p>'
-# A frame is as high as its page. It is replaced whenever it changes; a load does not bubble.
-FIT = """
-element.addEventListener('load', ({ target: frame }) => {
-  const page = frame.contentDocument.documentElement;
-  new ResizeObserver(() => { frame.style.height = page.offsetHeight + 'px'; }).observe(page);
-}, true);
-"""
-# What is typed is put into range when the box is left; the lane follows earlier.
-IN_RANGE = """
-(...settings) => [...settings.slice(0, -2),
-  ...['#cache_size', '#num_evicted'].map((name, i) => {
-    const { min, max } = document.querySelector(`${name} input[type=range]`);
-    return Math.min(Math.max(settings.at(i - 2), min), max);
-  })]
-"""
-# On a phone it is below the settings.
-SHOW_STAGE = """
-(...settings) => {
-  if (innerWidth <= 800) document.querySelector('#stage').scrollIntoView();
-  return settings;
-}
-"""
 
 
 def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None) -> gr.Blocks:
@@ -211,7 +189,9 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 with gr.Tab("Side by side"):
                     stage = gr.HTML(IDLE, elem_id="stage", apply_default_css=False)
                 with gr.Tab("The cache"):
-                    frame = gr.HTML(elem_id="lane", apply_default_css=False, js_on_load=FIT)
+                    frame = gr.HTML(
+                        elem_id="lane", apply_default_css=False, js_on_load=source("fit.js")
+                    )
 
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
         limiting = [methods, model, which, cache_size, num_evicted]
@@ -220,7 +200,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
             run,
             [prompt, *sizes, num_tokens, *drawing, seed],
             [stage, start, stop],
-            js=SHOW_STAGE,
+            js=source("show_stage.js"),  # on a phone it is below the settings
             concurrency_limit=None,
             **quiet,
         )
@@ -229,18 +209,20 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         stop.click(end, cancels=running, **ended)
         page.unload(forget)
         model.change(follow, [model, methods], [which, methods], **quiet)
-        # The ends of the sliders first: what is beyond them is refused.
+        # The ends of the sliders first: what is beyond them is refused. What is typed is put into
+        # range when the box is left; the lane follows earlier.
+        in_range = source("in_range.js")
         changes = [page.load, *(setting.change for setting in sizes)]
         limited = gr.on(
             changes,
             ends,
             limiting,
             [cache_size, num_evicted],
-            js=IN_RANGE,
+            js=in_range,
             trigger_mode="always_last",
             **quiet,
         )
-        limited.then(lane, sizes, frame, js=IN_RANGE, **quiet)
+        limited.then(lane, sizes, frame, js=in_range, **quiet)
     return page
 
 
