@@ -43,9 +43,10 @@ def parse(
 def add_arguments(
     parser: argparse.ArgumentParser, *classes: type[Settings], has_json: bool = True
 ) -> dict[str, tuple[argparse.Action, dataclasses.Field, Any]]:
-    """Make a parser take the fields of settings, `--json` and `--debug`; by field, once: its
-    action,
-    itself, and its type without `| None`.
+    """Make a parser take the fields of settings, `--json` and `--debug`.
+
+    Returns:
+        by field, once: its action, itself, and its type without `| None`.
     """
     arguments = {}
     for cls in classes:

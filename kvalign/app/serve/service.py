@@ -176,9 +176,9 @@ class Service:
         put: Put,
         keep: tuple[Session, Sequence[Message]] | None = None,
     ) -> Answers:
-        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers;
-        `keep`
-        is a session that is kept with its answer, as it was taken, and its new messages.
+        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
+
+        `keep` is a session that is kept with its answer, as it was taken, and its new messages.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):

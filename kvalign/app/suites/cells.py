@@ -36,14 +36,10 @@ def read_suite(name: str) -> str:
 
 
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
-    """The cells of a suite, preparations first, their commands checked; UserError says what is
-    wrong.
+    """The cells of a suite, preparations first, their commands checked.
 
-    Args:
-        text: as `kvalign.eval.report.suite_file` reads it.
-        override: flags that replace those of the cells which know them; with another --model a cell
-            loses the aligners that it names.
-        variables: NAME=VALUE of the suite's variables that change.
+    `override` are flags that replace those of the cells which know them: with another --model a
+    cell loses the aligners that it names. `variables` are NAME=VALUE of the suite's that change.
     """
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)
@@ -60,14 +56,14 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
                 f"suite {name}: a cell's name has at most {MAX_NAME} letters, digits and -, got "
                 f"{step.name!r:.80}"
             )
-        where = f"suite {name}, cell {step.name}"
+        where, is_preparation = f"suite {name}, cell {step.name}", number < len(suite.prepare)
         try:
             words = suite.words(step, changed)
-            _check_kind(words, number < len(suite.prepare))
+            _check_kind(words, is_preparation)
             command, known_flags = _overridden(words, new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
-        cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
+        cells.append(Cell(step.name, command, is_preparation))
         known |= known_flags
     if useless := set(new) - known:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")

@@ -27,12 +27,13 @@ from kvalign.foundation.runs import keeping
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
-    """Run the cells that the folder lacks, preparations first and in order; for each cell `run`, or
-    `kept` if it was finished before.
+    """Run the cells that the folder lacks, preparations first and in order.
 
-    Raises:
-        UserError: of the suite, its commands or the folder; before any work.
-        RunError: a cell failed; finished cells are kept.
+    What is wrong with the suite, its commands or the folder is refused before any work; finished
+    cells are kept when one fails.
+
+    Returns:
+        for each cell `run`, or `kept` if it was finished before.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
@@ -62,9 +63,8 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            place = f"{number} of {len(cells)}"
             command = filled_in(cell.command, settings.out)
-            print(f"== {place}, {cell.name}: {command}", file=sys.stderr)
+            print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
     if parallel:
         for cell, output in _run_on_ray(parallel, settings):
@@ -72,10 +72,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell with what its command printed, in the order in which they end; when one
-    fails,
-    the others are stopped.
-    """
+    """Yield each cell with what its command printed, as they end; when one fails, others stop."""
     with ray_session(settings.ray_address) as ray:
         task = ray.remote(
             num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
