@@ -24,11 +24,6 @@ PROMPT = "The history of the island begins with a small harbour. The people who 
 # By tests/scripts/first_start.py.
 SEED = 3
 PROMPT_LEN = 10_000  # characters; a longer prompt could not be stopped for seconds
-ABOUT = (
-    "<h1>KV-Align</h1><p>A language model writes without end while its cache keeps a fixed number "
-    "of entries. Methods differ in what they do with those that stay when others are evicted. All "
-    "have the same prompt and seed: they begin alike, until the cache is full. Then read on.</p>"
-)
 # What the page sets, in the order of its controls.
 SIZES = ("policy", "positions", "methods", "model", "aligner", "cache_size", "num_evicted")
 ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
@@ -120,7 +115,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
-        gr.HTML(ABOUT, elem_id="about")
+        gr.HTML(render("about.html"), elem_id="about")
         with gr.Row(elem_id="desk"):
             with gr.Column(elem_id="settings", min_width=280):
                 prompt = gr.Textbox(

@@ -198,28 +198,28 @@ class StreamSettings(MethodSettings, ModelSettings):
         """
         from kvalign.methods.choice import trained_here
 
-        is_auto = self.method == AUTO
         if self.aligner is not None:
             return self.aligner
+        is_auto = self.method == AUTO
         if not is_auto and not METHODS.find(self.method).takes_aligner:
             return None
         trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
         shipped, taken = checkpoints.default_aligner(self.model), None
-        if trained is None:
-            if not is_auto or (other := trained_here(loaded.model, self.model)) is None:
-                return None
-            said = (
-                f"{other}, trained here, was not judged by streams and is not taken: --method "
-                "kvalign takes it"
-            )
-        elif shipped is None:
+        if trained is not None and shipped is None:
             taken = str(trained)
             said = f"{trained}, trained here, is taken: none ships for {self.model}"
-        else:
+        elif trained is not None:
             said = (
                 f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
                 f"{shipped}"
             )
+        elif is_auto and (other := trained_here(loaded.model, self.model)):
+            said = (
+                f"{other}, trained here, was not judged by streams and is not taken: --method "
+                "kvalign takes it"
+            )
+        else:
+            return None
         print(said, file=sys.stderr)
         return taken
 
