@@ -229,13 +229,13 @@ def test_disk_and_memory_have_numbers():
 
 
 def test_a_line_is_a_line_whatever_a_cache_holds(capsys):
-    show([Check("models", "a\x1b[31m\nb", "ok", "c\u202ed")])
+    show([Check("a\x1b[31m\nb", "ok", "c\u202ed", group="models")])
     assert capsys.readouterr().out.splitlines()[1].split() == ["ok", "a␛[31m", "b", "c[U+202E]d"]
 
 
 def test_a_terminal_that_is_narrow_wraps_what_is_found(monkeypatch, capsys):
     for name, value in {"COLUMNS": "40", "TTY_COMPATIBLE": "1", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
-    show([Check("models", "a", "missing", "word " * 20)])
+    show([Check("a", "missing", "word " * 20, group="models")])
     lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines[:-1])) <= 40 and sum(line.count("word") for line in lines) == 20

@@ -21,17 +21,10 @@ DEBUG = "show the whole traceback of an error"
 def parse(
     cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
 ) -> tuple[S, bool]:
-    """Parse the arguments of a command; wrong use prints one line and exits with code 2.
+    """The settings that the words after a command say, and whether `--json` was given.
 
-    Args:
-        cls: the settings to make; its docstring is the help.
-        argv: the words after the command.
-        prog: the command, for messages.
-        has_json: whether the command takes `--json`.
-        about: further text of the help.
-
-    Returns:
-        the settings, and whether `--json` was given.
+    Wrong use prints one line and exits with code 2. The docstring of the settings is the help, and
+    `about` its further text.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     parser = OneLineParser(

@@ -1,15 +1,10 @@
 """The commands, by what they are for: a line each. Nothing heavy is imported to list them.
 
-A command is a module of `kvalign.app.commands` with
-
-- `run(settings: ITS_SETTINGS, as_json: bool)`, which imports what is heavy inside, prints text
-  unless `as_json`, and returns the document to print in its place; a command of several kinds has
-  `settings_for(args)`, the class of settings that the arguments ask for, and `all_settings()`, the
-  class of each kind by its name;
-- `HAS_JSON = False` where there is nothing to print as JSON.
-
-`eval NAME` is made of the evaluation of that name (`kvalign.eval.evaluations`) by `evaluation.py`,
-tables of what there is to choose from by `listings.py`.
+CONTRIBUTING.md says what a command's module has. One of several kinds has `settings_for(args)`,
+the class of settings that the arguments ask for, and `all_settings()`, the class of each kind by
+name; one that prints nothing as JSON has `HAS_JSON = False`. `eval NAME` is made of the
+evaluation of that name by `evaluation.py`, tables of what there is to choose from by
+`listings.py`.
 """
 
 import importlib
@@ -71,11 +66,7 @@ class Command:
         return getattr(self._module, "HAS_JSON", True)
 
     def settings_for(self, args: Sequence[str] = ()) -> type[Settings]:
-        """The class of its settings when it is called with these arguments.
-
-        Raises:
-            UserError: arguments that name none.
-        """
+        """The class of its settings when it is called with these arguments."""
         module = self._module
         if hasattr(module, "settings_for"):
             return module.settings_for(args)
@@ -106,11 +97,7 @@ class Command:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that words begin with, and the words after it.
-
-    Raises:
-        UserError: no such command; the message names the nearest.
-    """
+    """The command that words begin with, and the words after it; UserError names the nearest."""
     num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:

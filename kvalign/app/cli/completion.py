@@ -29,10 +29,8 @@ Completer = Callable[..., Iterable[str]]
 
 
 def complete(**options: typing.Any) -> None:
-    """Answer the shell that asks and end the process.
-
-    Args:
-        options: as `argcomplete.autocomplete` takes them.
+    """Answer the shell that asks and end the process; `options` are
+    `argcomplete.autocomplete`'s.
     """
     argcomplete.autocomplete(parser(), always_complete_options=False, **options)
 

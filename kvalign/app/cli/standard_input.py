@@ -16,42 +16,36 @@ def piped_text() -> str:
     """What is piped into the command, to its end, less a line's last break; "" where nothing is.
 
     A pipe that is left open and empty, as some CI systems do, is given up after `WAIT_S` seconds.
-
-    Raises:
-        UserError: it is not UTF-8 text.
     """
     try:
         file = sys.stdin.fileno()
         mode = os.fstat(file).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or no file of the system's
         return ""
-    if stat.S_ISREG(mode):
-        return whole_text().removesuffix("\n")
     is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-    return whole_text().removesuffix("\n") if is_pipe and _has_come(file) else ""
+    has_text = stat.S_ISREG(mode) or (is_pipe and _has_come(file))
+    return whole_text().removesuffix("\n") if has_text else ""
 
 
 def whole_text() -> str:
     """Standard input to its end, however long that takes; UserError if it is not UTF-8 text."""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8") if sys.stdin else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 text: {error}") from None
+    return _decoded(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
 
 
 def text_of_pipe(path: Path) -> str:
     """A named pipe, as a shell's <(...) is, to its end; UserError if nothing comes, or no text."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not select.select([file], [], [], PIPE_S)[0]:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
+        if not select.select([pipe], [], [], PIPE_S)[0]:
             raise UserError(f"{path} is a pipe, and nothing comes from it within {PIPE_S:g} s")
-        os.set_blocking(file, True)
-        with open(file, "rb", closefd=False) as pipe:
-            return pipe.read().decode("utf-8")
+        os.set_blocking(pipe.fileno(), True)
+        return _decoded(pipe.read(), str(path))
+
+
+def _decoded(text: bytes, source: str) -> str:
+    try:
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    finally:
-        os.close(file)
+        raise UserError(f"{source} is not UTF-8 text: {error}") from None
 
 
 def _has_come(file: int) -> bool:

@@ -1,17 +1,16 @@
 """`kvalign chat`: one endless conversation in the terminal."""
 
+import sys
 from typing import Any
 
 from kvalign.app.sessions.conversation import ConversationSettings
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.escape import escape_controls
 
 
 def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
-    import sys
-
     from kvalign.app.sessions.chat_commands import is_command, obey
     from kvalign.app.sessions.conversation import SYSTEM, Conversation, turns
-    from kvalign.foundation.errors import UserError
-    from kvalign.foundation.escape import escape_controls
 
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)

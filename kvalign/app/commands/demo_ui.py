@@ -1,7 +1,11 @@
 """`kvalign demo-ui`: the live page on this machine."""
 
+import errno
+import os
+import socket
 from dataclasses import dataclass
 
+from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import Settings, option
 
@@ -32,11 +36,8 @@ HAS_JSON = False
 
 
 def run(settings: PageSettings, as_json: bool) -> None:
-    import os
-
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign import checkpoints
     from kvalign.app.pages.page import build
     from kvalign.app.pages.serve import serve
     from kvalign.models import fetched
@@ -49,9 +50,6 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
 def free_port(host: str, port: int) -> int:
     """The port if it can be listened at, for 0 any that can; UserError otherwise."""
-    import errno
-    import socket
-
     try:
         with socket.create_server((host, port)) as server:
             return server.getsockname()[1]

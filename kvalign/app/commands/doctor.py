@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -25,8 +26,6 @@ class DoctorSettings(Settings):
 
 
 def run(settings: DoctorSettings, as_json: bool) -> None:
-    import json
-
     from kvalign.app.inventory.checks import examine, is_fit
 
     checks = examine()

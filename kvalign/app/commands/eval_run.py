@@ -1,9 +1,11 @@
 """`kvalign eval run`: run a suite of evaluations, cell by cell, into a folder."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvalign.app.cli.next_steps import say_next
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 
@@ -38,9 +40,6 @@ class RunSettings(Settings):
 
 
 def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
-    import sys
-
-    from kvalign.app.cli.next_steps import say_next
     from kvalign.app.suites.suite import run_suite
     from kvalign.eval import write_report
 

@@ -1,6 +1,7 @@
 """`kvalign eval NAME`: one evaluation; its tables, or the document that it ends in."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvalign.app.cli.next_steps import say_written
@@ -10,11 +11,11 @@ from kvalign.eval.protocol.settings import ComparisonSettings
 _WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 
 
+@dataclass
 class EvaluationCommand:
     """An evaluation as the catalogue takes a command's module."""
 
-    def __init__(self, evaluation: Evaluation):
-        self.evaluation = evaluation
+    evaluation: Evaluation
 
     def settings_for(self, args: Sequence[str]) -> type[ComparisonSettings]:
         return self.evaluation.settings

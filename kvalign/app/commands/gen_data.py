@@ -1,14 +1,13 @@
 """`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
 
+import sys
 from typing import Any
 
+from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.data_gen.settings import RecordSettings
 
 
 def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
-    import sys
-
-    from kvalign.app.cli.next_steps import of_model, say_next
     from kvalign.data_gen.recording import record
     from kvalign.data_gen.store import MANIFEST
 

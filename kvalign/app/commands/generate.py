@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvalign import checkpoints
+from kvalign.app.cli.next_steps import of_model, say_next
+from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
 from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
@@ -36,10 +40,6 @@ class GenerateSettings(StreamSettings):
 
 
 def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
-    import sys
-
-    from kvalign.app.cli.standard_input import piped_text
-
     given = read_prompt(settings.prompt, settings.prompt_file)
     loaded = settings.load()
     if given is None:
@@ -80,20 +80,12 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
-    """The prompt from one of the two flags; None if neither is given.
-
-    Raises:
-        NotFoundError: no such file.
-        UserError: both are given, or there is no text in it.
-    """
+    """The prompt from one of the two flags; None if neither is given."""
     if prompt is not None and prompt_file is not None:
         raise UserError("give the text to continue with either --prompt or --prompt-file")
     if prompt_file == Path("-"):
-        from kvalign.app.cli.standard_input import whole_text
-
         prompt = whole_text()
     elif prompt_file is not None:
-        from kvalign.app.cli.standard_input import text_of_pipe
         from kvalign.foundation.files import read_text
 
         if not prompt_file.exists():
@@ -106,8 +98,6 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
     """To compare: the shipped aligner, and what was trained here."""
-    from kvalign import checkpoints
-    from kvalign.app.cli.next_steps import of_model, say_next
     from kvalign.methods.choice import trained_here
 
     trained = trained_here(loaded.model, settings.model)

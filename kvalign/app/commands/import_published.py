@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from kvalign.app.cli.next_steps import say_generate
 from kvalign.training.settings import ImportPublishedSettings
 
 
 def run(settings: ImportPublishedSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.app.cli.next_steps import say_generate
     from kvalign.training import import_published
 
     config = import_published(settings)

@@ -1,7 +1,8 @@
 """`kvalign methods`, `policies`, `aligners`, `corpora`: a table each of what there is."""
 
 from collections.abc import Sequence
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 from kvalign.foundation.settings import Settings
 
@@ -15,11 +16,11 @@ _ABOUT = {
 LISTINGS = tuple(_ABOUT)
 
 
+@dataclass
 class ListingCommand:
     """A table of one kind of things, as the catalogue takes a command's module."""
 
-    def __init__(self, name: str):
-        self.name = name
+    name: str
 
     def settings_for(self, args: Sequence[str]) -> type[Settings]:
         about = f"{_ABOUT[self.name]}\n\nExample:\n    kvalign {self.name}\n"
@@ -28,7 +29,7 @@ class ListingCommand:
             name, (), bases=(Settings,), namespace=namespace, frozen=True, kw_only=True
         )
 
-    def run(self, settings: Settings, as_json: bool) -> None:
+    def run(self, settings: Settings, as_json: bool) -> dict[str, Any]:
         from kvalign.app.inventory import listing
 
-        listing.show(as_json, **{self.name: getattr(listing, self.name)()})
+        return listing.show(as_json, **{self.name: getattr(listing, self.name)()})

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kvalign.app.cli.next_steps import say_next
 from kvalign.foundation.settings import Settings, option
 from kvalign.models import fetched
 
@@ -25,13 +26,11 @@ class ModelsSettings(Settings):
     )
 
 
-def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any] | None:
+def run(settings: ModelsSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.inventory.listing import architectures, fetchable, models, show
 
     if settings.fetch is None:
-        show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
-        return None
-    from kvalign.app.cli.next_steps import say_next
+        return show(as_json, models=models(), fetchable=fetchable(), architectures=architectures())
     from kvalign.app.inventory.fetch import fetch
 
     name, source = settings.fetch, fetched.MODELS[settings.fetch]

@@ -1,14 +1,13 @@
 """`kvalign pretrain`: train a small reference language model from scratch."""
 
+import json
 from typing import Any
 
+from kvalign.app.cli.next_steps import say_next, say_written
 from kvalign.training.settings import PretrainSettings
 
 
 def run(settings: PretrainSettings, as_json: bool) -> dict[str, Any]:
-    import json
-
-    from kvalign.app.cli.next_steps import say_next, say_written
     from kvalign.training import pretrain
 
     figures = pretrain(settings)

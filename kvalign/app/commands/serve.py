@@ -1,16 +1,16 @@
 """`kvalign serve`: many endless streams behind the interface of OpenAI's API."""
 
+import contextlib
+import dataclasses
+import os
+import sys
+
 from kvalign.app.serve.settings import ServeSettings
 
 HAS_JSON = False
 
 
 def run(settings: ServeSettings, as_json: bool) -> None:
-    import contextlib
-    import dataclasses
-    import os
-    import sys
-
     from kvalign.app.commands.demo_ui import free_port
     from kvalign.app.serve.server import serve
     from kvalign.foundation.files import locked

@@ -9,6 +9,7 @@ from typing import Any
 from kvalign.aligners.kinds import KINDS
 from kvalign.aligners.network_sizes import KV
 from kvalign.app.cli.arguments import OneLineParser
+from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import Settings, fields_of, option
 from kvalign.training.kinds import trainer_of
@@ -22,10 +23,7 @@ OF_NETWORKS = {"--target", "--data"}
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:
     """The settings of the kind that the arguments name, or else ask for, and `--aligner-kind`: the
     first that has all their flags, beginning with the default, or the network if its data or a
-    target is named.
-
-    Raises:
-        UserError: an unknown kind, or a flag that another kind has.
+    target is named. UserError says which kind has a flag that this one has not.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
     parser.add_argument("--aligner-kind")
@@ -77,7 +75,6 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
     """The other network, where one is trained at a time and that is left; then, to stream."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.cli.next_steps import of_model, say_generate, say_next
     from kvalign.foundation.files import read_checked
 
     out = settings.folder(kind)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from kvalign.app.cli.next_steps import say_generate, say_written
 from kvalign.training.settings import TuneSettings
 
 _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
@@ -11,7 +12,6 @@ _DIGITS = {"lr": "{:.3g}", "val_loss": "{:.6g}", "seconds": "{:.1f}"}
 def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
-    from kvalign.app.cli.next_steps import say_generate, say_written
     from kvalign.foundation.console import Heading, print_table
     from kvalign.foundation.files import read_checked
     from kvalign.training import tune_network

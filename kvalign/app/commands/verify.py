@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import operator
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +65,15 @@ class VerifySettings(MethodSettings):
             raise UserError(f"--cache makes the cache itself: leave out {', '.join(given)}")
 
     def make(self) -> Make:
-        """What makes the cache or the method.
-
-        Raises:
-            UserError: an unknown method, or nothing of that name to import.
-        """
+        """What makes the cache or the method."""
         if self.cache is not None:
             return _imported(self.cache)
         check_name(self.method)
         from kvalign.methods import make_method
 
-        return lambda model: make_method(
+        return partial(
+            make_method,
             self.method,
-            model,
             cache_size=self.cache_size,
             num_sinks=self.num_sinks,
             aligner=self.aligner,
@@ -84,8 +82,6 @@ class VerifySettings(MethodSettings):
 
 
 def run(settings: VerifySettings, as_json: bool) -> None:
-    import json
-
     from kvalign.invariants import verify
     from kvalign.models.loading import load_model
 
@@ -132,9 +128,6 @@ def _text(number: float | None) -> str:
 def _imported(name: str) -> Any:
     """What `MODULE:NAME` stands for; modules are those that are installed and those of the folder
     where the command runs, as with `python -m`.
-
-    Raises:
-        UserError: there is none, or it cannot be called.
     """
     module, _, member = name.partition(":")
     if not module or not member:

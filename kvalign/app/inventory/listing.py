@@ -4,7 +4,7 @@ registry or from the config in its folder.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def models() -> list[Row]:
-    """The shipped models, those that were fetched, and those of the hub's cache that KV-Align can
+    """The shipped models, the fetched ones, and those of the hub's cache that KV-Align can
     stream.
     """
     from transformers import AutoConfig
@@ -43,10 +43,9 @@ def models() -> list[Row]:
             "purpose": checkpoints.PURPOSES.get(name),
         }
 
-    here = [
-        ("fetched", name, path) for name in fetched.MODELS if (path := fetched.model_path(name))
-    ]
-    return list(_rows(checkpoints.MODELS, row, here))
+    places = {name: fetched.model_path(name) for name in fetched.MODELS}
+    here = {name: place for name, place in places.items() if place}
+    return list(_rows(row, checkpoints.MODELS, "fetched", here))
 
 
 def fetchable() -> list[Row]:
@@ -106,9 +105,8 @@ def aligners() -> list[Row]:
             "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }
 
-    folders = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
-    here = [("here", str(folder), folder) for folder in folders]
-    return list(_rows(checkpoints.ALIGNERS, row, here))
+    here = {str(path.parent): path.parent for path in sorted(ROOT.glob("*/*/config.json"))}
+    return list(_rows(row, checkpoints.ALIGNERS, "here", here))
 
 
 def corpora() -> list[Row]:
@@ -125,11 +123,7 @@ def suites() -> dict[str, str]:
 
 
 def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each repository in the hub's cache, as its main branch was last seen.
-
-    Args:
-        repo_type: `model` or `dataset`.
-    """
+    """Each `model` or `dataset` in the hub's cache, with the folder of its main branch."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -142,11 +136,10 @@ def cached(repo_type: str) -> Iterator[tuple[str, Path]]:
             yield repo.repo_id, repo.refs["main"].snapshot_path
 
 
-def show(as_json: bool, **tables: list[Row]) -> None:
-    """Print tables of rows, or one JSON document with them by name."""
+def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
+    """Print tables of rows unless `as_json`, and return them by name."""
     if as_json:
-        print(json.dumps(tables))
-        return
+        return tables
     from kvalign.eval.protocol.evaluation import Column, Table
     from kvalign.eval.report.terminal import print_tables
     from kvalign.foundation.console import Entry, print_table
@@ -161,26 +154,28 @@ def show(as_json: bool, **tables: list[Row]) -> None:
             facts = zip(titles, rows[0].values(), strict=True)
             columns = [Column(title, 0 if isinstance(x, int) else None) for title, x in facts]
             print_tables([Table("", columns, lines)])
+    return tables
 
 
 def _rows(
-    shipped: tuple[str, ...],
     row: Callable[[str, Path], Row | None],
-    here: Sequence[tuple[str, str, Path]] = (),
+    shipped: tuple[str, ...],
+    where_else: str,
+    here: Mapping[str, Path],
 ) -> Iterator[Row]:
-    """The rows of shipped folders, those here and the hub's cache, less folders without one.
-
-    Args:
-        here: where, name and folder of each.
-    """
-    folders = [("shipped", name, checkpoints.FOLDER / name) for name in shipped]
-    folders += [*here, *(("cached", name, folder) for name, folder in cached("model"))]
-    for where, name, folder in folders:
-        try:
-            if facts := row(name, folder):
-                yield {"name": name, "where": where, **facts}
-        except Exception as error:  # a folder of the cache may hold anything
-            log.warning("%s, %s in %s, cannot be read: %s", name, where, folder, error)
+    """The rows of shipped folders, those here and the hub cache's, less folders without one."""
+    folders = {
+        "shipped": {name: checkpoints.FOLDER / name for name in shipped},
+        where_else: here,
+        "cached": dict(cached("model")),
+    }
+    for where, by_name in folders.items():
+        for name, folder in by_name.items():
+            try:
+                if facts := row(name, folder):
+                    yield {"name": name, "where": where, **facts}
+            except Exception as error:  # a folder of the cache may hold anything
+                log.warning("%s, %s in %s, cannot be read: %s", name, where, folder, error)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -37,19 +37,10 @@ def page(
     """The page's source: a lane of slots, one for each entry that a step sees, and what a method
     does to it.
 
-    Args:
-        method: key of `METHODS`. Sizes that it sets itself are taken from it.
-        cache_size: entries stored between steps, at most `MAX_CACHE_SIZE`.
-        num_sinks: first entries, never evicted.
-        num_evicted: entries evicted at once.
-        controls: offer other methods, sizes and examples; play, step and restart are always there.
-        family: how the model encodes positions, one of `FAMILIES`.
-        evicts: `after` a step, which sees one entry more than the cache keeps, as KV-Align does;
-            or `before`, as other walk-throughs have it: room is made first, and a step sees
-            cache_size entries, the new token's with them.
-
-    Raises:
-        UserError: unknown method, or sizes that do not fit together or into the lane.
+    Sizes that the method sets itself are taken from it. `controls` offer other methods, sizes and
+    examples; play, step and restart are always there. An eviction comes `after` a step, which sees
+    one entry more than the cache keeps, as KV-Align does; or `before`, as other walk-throughs have
+    it: room is made first, and a step sees cache_size entries, the new token's with them.
     """
     sizes = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
     cls, of_token = METHODS.find(method), EVICTS.index(evicts)  # the new token's place is counted

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from kvalign.aligners import Aligner
-from kvalign.app.pages import controls, lanes, render
+from kvalign.app.pages import controls, lanes, render, source
 from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.judging.words import load_words
@@ -24,43 +24,14 @@ PROMPT = "The history of the island begins with a small harbour. The people who 
 # By tests/scripts/first_start.py.
 SEED = 3
 PROMPT_LEN = 10_000  # characters; a longer prompt could not be stopped for seconds
-ABOUT = (
-    "<h1>KV-Align</h1><p>A language model writes without end while its cache keeps a fixed number "
-    "of entries. Methods differ in what they do with those that stay when others are evicted. All "
-    "have the same prompt and seed: they begin alike, until the cache is full. Then read on.</p>"
-)
+# What the page sets, in the order of its controls.
+SIZES = ("policy", "positions", "methods", "model", "aligner", "cache_size", "num_evicted")
+ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 IDLE = '<p class="message">Choose methods and press Start.</p>'
-# A frame is as high as its page. It is replaced whenever it changes; a load does not bubble.
-FIT = """
-element.addEventListener('load', ({ target: frame }) => {
-  const page = frame.contentDocument.documentElement;
-  new ResizeObserver(() => { frame.style.height = page.offsetHeight + 'px'; }).observe(page);
-}, true);
-"""
-# What is typed is put into range when the box is left; the lane follows earlier.
-IN_RANGE = """
-(...settings) => [...settings.slice(0, -2),
-  ...['#cache_size', '#num_evicted'].map((name, i) => {
-    const { min, max } = document.querySelector(`${name} input[type=range]`);
-    return Math.min(Math.max(settings.at(i - 2), min), max);
-  })]
-"""
-# On a phone it is below the settings.
-SHOW_STAGE = """
-(...settings) => {
-  if (innerWidth <= 800) document.querySelector('#stage').scrollIntoView();
-  return settings;
-}
-"""
 
 
 def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None) -> gr.Blocks:
-    """The page, not yet served.
-
-    Args:
-        models: names, hub ids or folders to offer, the first one chosen.
-        device: as torch names it.
-        aligner: folder, shipped name or hub id of one to offer for the first model.
+    """The page, not yet served; the first model is chosen, and `aligner` is offered for it.
 
     Raises:
         UserError: the first model or its aligner cannot be used.
@@ -88,14 +59,13 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         return begin(load(model), prompt, chosen, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
-        settings = dict(zip(asked, values, strict=True))
+        settings = dict(zip(ASKED, values, strict=True))
         this_run = newest[request.session_hash] = object()
         yield gr.skip(), *_buttons(is_running=True)
         try:
             streams = settle(**settings)
         except UserError as error:
-            line = controls.labelled(str(error))
-            yield render("message.html", line=line), *_buttons(is_running=False)
+            yield _message(str(error)), *_buttons(is_running=False)
             return
         seed = next((one.sampling.seed for one in streams if not isinstance(one, Refusal)), None)
         for views in side_by_side(streams, words):
@@ -122,13 +92,11 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     def lane(*values: Any) -> str:
         """The cache of the first method that can be shown."""
         try:
-            streams = settle(PROMPT, **dict(zip(names_of_sizes, values, strict=True)))
+            streams = settle(PROMPT, **dict(zip(SIZES, values, strict=True)))
         except UserError as error:
-            return render("message.html", line=controls.labelled(str(error)))
-        shown = [one for one in streams if not isinstance(one, Refusal)]
-        if not shown:
-            return render("message.html", line=controls.labelled(streams[0].line))
-        return lanes.frame(shown[0].method)
+            return _message(str(error))
+        shown = (lanes.frame(one.method) for one in streams if not isinstance(one, Refusal))
+        return next(shown, None) or _message(streams[0].line)
 
     def ends(
         methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
@@ -147,7 +115,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         ]
 
     with gr.Blocks(title="KV-Align", analytics_enabled=False, fill_width=True) as page:
-        gr.HTML(ABOUT, elem_id="about")
+        gr.HTML(render("about.html"), elem_id="about")
         with gr.Row(elem_id="desk"):
             with gr.Column(elem_id="settings", min_width=280):
                 prompt = gr.Textbox(
@@ -216,19 +184,18 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                 with gr.Tab("Side by side"):
                     stage = gr.HTML(IDLE, elem_id="stage", apply_default_css=False)
                 with gr.Tab("The cache"):
-                    frame = gr.HTML(elem_id="lane", apply_default_css=False, js_on_load=FIT)
+                    frame = gr.HTML(
+                        elem_id="lane", apply_default_css=False, js_on_load=source("fit.js")
+                    )
 
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
         limiting = [methods, model, which, cache_size, num_evicted]
         sizes = [policy, positions, *limiting]
-        names_of_limiting = ("methods", "model", "aligner", "cache_size", "num_evicted")
-        names_of_sizes = ("policy", "positions", *names_of_limiting)
-        asked = ("prompt", *names_of_sizes, "max_new_tokens", *controls.SAMPLING, "seed")
         running = start.click(
             run,
             [prompt, *sizes, num_tokens, *drawing, seed],
             [stage, start, stop],
-            js=SHOW_STAGE,
+            js=source("show_stage.js"),  # on a phone it is below the settings
             concurrency_limit=None,
             **quiet,
         )
@@ -237,19 +204,25 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         stop.click(end, cancels=running, **ended)
         page.unload(forget)
         model.change(follow, [model, methods], [which, methods], **quiet)
-        # The ends of the sliders first: what is beyond them is refused.
+        # The ends of the sliders first: what is beyond them is refused. What is typed is put into
+        # range when the box is left; the lane follows earlier.
+        in_range = source("in_range.js")
         changes = [page.load, *(setting.change for setting in sizes)]
         limited = gr.on(
             changes,
             ends,
             limiting,
             [cache_size, num_evicted],
-            js=IN_RANGE,
+            js=in_range,
             trigger_mode="always_last",
             **quiet,
         )
-        limited.then(lane, sizes, frame, js=IN_RANGE, **quiet)
+        limited.then(lane, sizes, frame, js=in_range, **quiet)
     return page
+
+
+def _message(line: str) -> str:
+    return render("message.html", line=controls.labelled(line))
 
 
 def _buttons(is_running: bool) -> list[dict]:

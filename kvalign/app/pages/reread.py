@@ -16,16 +16,10 @@ from kvalign.streaming.scoring import score
 
 
 class Reread:
-    """Reads one stream as it grows.
+    """Reads one stream of a cache of C entries as it grows.
 
-    Args:
-        model: that of the stream.
-        cache_size: C, of the stream.
-        first: the token at which the first answer begins, as an index of the stream. What fits
-            into a cache of C entries is not read: up to there methods do not differ.
-
-    Attributes:
-        num_read: tokens that the perplexity is of.
+    `first` is the token at which the first answer begins, as an index of the stream. What fits into
+    the cache is not read: up to there methods do not differ.
     """
 
     def __init__(self, model: PreTrainedModel, cache_size: int, first: int):
@@ -35,9 +29,7 @@ class Reread:
         self._nll, self.num_read = 0.0, 0
 
     def read(self, ids: Sequence[int], is_done: bool = False) -> None:
-        """Read on in a stream's tokens where there is a quarter of a window more of them, or a
-        part of it once it is done.
-        """
+        """Read on by quarters of a window, and what is left once the stream is done."""
         num_new = len(ids) - self._next
         num_new -= 0 if is_done else num_new % self.step
         if num_new <= 0:

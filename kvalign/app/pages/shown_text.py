@@ -29,16 +29,10 @@ _HEADING = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a text that is shown alike.
+    """Some of a text that is shown alike."""
 
-    Attributes:
-        text: as a reader expects it.
-        kind: `readable` or `unreadable`; `tail` after the last chunk; empty between chunks.
-        is_heading: whether it is of a heading.
-    """
-
-    text: str
-    kind: str
+    text: str  # as a reader expects it
+    kind: str  # `readable` or `unreadable`; `tail` after the last chunk; empty between chunks
     is_heading: bool
 
 

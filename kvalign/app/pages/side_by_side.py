@@ -26,36 +26,19 @@ WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
 
 @dataclass(frozen=True)
 class View:
-    """One stream as it stands.
-
-    Attributes:
-        title: its method.
-        about: what that does.
-        policy: which entries it evicts and what becomes of the others; empty: the oldest, compact.
-        text: what it has written.
-        chunks: those that are finished; while it writes, the last one of the text is not.
-        num_tokens: tokens written.
-        tokens_per_s: of its own steps after the first; 0: unknown yet.
-        perplexity: of what it has written, read again with nothing stale (`Reread`); None: unknown
-            yet.
-        fill: entries that the next token finds.
-        cache_size: entries that fit.
-        num_evictions: times that `num_evicted` entries were dropped.
-        num_evicted: entries dropped at once.
-        is_done: it writes no more.
-    """
+    """One stream as it stands."""
 
     title: str
     about: str
-    policy: str
+    policy: str  # what it evicts and what becomes of the others; empty: the oldest, compact
     text: str
-    chunks: list[Chunk]
+    chunks: list[Chunk]  # finished ones: while it writes, the last one of the text is not
     num_tokens: int
-    tokens_per_s: float
-    perplexity: float | None
-    fill: int
+    tokens_per_s: float  # of its own steps after the first; 0: unknown yet
+    perplexity: float | None  # of its text, read again with nothing stale; None: unknown yet
+    fill: int  # entries that the next token finds
     cache_size: int
-    num_evictions: int
+    num_evictions: int  # times that `num_evicted` entries were dropped
     num_evicted: int
     is_done: bool
 
@@ -96,17 +79,9 @@ def begin(
 ) -> list[TextStream | Refusal]:
     """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
 
-    Args:
-        loaded: model and tokenizer.
-        prompt: what they continue.
-        methods: keys of `METHODS`, which take their own default number of sinks.
-        cache_size: as in `kvalign.make_method`.
-        num_evicted, aligner, policy, positions: the same, of methods that take them.
-        seed: of the draws of each; None: a random one, the same for all.
-        sampling: fields of `Sampling`.
-
-    Raises:
-        UserError: what is wrong for all of them.
+    Sizes are those of `kvalign.make_method`, for methods that take them; `seed` is of the draws of
+    each (None: a random one, the same for all), `sampling` has fields of `Sampling`. UserError says
+    what is wrong for all of them.
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
@@ -145,8 +120,7 @@ def side_by_side(
     too. Closing the iterator ends the work.
 
     Args:
-        streams: fed with the prompt, not yet iterated; what refused stays as it is, and what
-            refuses the prompt becomes a refusal.
+        streams: not yet iterated; what refuses the prompt becomes a refusal.
         words: what the rule of readability takes for a word.
         shown_every_s: seconds between two views of them, at least; more where showing takes long.
     """

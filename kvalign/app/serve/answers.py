@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.errors import RequestError, failed
-from kvalign.app.serve.row import Row
+from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
-from kvalign.app.serve.turn import State, Turn
+from kvalign.app.serve.turn import Row, State, Turn
 from kvalign.app.serve.wire import Message
 
 
@@ -25,14 +24,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """An answer is whole, and kept if it is a session's.
-
-    Attributes:
-        finish: `stop` or `length`.
-    """
+    """An answer is whole, and kept if it is a session's."""
 
     index: int
-    finish: str
+    finish: str  # `stop` or `length`
     num_tokens: int
 
     @classmethod
@@ -44,19 +39,15 @@ Event = Piece | End | RequestError
 Put = Callable[[Event], None]
 
 
+@dataclass(eq=False)
 class Answers:
-    """What a request waits for.
+    """What a request waits for."""
 
-    Attributes:
-        num: answers, each of which ends by an `End`; a `RequestError` ends all.
-        num_prompt: tokens before the answers, those of the session included.
-        num_cached: those that were not fed anew.
-    """
-
-    def __init__(self, num: int):
-        self.turns: list[Turn] = []
-        self.num, self.num_prompt, self.num_cached = num, 0, 0
-        self.on_cancel: Callable[[], None] = lambda: None
+    num: int  # each ends by an `End`; a `RequestError` ends all
+    turns: list[Turn] = field(default_factory=list)
+    num_prompt: int = 0  # tokens before the answers, those of the session included
+    num_cached: int = 0  # those of them that were not fed anew
+    on_cancel: Callable[[], None] = field(default=lambda: None)
 
     def cancel(self) -> None:
         """Nobody waits any more; what has ended stays."""
@@ -69,37 +60,27 @@ class Answers:
 class Held:
     """The session of a turn: kept when its answer is whole, else left as it was before; whichever
     comes first.
-
-    Attributes:
-        sessions: which it was taken of.
-        before: as it was taken.
-        said: the messages of the turn.
-        session, ids: as its answer begins, with all its tokens.
-        writer: keeps sessions one after the other, beside the engine.
-        put: told of the end.
     """
 
     sessions: Sessions
-    before: Session
-    said: Sequence[Message]
-    session: Session
-    ids: Tensor
-    writer: Executor
-    put: Put
+    before: Session  # as it was taken
+    said: Sequence[Message]  # of the turn
+    session: Session  # as its answer begins
+    ids: Tensor  # all its tokens then
+    writer: Executor  # keeps sessions one after the other, beside the engine
+    put: Put  # told of the end
     _end: threading.Lock = field(default_factory=threading.Lock)  # taken by what comes first
 
     def ended(self, row: Row, state: State | None) -> None:
         if self._end.acquire(blocking=False):
             self.writer.submit(self._keep, row, state)
 
-    def failed(self, error: RequestError) -> None:
+    def left(self, error: RequestError | None = None) -> None:
+        """It failed, or nobody waits any more."""
         if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
-            self.put(error)
-
-    def cancelled(self) -> None:
-        if self._end.acquire(blocking=False):
-            self.sessions.release(self.before)
+            if error is not None:
+                self.put(error)
 
     def _keep(self, row: Row, state: State | None) -> None:
         answer = Message(role="assistant", content=row.text)
@@ -120,6 +101,6 @@ class Held:
             self.sessions.put(grown)
         except Exception as error:
             self.sessions.release(self.before)
-            self.put(failed(f"this answer is not kept: {error}", "not_kept"))
+            self.put(RequestError(f"this answer is not kept: {error}", 500, code="not_kept"))
         else:
             self.put(End.of(row))

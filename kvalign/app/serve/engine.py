@@ -9,43 +9,46 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.errors import RequestError, failed, too_busy
+from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.row import Row
-from kvalign.app.serve.turn import Turn, free, states_of
+from kvalign.app.serve.turn import Row, Turn, free, states_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.streaming.health import most_likely
 
 log = logging.getLogger(__name__)
 PART = 512
-NOT_FINITE = failed("the model's figures for this text are no numbers", "not_finite")
-OUR_FAULT = failed("a fault of the server's ended this answer")
+NOT_FINITE = RequestError(
+    "the model's figures for this text are no numbers", 500, code="not_finite"
+)
+OUR_FAULT = RequestError("a fault of the server's ended this answer", 500, code="stream_failed")
+Pairs = list[tuple[Turn, Row]]
 
 
+@dataclass
 class _Group:
     """Rows that are stepped together: a batch of a method, and whose rows they are."""
 
-    def __init__(self, batch: Method):
-        self.batch = batch
-        self.rows: list[tuple[Turn, Row]] = []
+    batch: Method
+    rows: Pairs = field(default_factory=list)
+
+
+def _shutting_down() -> RequestError:
+    return RequestError("the server is shutting down", 503, code="shutting_down")
 
 
 class Engine(threading.Thread):
     """The thread that owns the model.
 
-    Args:
-        max_streams: rows, those whose prompts are being fed included.
-        max_queue: turns that wait for a place.
-
-    Attributes:
-        num_rows: places that are taken.
+    `max_streams` are rows, those whose prompts are being fed included; `max_queue` are turns that
+    wait for a place.
     """
 
     def __init__(self, max_streams: int, max_queue: int, metrics: Metrics):
@@ -61,10 +64,14 @@ class Engine(threading.Thread):
         """Let turns wait for their places; RequestError (429) if too many do."""
         with self._wakes:
             if self._is_stopping or not self.is_alive():
-                raise failed("the server is shutting down", "shutting_down", 503)
+                raise _shutting_down()
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
-                raise too_busy(f"{num} requests are waiting, at most {self.max_queue} may")
+                raise RequestError(
+                    f"{num} requests are waiting, at most {self.max_queue} may",
+                    429,
+                    code="rate_limit_exceeded",
+                )
             self._waiting.extend(turns)
             self._wakes.notify()
 
@@ -101,15 +108,14 @@ class Engine(threading.Thread):
                     if group.rows:
                         self._step(group)
                 except Exception as error:
-                    self._fail([turn for turn, _ in group.rows], error)
-                    group.rows = []
+                    self._fail_all(group, error)
                 self._drop_empty(num_sinks)
             self._step_s = time.perf_counter() - begun_s
             self._count()
         turns = [*self._waiting, *self._feeding]
         turns += [turn for group in self._groups.values() for turn, _ in group.rows]
         for turn in dict.fromkeys(turns):
-            turn.failed(failed("the server is shutting down", "shutting_down", 503))
+            turn.failed(_shutting_down())
 
     def _admit(self) -> None:
         while self._waiting and len(self._waiting[0].rows) <= self.num_free:
@@ -136,7 +142,7 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Parts of prompts; those that are whole choose their first tokens and join."""
-        begun = dict[int, list[tuple[Turn, Method, list[Row]]]]()
+        begun = defaultdict[int, Pairs](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
@@ -160,21 +166,19 @@ class Engine(threading.Thread):
                 going = []
             if not going:
                 free(turn.method)
-            else:
-                if len(turn.rows) > 1:
-                    turn.method.select([0] * len(going))
-                rows = [row for _, row in going]
-                begun.setdefault(turn.method.sizes.num_sinks, []).append((turn, turn.method, rows))
-        for num_sinks, news in begun.items():
-            group = self._groups.setdefault(num_sinks, _Group(news[0][1].new()))
+                continue
+            if len(turn.rows) > 1:
+                turn.method.select([0] * len(going))
+            begun[turn.method.sizes.num_sinks] += going
+        for num_sinks, pairs in begun.items():
+            methods = [turn.method for turn in dict.fromkeys(turn for turn, _ in pairs)]
+            group = self._groups.setdefault(num_sinks, _Group(methods[0].new()))
+            group.rows += pairs
             try:
-                group.batch.join([method for _, method, _ in news])
+                group.batch.join(methods)
             except Exception as error:
-                self._fail([turn for turn, _ in group.rows] + [turn for turn, _, _ in news], error)
-                group.rows = []
-            else:
-                group.rows += [(turn, row) for turn, _, rows in news for row in rows]
-            for _, method, _ in news:
+                self._fail_all(group, error)
+            for method in methods:
                 free(method)
 
     def _step(self, group: _Group) -> None:
@@ -185,7 +189,7 @@ class Engine(threading.Thread):
         self._ended(group.rows, group.batch)
         self._keep(group, [not row.finish for _, row in group.rows])
 
-    def _choose(self, pairs: list[tuple[Turn, Row]], logits: Tensor, batch: Method) -> None:
+    def _choose(self, pairs: Pairs, logits: Tensor, batch: Method) -> None:
         """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
         best, is_one = (x.tolist() for x in most_likely(logits))
         now = time.perf_counter()
@@ -207,7 +211,7 @@ class Engine(threading.Thread):
             (self.metrics.first if is_first else self.metrics.between).observe(now - row.since_s)
             row.since_s = now
 
-    def _ended(self, pairs: list[tuple[Turn, Row]], batch: Method) -> list[tuple[Turn, Row]]:
+    def _ended(self, pairs: Pairs, batch: Method) -> Pairs:
         """Tell the turns of rows that have ended; return the others."""
         kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
         states = dict(zip(kept, states_of(batch, kept), strict=True))
@@ -229,7 +233,11 @@ class Engine(threading.Thread):
                 group.batch.select(rows)
             group.rows = [group.rows[i] for i in rows]
 
-    def _fail(self, turns: list[Turn], error: Exception) -> None:
+    def _fail_all(self, group: _Group, error: Exception) -> None:
+        self._fail((turn for turn, _ in group.rows), error)
+        group.rows = []
+
+    def _fail(self, turns: Iterable[Turn], error: Exception) -> None:
         """End turns by an error of their step."""
         if isinstance(error, UserError):
             answer = RequestError(str(error))

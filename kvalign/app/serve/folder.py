@@ -28,13 +28,9 @@ _SUFFIX = ".safetensors"
 
 @dataclass
 class InFolder(Store):
-    """A store of files; in memory are the sessions' tokens, not their caches.
-
-    Attributes:
-        folder: that no other server writes to.
-        method_for: a method that has been fed nothing, of so many sinks.
-        tokenizer_digest, aligner_digest: of `stream_file`.
-        sampling: what a file says of it.
+    """A store of files in a folder that no other server writes to; in memory are the sessions'
+    tokens, not their caches. `method_for` makes a method of so many sinks that has been fed
+    nothing.
     """
 
     folder: Path
@@ -44,11 +40,7 @@ class InFolder(Store):
     sampling: Sampling
 
     def load(self) -> list[Session]:
-        """All sessions of the folder.
-
-        Raises:
-            UserError: a file that is none, or of another model, method or size.
-        """
+        """All sessions of the folder; UserError for a file of another model, method or size."""
         paths = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
         return [replace(self._read(path), state=None) for path in paths if path.name[0] != "."]
 

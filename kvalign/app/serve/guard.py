@@ -68,7 +68,6 @@ class Guard:
                 raise RequestError(
                     "no API key, or a wrong one: send it as Authorization: Bearer KEY",
                     401,
-                    kind="authentication_error",
                     code="invalid_api_key",
                 )
 
@@ -85,12 +84,7 @@ class Guard:
 
 
 async def body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
-    """The body of a request.
-
-    Raises:
-        RequestError: it is no JSON by its type, too large, or does not come in time.
-        ClientDisconnect: the client has left.
-    """
+    """The body of a request; RequestError where it is no JSON by its type, too large, or late."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(

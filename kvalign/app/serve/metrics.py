@@ -1,5 +1,7 @@
 """What Prometheus is told."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -9,27 +11,25 @@ class Metrics:
     """The figures of one server."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "kvalign_requests", "requests by path and status", ("path", "status"), registry=registry
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.requests = counter(
+            "kvalign_requests", "requests by path and status", ("path", "status")
         )
-        self.generated = Counter("kvalign_generated_tokens", "tokens chosen", registry=registry)
-        self.fed = Counter("kvalign_prompt_tokens", "tokens of prompts fed", registry=registry)
-        self.first = Histogram(
+        self.generated = counter("kvalign_generated_tokens", "tokens chosen")
+        self.fed = counter("kvalign_prompt_tokens", "tokens of prompts fed")
+        self.first = seconds(
             "kvalign_time_to_first_token_seconds",
             "from a request's place in the queue to its first token",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.between = Histogram(
-            "kvalign_time_between_tokens_seconds",
-            "between two tokens of an answer",
-            buckets=_SECONDS,
-            registry=registry,
+        self.between = seconds(
+            "kvalign_time_between_tokens_seconds", "between two tokens of an answer"
         )
-        self.streams = Gauge("kvalign_streams", "answers being written", registry=registry)
-        self.waiting = Gauge("kvalign_waiting", "requests that wait", registry=registry)
-        self.sessions = Gauge("kvalign_sessions", "sessions that are kept", registry=registry)
+        self.streams = gauge("kvalign_streams", "answers being written")
+        self.waiting = gauge("kvalign_waiting", "requests that wait")
+        self.sessions = gauge("kvalign_sessions", "sessions that are kept")
 
     def text(self) -> bytes:
         """All of them, in Prometheus' text form."""

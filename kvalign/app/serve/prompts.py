@@ -18,20 +18,13 @@ from kvalign.streaming.turns import messages_text, opening_len, turn_ids
 
 @dataclass
 class Prompts:
-    """What is fed of a request.
-
-    Attributes:
-        method: as new sessions have it, but for their sinks.
-        keeps_opening: whether a session's system prompt stays as sinks.
-        keeps_turns: whether whole turns are evicted.
-        most_tokens: that one request may bring.
-    """
+    """What is fed of a request."""
 
     tokenizer: PreTrainedTokenizerBase
-    method: Method
-    keeps_opening: bool
-    keeps_turns: bool
-    most_tokens: int
+    method: Method  # as new sessions have it, but for their sinks
+    keeps_opening: bool  # whether a session's system prompt stays as sinks
+    keeps_turns: bool  # whether whole turns are evicted
+    most_tokens: int  # that one request may bring
 
     def begun(self, session: Session, messages: Sequence[Message]) -> Session:
         """A new session of messages, with as many sinks as its system prompt has tokens."""
@@ -107,10 +100,8 @@ class Prompts:
 
 
 def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that a session has not heard.
-
-    Raises:
-        RequestError: they are other ones than it has said.
+    """The messages that a session has not heard; RequestError if they are other ones than it has
+    said.
     """
     if session.is_new:
         return messages

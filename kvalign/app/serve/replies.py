@@ -21,14 +21,10 @@ Events = asyncio.Queue[Any]
 
 
 class TextForm:
-    """Answers of /v1/completions.
-
-    Attributes:
-        opening: what a choice says before its text, in a first chunk; empty: there is none.
-    """
+    """Answers of /v1/completions."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
-    opening: ClassVar[dict[str, Any]] = {}
+    opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
 
     def __init__(self, model: str):
         self.model, self.id = model, self.prefix + secrets.token_hex(12)
@@ -73,13 +69,8 @@ def usage_of(answers: Answers, num_tokens: int) -> dict[str, Any]:
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
-    """What the engine tells, all that is there at a time, until the answers have ended.
-
-    A client that leaves, or a reader that stops, cancels them.
-
-    Raises:
-        RequestError: the engine's, that ends them.
-        ClientDisconnect: nobody listens.
+    """What the engine tells, all that is there at a time, until the answers have ended or one of
+    its errors ends them. A client that leaves, or a reader that stops, cancels them.
     """
 
     async def watch() -> None:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvalign.app.serve.answers import Answers, Event
-from kvalign.app.serve.errors import RequestError, failed
+from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.guard import Guard, body_of
 from kvalign.app.serve.replies import ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.service import Service
@@ -98,7 +98,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
@@ -165,4 +165,4 @@ async def _answer_to(request: Request, error: Exception) -> Response:
             response = RequestError(message, error.status_code).response()
             response.headers.update(error.headers or {})
             return response
-    return failed("a fault of the server's", "internal_error").response()
+    return RequestError("a fault of the server's", 500, code="internal_error").response()

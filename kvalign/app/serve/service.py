@@ -15,12 +15,11 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
-from kvalign.app.serve.row import Row
 from kvalign.app.serve.sessions import Session, Sessions, Store
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.turn import Turn
+from kvalign.app.serve.turn import Row, Turn
 from kvalign.app.serve.wire import Chat, Completion, Message
-from kvalign.app.sessions.stream_settings import sinks_of
+from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
@@ -32,10 +31,8 @@ MAX_NEW_TOKENS = 2048
 
 
 class Service:
-    """One model, its sessions and its engine; `start` it, `stop` it.
-
-    Raises:
-        UserError: settings that do not fit the model, sessions of another.
+    """One model, its sessions and its engine; `start` it, `stop` it. UserError for settings that do
+    not fit the model, and sessions of another.
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
@@ -70,6 +67,9 @@ class Service:
             )
             store = InFolder(settings.sessions, self._method_for, *digests, self.sampling)
         self.sessions = Sessions(store, settings.max_sessions)
+        self.metrics.streams.set_function(lambda: self.engine.num_rows)
+        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+        self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 
     def start(self) -> None:
@@ -79,12 +79,6 @@ class Service:
         """End all turns; sessions are as they were after their last whole ones."""
         self.engine.stop()
         self._writer.shutdown()
-
-    def metrics_text(self) -> bytes:
-        self.metrics.streams.set(self.engine.num_rows)
-        self.metrics.waiting.set(self.engine.num_waiting)
-        self.metrics.sessions.set(len(self.sessions))
-        return self.metrics.text()
 
     def chat(self, asked: Chat, put: Put) -> Answers:
         """Answer messages; those that go on with a session are fed alone."""
@@ -131,8 +125,8 @@ class Service:
 
     def _again(self, session: Session, put: Put) -> Answers:
         """The last answer of a session once more."""
-        answers = Answers(1)
-        answers.num_prompt = answers.num_cached = len(session.ids) - session.num_new
+        num_before = len(session.ids) - session.num_new
+        answers = Answers(1, num_prompt=num_before, num_cached=num_before)
         self.sessions.release(session)
         put(Piece(0, session.answer))
         put(End(0, session.finish, session.num_new))
@@ -184,8 +178,7 @@ class Service:
     ) -> Answers:
         """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
 
-        Args:
-            keep: a session that is kept with its answer, as it was taken, and its new messages.
+        `keep` is a session that is kept with its answer, as it was taken, and its new messages.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
@@ -197,7 +190,7 @@ class Service:
             session, anew = self.prompts.whole_turns(session, before, new, sampling.max_new_tokens)
             held = Held(self.sessions, *keep, session, ids, self._writer, put) if keep else None
             if held:
-                answers.on_cancel = held.cancelled
+                answers.on_cancel = held.left
             if anew is not None:
                 ids, num_cached = anew, 0
             rows = [
@@ -219,7 +212,7 @@ class Service:
                 ids[num_cached:],
                 rows,
                 ended=held.ended if held else lambda row, _: put(End.of(row)),
-                failed=held.failed if held else put,
+                failed=held.left if held else put,
                 keeps=held is not None,
             )
             answers.turns.append(turn)

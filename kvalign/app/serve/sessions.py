@@ -23,34 +23,20 @@ NAMELESS = "~"  # begins the id of a session that no request named
 
 @dataclass(frozen=True)
 class Session:
-    """One conversation, or one text that goes on.
+    """One conversation, or one text that goes on."""
 
-    Attributes:
-        id: as requests name it.
-        said: a digest of its messages, answers included.
-        asked: the same before the last answer.
-        answer, finish: the last answer, and why it ended.
-        system: what its first message told the model.
-        num_sinks: of its cache.
-        ids: [T] int64, all its tokens.
-        num_fed: those that its method has been fed.
-        num_new: those of the last answer.
-        turns: where in `ids` each turn begins.
-        state: of its method, which has been fed so far; None: of nothing yet, or its file has it.
-    """
-
-    id: str
-    said: str = ""
-    asked: str = ""
-    answer: str = ""
-    finish: str = ""
-    system: str | None = None
+    id: str  # as requests name it
+    said: str = ""  # a digest of its messages, answers included
+    asked: str = ""  # the same before the last answer
+    answer: str = ""  # the last one
+    finish: str = ""  # why that ended
+    system: str | None = None  # what its first message told the model
     num_sinks: int = 0
-    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    num_fed: int = 0
-    num_new: int = 0
-    turns: tuple[int, ...] = ()
-    state: dict[str, Tensor] | None = None
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T], all
+    num_fed: int = 0  # tokens that its method has been fed
+    num_new: int = 0  # tokens of the last answer
+    turns: tuple[int, ...] = ()  # where in `ids` each begins
+    state: dict[str, Tensor] | None = None  # after `num_fed`; None: of nothing, or its file has it
 
     @property
     def is_new(self) -> bool:
@@ -88,11 +74,7 @@ def digest(before: str, messages: Sequence[Message]) -> list[str]:
 
 
 class Sessions:
-    """All sessions; each answers one turn at a time. Safe to use from several threads.
-
-    Raises:
-        UserError: the store has more than are to be kept.
-    """
+    """All sessions; each answers one turn at a time. Safe to use from several threads."""
 
     def __init__(self, store: Store, max_sessions: int):
         self.store, self.max_sessions = store, max_sessions
@@ -114,9 +96,6 @@ class Sessions:
     def take(self, name: str | None, messages: Sequence[Message] = ()) -> Session:
         """A session for one turn: that of a name, else the nameless one that has said the most of
         the beginning of these messages; else a new one. `put` or `release` it.
-
-        Raises:
-            RequestError: another turn has it.
         """
         said = digest("", messages)[-2::-1] if name is None else []
         with self._lock:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvalign.app.sessions.stream_settings import StreamSettings, sinks_of
+from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(StreamSettings):
+class ServeSettings(TalkSettings):
     """Serve a model behind OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
@@ -29,11 +29,6 @@ class ServeSettings(StreamSettings):
     api_key: str | None = option(None, help="what a request must bring as its bearer token")
     allowed_hosts: tuple[str, ...] | None = option(
         None, help="names in a request's Host, beside localhost and addresses"
-    )
-    num_sinks: str = option(
-        "auto",
-        help="first entries that stay; auto: the system prompt if there is one, else the method's "
-        "default",
     )
     evict: str = option(
         "entries",
@@ -66,12 +61,8 @@ class ServeSettings(StreamSettings):
     timeout: float = option(
         30.0, help="seconds that a client has to send a request, and to take a piece", above=0
     )
-    stop_at_end: bool | None = option(
-        None, help="an answer ends at the model's end-of-text token (the default)"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sinks_of(self.num_sinks)
         if self.compile:
             raise UserError("--compile is for one stream: the rows of a server come and go")

@@ -1,42 +1,80 @@
-"""What one request asks of the engine, and the states of rows that are kept."""
+"""What one request asks of the engine: its answers, and the states of rows that are kept."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.row import Row
 from kvalign.cache.base import FixedSizeCache
 from kvalign.methods.base import Method
+from kvalign.streaming.answer import Answer
+from kvalign.streaming.sampling import Sampling
 
 State = dict[str, Tensor]
+
+
+class Row:
+    """One answer of a turn: `index` is its number among those of a request, `ids` [T] int64 are all
+    that came before it, `ends` end it, and it draws with seed + `draw`.
+
+    Attributes:
+        finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.
+        since_s: when its last token came; at first, when it was asked for.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        index: int,
+        ids: Tensor,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int],
+        device: torch.device,
+        show: Callable[[int, str], None],
+        draw: int = 0,
+    ):
+        self.index, self._show = index, show
+        self.text, self.finish, self.since_s = "", "", time.perf_counter()
+        self.chooser = sampling.chooser(ids[None].to(device), draw)
+        self._answer = Answer(tokenizer, ids.tolist(), sampling, ends)
+        self.token_ids = self._answer.token_ids
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ended as it should."""
+        return self.finish in ("stop", "length")
+
+    def take(self, token: int) -> None:
+        """Go on with a token that was chosen."""
+        if not self.chooser.is_bare:  # which looks at nothing that came before
+            self.chooser.append(token)
+        _, shown = self._answer.take(token)
+        self.finish = self._answer.finish
+        if shown:
+            self.text += shown
+            self._show(self.index, shown)
 
 
 @dataclass(eq=False)
 class Turn:
     """What one request asks of the engine: to take in tokens and to answer, once or several times.
 
-    Attributes:
-        method: one that has been fed nothing; it is the turn's own.
-        state: what it takes up first; None: it begins.
-        left: [T] int64, what is still to be fed, T >= 1 at first.
-        rows: the answers; rows of one turn are drawn from one prompt.
-        ended: told of an answer that is whole, and of the state of a method that has been fed all
-            but its last token; of None where `keeps` is False.
-        failed: told why the answers of this turn end.
-        keeps: whether the state after a whole answer is wanted.
-        is_cancelled: set by whoever waits no longer; its rows go before the next step.
+    `ended` is told of an answer that is whole, and of the state of a method that has been fed all
+    but its last token (None where `keeps` is False); `failed`, why the answers of this turn end.
     """
 
-    method: Method
-    state: State | None
-    left: Tensor
-    rows: Sequence[Row]
+    method: Method  # the turn's own, which has been fed nothing
+    state: State | None  # what it takes up first; None: it begins
+    left: Tensor  # [T] int64, what is still to be fed, T >= 1 at first
+    rows: Sequence[Row]  # the answers, drawn from one prompt
     ended: Callable[[Row, State | None], None]
     failed: Callable[[RequestError], None]
-    keeps: bool
-    is_cancelled: bool = False
+    keeps: bool  # whether the state after a whole answer is wanted
+    is_cancelled: bool = False  # by whoever waits no longer; its rows go before the next step
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:

@@ -29,11 +29,7 @@ def is_command(line: str) -> bool:
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Do what a command says, except `/exit`, and answer.
-
-    Raises:
-        UserError: an unknown command, or one that cannot be done.
-    """
+    """Do what a command says, except `/exit`, and answer; UserError if it cannot be done."""
     name, _, rest = line.partition(" ")
     names = [usage.split()[0] for usage in COMMANDS]
     if name not in names:

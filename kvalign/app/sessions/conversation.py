@@ -10,12 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.app.sessions.stream_settings import (
-    MAX_NEW_TOKENS,
-    StreamSettings,
-    pieces_of,
-    sinks_of,
-)
+from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
 from kvalign.foundation.errors import Interrupted, RunError, UserError
 from kvalign.foundation.runs import held_back
 from kvalign.foundation.settings import flag, option
@@ -29,7 +24,25 @@ SYSTEM = "system"  # the note of a stream that holds --system
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationSettings(StreamSettings):
+class TalkSettings(StreamSettings):
+    """Base of the settings of conversations: their first words may stay, their answers end."""
+
+    num_sinks: str = option(
+        "auto",
+        help="first entries that stay; auto: what comes before the user's first word where a "
+        "system prompt does, else the method's default",
+    )
+    stop_at_end: bool | None = option(
+        None, help="an answer ends at the model's end-of-text token (the default)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sinks_of(self.num_sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationSettings(TalkSettings):
     """Hold one endless conversation in the terminal, with the model's chat template if it has one.
 
     Ctrl-C stops an answer, Ctrl-D ends, /help lists what else can be typed. Without a terminal,
@@ -47,38 +60,16 @@ class ConversationSettings(StreamSettings):
         help="file of the conversation: resumed if it exists, written after each answer",
         writes="file",
     )
-    num_sinks: str = option(
-        "auto",
-        help="first entries that stay; auto: what comes before the user's first word if there is a "
-        "--system, else the method's default",
-    )
-    max_new_tokens: int | None = option(
-        None, help=f"tokens of an answer at most (default: {MAX_NEW_TOKENS})", at_least=1
-    )
-    stop_at_end: bool | None = option(
-        None, help="an answer ends at the model's end-of-text token (the default)"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.say is not None and not self.say.strip():
             raise UserError("--say is empty: give at least one word")
-        sinks_of(self.num_sinks)
 
 
 class Conversation:
-    """A stream that is fed the user's turns.
-
-    Args:
-        settings: what the stream is, and the file to keep it in.
-        loaded: the model and its tokenizer.
-
-    Attributes:
-        stream: that of the whole conversation.
-        path: the file that is written after each answer; None: none is.
-
-    Raises:
-        UserError: sizes that do not fit, or settings that the conversation in the file contradicts.
+    """A stream that is fed the user's turns; `path` is written after each answer, if there is
+    one.
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
@@ -166,6 +157,15 @@ def turns(say: str | None = None) -> Iterator[str]:
             return
         if turn:
             yield turn
+
+
+def sinks_of(num_sinks: str) -> int | None:
+    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    if num_sinks == "auto":
+        return None
+    if not (num_sinks.isascii() and num_sinks.isdigit()):
+        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
+    return int(num_sinks)
 
 
 def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
+from kvalign import checkpoints
 from kvalign.cache.sizes import Positions, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -138,11 +139,7 @@ class StreamSettings(MethodSettings, ModelSettings):
             raise UserError(f"{flag(name)} {rest}") from None
 
     def load(self) -> LoadedModel:
-        """The model and its tokenizer.
-
-        Raises:
-            UserError: an unknown method, said before anything is loaded, or no such model.
-        """
+        """The model and its tokenizer; an unknown method is refused before anything is loaded."""
         from kvalign.models.loading import load_model
 
         check_name(self.method)
@@ -199,42 +196,32 @@ class StreamSettings(MethodSettings, ModelSettings):
         """The aligner to take: what is named, else None for what ships, else what was trained here;
         what was is said on stderr.
         """
-        from kvalign import checkpoints
         from kvalign.methods.choice import trained_here
 
-        is_auto = self.method == AUTO
         if self.aligner is not None:
             return self.aligner
+        is_auto = self.method == AUTO
         if not is_auto and not METHODS.find(self.method).takes_aligner:
             return None
         trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
         shipped, taken = checkpoints.default_aligner(self.model), None
-        if trained is None:
-            if not is_auto or (other := trained_here(loaded.model, self.model)) is None:
-                return None
-            said = (
-                f"{other}, trained here, was not judged by streams and is not taken: --method "
-                "kvalign takes it"
-            )
-        elif shipped is None:
+        if trained is not None and shipped is None:
             taken = str(trained)
             said = f"{trained}, trained here, is taken: none ships for {self.model}"
-        else:
+        elif trained is not None:
             said = (
                 f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
                 f"{shipped}"
             )
+        elif is_auto and (other := trained_here(loaded.model, self.model)):
+            said = (
+                f"{other}, trained here, was not judged by streams and is not taken: --method "
+                "kvalign takes it"
+            )
+        else:
+            return None
         print(said, file=sys.stderr)
         return taken
-
-
-def sinks_of(num_sinks: str) -> int | None:
-    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
-    if num_sinks == "auto":
-        return None
-    if not (num_sinks.isascii() and num_sinks.isdigit()):
-        raise UserError(f"--num-sinks must be auto or a number, got {num_sinks!r}")
-    return int(num_sinks)
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:

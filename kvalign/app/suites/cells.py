@@ -17,26 +17,15 @@ MAX_NAME = 100  # letters of a cell's name: it is a file's
 
 @dataclass(frozen=True)
 class Cell:
-    """One command of a suite.
+    """One command of a suite."""
 
-    Attributes:
-        name: unique in the suite; its document is NAME.json.
-        command: as `Settings.command_line` writes it, `kvalign` first; {out} stands for the folder
-            of the results, which may be moved.
-        is_preparation: other cells need it; what it prints may be any JSON document.
-    """
-
-    name: str
-    command: str
-    is_preparation: bool = False
+    name: str  # unique in the suite; its document is NAME.json
+    command: str  # `kvalign` first; {out} stands for the folder of the results, which may be moved
+    is_preparation: bool = False  # others need it; what it prints may be any JSON document
 
 
 def read_suite(name: str) -> str:
-    """The text of a shipped suite or of a file.
-
-    Raises:
-        UserError: no such suite.
-    """
+    """The text of a shipped suite or of a file."""
     shipped = suites()
     if name in shipped:
         return shipped[name]
@@ -49,16 +38,8 @@ def read_suite(name: str) -> str:
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
     """The cells of a suite, preparations first, their commands checked.
 
-    Args:
-        text: as `kvalign.eval.report.suite_file` reads it.
-        name: of the suite, for messages.
-        override: flags that replace those of the cells which know them; with another --model a cell
-            loses the aligners that it names.
-        variables: NAME=VALUE of the suite's variables that change.
-
-    Raises:
-        UserError: anything that is wrong in it, a flag to override that no cell has, or a variable
-            that the suite has not.
+    `override` are flags that replace those of the cells which know them: with another --model a
+    cell loses the aligners that it names. `variables` are NAME=VALUE of the suite's that change.
     """
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)
@@ -75,14 +56,14 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
                 f"suite {name}: a cell's name has at most {MAX_NAME} letters, digits and -, got "
                 f"{step.name!r:.80}"
             )
-        where = f"suite {name}, cell {step.name}"
+        where, is_preparation = f"suite {name}, cell {step.name}", number < len(suite.prepare)
         try:
             words = suite.words(step, changed)
-            _check_kind(words, number < len(suite.prepare))
+            _check_kind(words, is_preparation)
             command, known_flags = _overridden(words, new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
-        cells.append(Cell(step.name, command, is_preparation=number < len(suite.prepare)))
+        cells.append(Cell(step.name, command, is_preparation))
         known |= known_flags
     if useless := set(new) - known:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")

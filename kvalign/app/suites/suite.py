@@ -29,13 +29,11 @@ from kvalign.foundation.runs import keeping
 def run_suite(settings: RunSettings) -> dict[str, str]:
     """Run the cells that the folder lacks, preparations first and in order.
 
+    What is wrong with the suite, its commands or the folder is refused before any work; finished
+    cells are kept when one fails.
+
     Returns:
         for each cell `run`, or `kept` if it was finished before.
-
-    Raises:
-        UserError: an unknown or wrong suite, a wrong command in it, or a folder with the results
-            of another suite; before any work.
-        RunError: a cell failed; finished cells are kept.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
@@ -65,9 +63,8 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
     parallel = [cell for cell in cells if settings.ray and not cell.is_preparation]
     for number, cell in enumerate(cells, 1):
         if cell not in parallel:
-            place = f"{number} of {len(cells)}"
             command = filled_in(cell.command, settings.out)
-            print(f"== {place}, {cell.name}: {command}", file=sys.stderr)
+            print(f"== {number} of {len(cells)}, {cell.name}: {command}", file=sys.stderr)
             keep(cell, settings.out, run_cell(cell.command, settings.out), changed)
     if parallel:
         for cell, output in _run_on_ray(parallel, settings):
@@ -75,12 +72,7 @@ def _run(cells: list[Cell], settings: RunSettings) -> None:
 
 
 def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell with what its command printed, in the order in which they end.
-
-    Raises:
-        RunError: a cell failed; the others are stopped.
-        UserError: no cluster at the address.
-    """
+    """Yield each cell with what its command printed, as they end; when one fails, others stop."""
     with ray_session(settings.ray_address) as ray:
         task = ray.remote(
             num_cpus=settings.cpus_per_cell, num_gpus=settings.gpus_per_cell, max_retries=3
@@ -109,11 +101,7 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
-    """Whether the cell's document exists.
-
-    Raises:
-        UserError: it is damaged, or another command's.
-    """
+    """Whether the cell's document exists; UserError if it is damaged, or another command's."""
     path = _path(cell, out)
     if not path.exists():
         return False
@@ -123,11 +111,8 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 
 def run_cell(command: str, out: Path) -> str:
-    """Run a cell's command in a process of its own and return what it prints, a JSON document.
-
-    Raises:
-        UserError: it was refused; its own message is on stderr.
-        RunError: it failed, as said there.
+    """Run a cell's command in a process of its own and return what it prints, a JSON document;
+    UserError if it was refused, RunError if it failed, as its own message on stderr says.
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}

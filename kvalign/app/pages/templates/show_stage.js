@@ -1,0 +1,4 @@
+(...settings) => {
+  if (innerWidth <= 800) document.querySelector('#stage').scrollIntoView();
+  return settings;
+}
