@@ -101,7 +101,8 @@ class Move:
         shift: the places that each entry moves towards the start: those evicted since the last.
         first: the position of the first entry after the sinks: their number, unless positions run
             on.
-        now: [S] int64, the positions after the move: first, first + 1, ...
+        now: [S] int64, the positions after the move: first, first + 1, ...; or, of a table alone,
+            [B, H, S] of any.
     """
 
     shift: int

@@ -55,8 +55,13 @@ class TableAligner(Aligner):
         )
 
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        now = slice(move.first, move.first + keys.shape[2])
+        heads: slice | Tensor = slice(None)
+        now: slice | Tensor = slice(move.first, move.first + keys.shape[2])
+        if move.now.dim() > 1:  # each head its own places
+            heads, now = torch.arange(keys.shape[1], device=keys.device)[:, None], move.now
         return (
-            torch.addcmul(self.key[layer, :, now], keys, self.key_scale[layer, :, now, None]),
-            torch.addcmul(self.value[layer, :, now], values, self.value_scale[layer, :, now, None]),
+            torch.addcmul(self.key[layer, heads, now], keys, self.key_scale[layer, heads, now, None]),
+            torch.addcmul(
+                self.value[layer, heads, now], values, self.value_scale[layer, heads, now, None]
+            ),
         )

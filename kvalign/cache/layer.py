@@ -20,6 +20,7 @@ class Owner(Protocol):
     """What a layer knows of the cache that it is of (`base.py`)."""
 
     realigner: Realigner
+    seen: list[int]
 
     @property
     def num_stored(self) -> int: ...

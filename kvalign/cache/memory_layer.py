@@ -3,8 +3,8 @@
      places  0 1 2 3 | 4 ... R+3  | R+4 ... C-1 | C
              sinks   | taken back | window      | new
 
-What is taken back lies in the order of time where the window's oldest entries would lie, so each
-step sees as many entries as without a memory, at the same positions.
+What is taken back comes in place of the window's oldest entries, in the order of time, so a step
+sees as many entries as without a memory, and computes its token at the same position.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from kvalign.cache.buffer import KV, cat
 from kvalign.cache.layer import Owner
 from kvalign.cache.memory import Found, Memory
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.recall_places import RecallPlaces
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.segments import Block, Recalled, Segment
 from kvalign.cache.sinks import Sinks
@@ -34,13 +35,20 @@ class MemoryLayer(WindowLayer):
     """Sinks, a window and a memory.
 
     Args:
-        born: the realigner that places entries from their birth.
+        born: what places entries from their birth.
+        places: where what is taken back lies.
     """
 
     def __init__(
-        self, cache: Owner, layer_idx: int, sinks: Sinks, sizes: CacheSizes, born: Realigner
+        self,
+        cache: Owner,
+        layer_idx: int,
+        sinks: Sinks,
+        sizes: CacheSizes,
+        born: Realigner,
+        places: RecallPlaces,
     ):
-        self.born = born
+        self.born, self.places = born, places
         super().__init__(cache, layer_idx, sinks, sizes)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -56,54 +64,77 @@ class MemoryLayer(WindowLayer):
         if max(step.seen) + step.num_new <= self.sizes.first_input_len:
             return found  # nothing is lost yet
         if segment is not None:
-            mark(found.keys, partial(segment.attend, self.layer_idx, recall=self._recall))
-        else:
-            mark(found.keys, partial(self._attend, step))
-        return found
+            return found._replace(keys=mark(found.keys, partial(self._attend_segment, segment)))
+        return found._replace(keys=mark(found.keys, partial(self._attend, step)))
 
     def _attend(
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Attention of one query [B, H, 1, D] over what a step sees: [B, 1, H, D]."""
-        sizes, realigner = self.sizes, self.cache.realigner
-        num_heads, num_sinks = keys.shape[1], sizes.num_sinks
-        window = KV(keys, values).slots(num_sinks, keys.shape[2] - num_sinks)
-        behind = step.behind_rows.to(keys.device)  # [B, 1, 1]
+        places = zip(step.stored, step.behind, step.births, strict=True)
+        alike = len(set(places)) == 1
+        rows = [slice(None)] if alike else [slice(i, i + 1) for i in range(len(step.seen))]
+        found = KV(keys, values)
+        out = [self._attend_alike(step, x, query[x], found.rows(x), scale) for x in rows]
+        return torch.cat(out).transpose(1, 2)
+
+    def _attend_alike(
+        self, step: Step, rows: slice, query: Tensor, found: KV, scale: float
+    ) -> Tensor:
+        """The same of rows that find their entries at the same places: [B, H, 1, D]."""
+        sizes, realigner, device = self.sizes, self.cache.realigner, query.device
+        seen, behind, num = step.seen[rows], step.behind[rows][0], step.stored[rows][0] + 1
+        found = found.slots(found.keys.shape[2] - num, num)
+        num_sinks, num_heads = min(sizes.num_sinks, num), found.keys.shape[1]
+        sinks, window = found.slots(0, num_sinks), found.slots(num_sinks, num - num_sinks)
+        # 1. The window where it is now, if it is stored without its position.
         if realigner.reads:
-            places = step.first_place + torch.arange(window.keys.shape[2], device=keys.device)
-            window = KV(*realigner.read(self.layer_idx, *window, places, places + step.behind[0]))
-        positions = torch.tensor(step.positions, device=keys.device)[:, None]
-        seen = torch.tensor(step.seen, device=keys.device)[:, None]
-        found = self._find(query.unflatten(1, (num_heads, -1)), positions, seen, step)
-        placed = self._placed(found.entries, behind[:, 0])
-        recalled = placed.map(lambda x: x.squeeze(2).to(self.dtype))
-        num = recalled.keys.shape[2]
-        rest = window.slots(num, window.keys.shape[2] - num)
-        k, v = cat([KV(keys, values).slots(0, num_sinks), recalled, rest]).map(
-            lambda x: x.to(query.dtype)
+            first = num_sinks + step.births[rows][0] - num + 1
+            now = torch.arange(first, first + num - num_sinks, device=device)
+            window = KV(*realigner.read(self.layer_idx, *window, now, now + behind))
+        parts, visible = [sinks, window], None
+        if min(seen) + 1 > sizes.first_input_len:
+            # 2. What is taken back, in place of its oldest entries.
+            of_rows, positions = (
+                torch.tensor(x, device=device)[:, None] for x in (seen, step.positions[rows])
+            )
+            asked = self._as_asked(query.unflatten(1, (num_heads, -1)), positions) * scale
+            recalled = self.memory_of(rows).find(asked, of_rows, [n + 1 for n in seen])
+            taken = self._placed(recalled, behind).map(lambda x: x.squeeze(2))
+            num_taken = taken.keys.shape[2]
+            parts = [sinks, taken, window.slots(num_taken, num - num_sinks - num_taken)]
+            if sizes.recall_block > 1:  # a part of a block may be none, or in the window
+                visible = torch.ones(*query.shape[:2], 1, num, dtype=torch.bool, device=device)
+                of_heads = recalled.visible.repeat_interleave(query.shape[1] // num_heads, 1)
+                visible[..., num_sinks : num_sinks + num_taken] = of_heads
+        keys, values = cat(x.map(lambda y: y.to(query.dtype)) for x in parts)
+        return scaled_dot_product_attention(
+            query, keys, values, visible, scale=scale, enable_gqa=True
         )
-        mask = torch.ones(*k.shape[:2], 1, k.shape[2], dtype=torch.bool, device=k.device)
-        mask[..., num_sinks : num_sinks + num] = found.visible
-        mask = mask.repeat_interleave(query.shape[1] // num_heads, 1)
-        out = scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
 
-    def _recall(self, block: Block, segment: Segment, query: Tensor, scale: float) -> Recalled:
-        """What the queries [B, H, G, T, D] of a block take back, each as if it was fed alone."""
-        num_rows, seen = len(query), segment.t[block.queries]
+    def memory_of(self, rows: slice) -> Memory:
+        """The memory of some rows."""
+        one = Memory(self.memory.held, self.sizes)
+        one.held = self.memory.held.rows(rows)
+        return one
+
+    def _attend_segment(
+        self, segment: Segment, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of a segment [B, H, T, D], each query of which takes back what it would alone."""
+        return segment.attend(self.layer_idx, query, keys, values, scale, self._recall)
+
+    def _recall(self, segment: Segment, block: Block, query: Tensor) -> Recalled:
+        """What the scaled queries [B, H, G, T, D] of a block take back."""
         positions, seen = (
-            x.expand(num_rows, -1) for x in (segment.birth[block.queries], seen)
+            x[block.queries].expand(len(query), -1) for x in (segment.birth, segment.t)
         )
-        end = [int(segment.t[-1]) + 1] * num_rows
+        end = [int(segment.t[-1]) + 1] * len(query)
         found = self.memory.find(self._as_asked(query, positions), seen, end)
-        keys, values = self._placed(found.entries, torch.zeros_like(seen)).map(Tensor.float)
-        scores = torch.einsum("bhgtd,bhtrd->bhgtr", query.float() * scale, keys)
-        lost = found.visible & (seen > self.sizes.cache_size)[:, None, :, None]
+        keys, values = self._placed(found, 0).map(Tensor.float)  # [B, H, T, R, D]
+        scores = torch.einsum("bhgtd,bhtrd->bhgtr", query, keys)
+        lost = found.visible & (seen >= self.sizes.first_input_len)[:, None, :, None]
         return Recalled(scores.masked_fill(~lost[:, :, None], -torch.inf), values)
-
-    def _find(self, query: Tensor, positions: Tensor, seen: Tensor, step: Step) -> Found:
-        end = [n + step.num_new for n in step.seen]
-        return self.memory.find(self._as_asked(query, positions), seen, end)
 
     def _as_asked(self, query: Tensor, positions: Tensor) -> Tensor:
         """Queries [B, H, G, T, D] that were computed at positions [B, T], turned as if what they
@@ -114,28 +145,41 @@ class MemoryLayer(WindowLayer):
         near = self.sizes.num_in_sight + 1
         return self.born.rotation.shift(query, (positions - near)[:, None, None])
 
-    def _placed(self, entries: KV, behind: Tensor) -> KV:
-        """Entries [B, H, T, R, D] at the places after the sinks, by rank, in a frame that has run
-        on by `behind` [B, T].
+    def _placed(self, found: Found, behind: int) -> KV:
+        """What was found where it is seen, in a frame that has run on by `behind`: [B, H, T, R, D].
+
+        A table is read at the places of the entries that give way. Where they lie for the model is
+        another thing on rotary positions, which are free.
         """
-        num_rows, _, num_queries, num, _ = entries.keys.shape
-        now = self.sizes.num_sinks + torch.arange(num, device=behind.device)
-        at = (now + behind[..., None]).flatten(0, 1)[:, None]  # [B * T, 1, R]
-        flat = entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
-        placed = self.born.place(self.layer_idx, *flat, Move(0, self.sizes.num_sinks, at))
-        return KV(*placed).map(lambda x: x.unflatten(0, (num_rows, num_queries)).transpose(1, 2))
+        num_rows, _, num_queries, num = found.ages.shape
+        ranks = self.sizes.num_sinks + torch.arange(num, device=found.ages.device)
+        at = self.places(found.ages).transpose(1, 2).flatten(0, 1)  # [B * T, H, R]
+        entries = found.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))
+        rotation = self.born.rotation
+        now = ranks if rotation is not None or not self.places.by_age else at
+        move = Move(0, self.sizes.num_sinks, now)
+        keys, values = self.born.place(self.layer_idx, *entries, move)
+        if rotation is not None:
+            keys = rotation.shift(keys, ranks - at - behind)
+        return KV(keys, values).map(
+            lambda x: x.unflatten(0, (num_rows, num_queries)).transpose(1, 2)
+        )
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        self.memory.select(rows)
+        if self.is_initialized:
+            self.memory.select(rows)
 
     def join(self, layers: Sequence[Self]) -> None:
         super().join(layers)
         self.memory.join([layer.memory for layer in layers])
 
     def state(self) -> dict[str, Tensor]:
-        held = zip(KV._fields, self.memory.held, strict=True)
-        return super().state() | {f"memory.{name}": x for name, x in held}
+        held = self.memory.held.slots(0, self.memory.used(self.cache.seen))
+        return super().state() | {f"memory.{j}": x for j, x in enumerate(held)}
 
     def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
         super().restore(read, width, head_dim, dtype)
+        num = self.memory.used(self.cache.seen)
+        held = KV(*(read(f"memory.{j}", (num, head_dim), dtype) for j in range(2)))
+        self.memory.write([self.sizes.num_sinks] * len(held.keys), held)

@@ -101,8 +101,8 @@ class Recursive(Realigner):
     def from_birth(self) -> Realigner:
         raise UserError(
             f"an aligner of kind {self.aligner.kind} moves entries that lie side by side, by the "
-            "same shift: another policy than oldest needs one that places each from its birth "
-            "(table, anchored)"
+            "same shift: another policy than oldest, and a memory, need one that places each from "
+            "its birth (table, anchored)"
         )
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:

@@ -56,8 +56,8 @@ class Recalled(NamedTuple):
     values: Tensor
 
 
-Recall = Callable[["Block", "Segment", Tensor, float], Recalled]
-"""Of a block's queries [B, H, G, T, D] and the scale."""
+Recall = Callable[["Segment", "Block", Tensor], Recalled]
+"""Of the scaled queries [B, H, G, T, D] of a block."""
 
 
 class Segment:
@@ -89,6 +89,7 @@ class Segment:
         self.t = torch.arange(num_seen, end, device=device)
         self.dropped = sizes.num_dropped(self.t)  # E(t): of the entries before token t
         self.moved = self.dropped if rotation else frame.num_moved(self.t)
+        self.last_position = (sizes if rotation else frame).last_position
         self.birth = self.t - self.moved
         self.at = self.t - frame.num_moved(num_seen) if rotation else self.birth
         self.behind = self.at - self.birth
@@ -139,10 +140,7 @@ class Segment:
                 for x in (query[:, :, block.queries], ours)
             )
             k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
-            recalled = None
-            if recall is not None:
-                asking = query[:, :, block.queries].unflatten(1, (num_heads, -1))
-                recalled = recall(block, self, asking, scale)
+            recalled = recall(self, block, placed) if recall and block.has_lost else None
             if tables is None:
                 out = block.give(block.scores(placed, ours, k), v, recalled)
             else:
@@ -186,12 +184,15 @@ class Block:
         self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
         j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
         sinks = torch.arange(self.num_sinks, device=t.device)
+        assert sizes.num_recalled is not None
+        # What is recalled takes the places of the window's oldest entries.
         lost = dropped + sizes.num_recalled * (dropped > 0)
+        self.has_lost = bool(lost.any())
         in_window = (j <= t) & (j - lost >= sizes.num_sinks)
         self.visible = torch.cat([sinks <= t, in_window], 1)
         # What is not visible may lie anywhere.
-        self.num_positions = sizes.last_position + 1
-        self.now = (j - moved).clamp(0, sizes.last_position)
+        self.num_positions = segment.last_position + 1
+        self.now = (j - moved).clamp(0, segment.last_position)
         self._mask: Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:

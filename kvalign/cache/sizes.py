@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, "Tensor")
 Positions = Literal["compact", "keep"]
+RecallBy = Literal["age", "rank"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class CacheSizes:
         num_recalled: of the C entries that a step sees, those that it takes back: the window gives
             them up; None: a quarter of C, in whole blocks.
         recall_block: neighbours that are taken back together.
+        recall_places: where what is taken back lies: by `age` or by `rank`; None: by age on rotary
+            positions, by rank on learned ones.
 
     Raises:
         UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
@@ -58,6 +61,7 @@ class CacheSizes:
     memory: int = 0
     num_recalled: int | None = None
     recall_block: int = 1
+    recall_places: RecallBy | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,7 +111,13 @@ class CacheSizes:
     def _check_memory(self) -> None:
         if self.memory < 0:
             raise UserError(f"memory must be at least 0, got {self.memory}")
+        if self.recall_places not in (None, *get_args(RecallBy)):
+            raise UserError(f"recall_places must be age or rank, got {self.recall_places!r:.80}")
         if not self.memory:
+            if self.num_recalled or self.recall_block != 1 or self.recall_places:
+                raise UserError(
+                    "num_recalled, recall_block and recall_places are for a memory: give memory, too"
+                )
             object.__setattr__(self, "num_recalled", 0)
             return
         if not self.is_oldest or self.num_evicted != 1:

@@ -60,6 +60,8 @@ class MethodConfig(TypedDict, total=False):
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
             compact.
+        memory, num_recalled, recall_block, recall_places: for `streaming-llm`, `window` and
+            `kvalign`: see `CacheSizes`; None: what is evicted is forgotten.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
     """
@@ -70,6 +72,10 @@ class MethodConfig(TypedDict, total=False):
     policy: str | None
     num_recent: int | None
     positions: str | None
+    memory: int | None
+    num_recalled: int | None
+    recall_block: int | None
+    recall_places: str | None
     aligner: Aligner | str | Path | None
 
 

@@ -18,6 +18,11 @@ from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
 
 
+OF_MEMORY = ("memory", "num_recalled", "recall_block", "recall_places")
+OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
+"""Sizes of what keeps its entries in a cache."""
+
+
 class Method(ABC):
     """One way to stream; an instance is a batch of streams, its rows.
 
@@ -77,7 +82,7 @@ class Method(ABC):
     def not_taken(cls) -> tuple[str, ...]:
         """Arguments of `sizes_for` that have no effect on it."""
         of_aligner = () if cls.takes_aligner else ("realign_every",)
-        of_policy = () if cls.takes_policy else ("policy", "num_recent", "positions")
+        of_policy = () if cls.takes_policy else OF_POLICY
         return (*cls.fixed, *of_aligner, *of_policy)
 
     @property
@@ -91,7 +96,9 @@ class Method(ABC):
         sizes = self.sizes
         kept = ", positions kept" if sizes.positions == "keep" else ""
         policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
-        return f"{self.title}, cache of {sizes.cache_size} entries, {sizes.num_sinks} sinks{policy}"
+        aside = f", memory of {sizes.memory} tokens" if sizes.memory else ""
+        sinks = f"{sizes.num_sinks} sinks"
+        return f"{self.title}, cache of {sizes.cache_size} entries, {sinks}{policy}{aside}"
 
     @property
     def goes_stale(self) -> bool:

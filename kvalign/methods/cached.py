@@ -44,7 +44,8 @@ class Cached(Method):
 
     def _new_cache(self) -> FixedSizeCache:
         if self.sizes.memory:
-            return MemoryCache(self.spec, self.sizes, self.places_by, self.model.config)
+            of_model = self.model.config, self.num_positions
+            return MemoryCache(self.spec, self.sizes, self.places_by, *of_model)
         if self.sizes.is_oldest:
             return StreamingCache(self.spec, self.sizes, self.places_by)
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
@@ -64,6 +65,8 @@ class Cached(Method):
         return None if last is None else last - max(self.cache.seen, default=0)
 
     def compile(self, **options: Any) -> Self:
+        if self.sizes.memory:
+            raise UserError("a memory is not compiled: it grows")
         if not self.sizes.is_oldest:
             raise UserError(
                 f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
@@ -142,7 +145,7 @@ class Cached(Method):
             return segments.SEGMENT_LEN
         if stored < self.sizes.cache_size:
             return self.sizes.first_input_len - stored
-        if not self.sizes.is_oldest:
+        if not self.sizes.is_oldest or self.sizes.memory:
             return 1
         half = max(1, self.sizes.window_size // 2)
         if self.num_positions is None:
