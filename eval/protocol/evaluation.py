@@ -35,10 +35,12 @@ SIZES = (
     "policy",
     "num_recent",
     "positions",
+    "memory",
+    "num_recalled",
 )
 """What tells a row of results from others, the first columns of every evaluation: the method; its
 aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
-or hub id as given, and commit or digits of its weights' SHA-256; and sizes, the last three of what
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes, the last five of what
 takes a policy. Rows of older documents lack the label, path, revision, `realign_every` and those.
 """
 

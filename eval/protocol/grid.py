@@ -94,16 +94,23 @@ def make_grid(
 
 
 def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:
-    """Which entries a method evicts, and where it leaves the others: each that was asked for, but
-    for positions that leave an aligner nothing to do, unless they are all that was asked for.
+    """Which entries a method evicts, where it leaves the others, and what it remembers: each that
+    was asked for, but for positions that leave an aligner nothing to do, unless they are all that
+    was asked for.
     """
     if not cls.takes_policy:
         return [{}]
     moves = cls.takes_aligner and "compact" in settings.positions
     kinds = ("compact",) if moves else settings.positions
-    return [
+    found: list[dict[str, Any]] = [
         {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
         for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
+    ]
+    how = {"recall_block": settings.recall_block, "recall_places": settings.recall_places}
+    return [
+        which | ({"memory": memory, "num_recalled": recalled, **how} if memory else {})
+        for memory, recalled in product(settings.memory, settings.num_recalled or (None,))
+        for which in found
     ]
 
 
@@ -167,6 +174,8 @@ def sizes_of(method: Method) -> Row:
         "policy": method.sizes.policy if method.takes_policy else None,
         "num_recent": method.sizes.num_recent if method.takes_policy else None,
         "positions": method.sizes.positions if method.takes_policy else None,
+        "memory": method.sizes.memory if method.takes_policy else None,
+        "num_recalled": method.sizes.num_recalled if method.takes_policy else None,
     }
 
 
@@ -184,4 +193,5 @@ def in_turn(
 def title_of(method: Method) -> str:
     """What a progress bar calls it."""
     policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
-    return f"{method.title}{policy} C={method.sizes.cache_size}"
+    memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
+    return f"{method.title}{policy}{memory} C={method.sizes.cache_size}"

@@ -4,16 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from kvalign.cache.sizes import Positions, num_evicted_of
+from kvalign.cache.sizes import Positions, RecallBy, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import (
+    MEMORY,
     MOST_SEED,
     NUM_EVICTED,
+    NUM_RECALLED,
     NUM_RECENT,
     NUM_SINKS,
     POLICY,
     POSITIONS,
+    RECALL_BLOCK,
+    RECALL_PLACES,
     ModelSettings,
     option,
 )
@@ -62,6 +66,13 @@ class ComparisonSettings(ModelSettings):
     positions: tuple[str, ...] = option(
         ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
     )
+
+    memory: tuple[int, ...] = option((0,), help=f"{MEMORY}, comma-separated; 0: none", at_least=0)
+    num_recalled: tuple[int, ...] | None = option(
+        None, help=f"{NUM_RECALLED}; several, comma-separated", at_least=1
+    )
+    recall_block: int = option(1, help=RECALL_BLOCK, at_least=1)
+    recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,7 +89,8 @@ def method_name(row: Row) -> str:
     name = f"{row['method']} ({row['aligner']})" if row["aligner"] else row["method"]
     policy = row.get("policy") or OLDEST
     kept = " positions kept" if row.get("positions") == "keep" else ""
-    return f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
+    name = f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
+    return f"{name}, {row['num_recalled']} recalled" if row.get("memory") else name
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -98,6 +98,8 @@ class _Row(BaseModel, extra="allow"):
     policy: _Name | None = None
     num_recent: _Count | None = None
     positions: _Name | None = None
+    memory: _Count | None = None
+    num_recalled: _Count | None = None
 
 
 class _Settings(BaseModel, extra="allow"):

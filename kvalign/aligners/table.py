@@ -59,9 +59,8 @@ class TableAligner(Aligner):
         now: slice | Tensor = slice(move.first, move.first + keys.shape[2])
         if move.now.dim() > 1:  # each head its own places
             heads, now = torch.arange(keys.shape[1], device=keys.device)[:, None], move.now
+        at = layer, heads, now
         return (
-            torch.addcmul(self.key[layer, heads, now], keys, self.key_scale[layer, heads, now, None]),
-            torch.addcmul(
-                self.value[layer, heads, now], values, self.value_scale[layer, heads, now, None]
-            ),
+            torch.addcmul(self.key[at], keys, self.key_scale[at][..., None]),
+            torch.addcmul(self.value[at], values, self.value_scale[at][..., None]),
         )

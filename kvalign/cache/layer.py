@@ -1,7 +1,6 @@
 """A layer of a cache of fixed size, of whatever kind."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -86,9 +85,11 @@ class StreamingLayer(CacheLayerMixin, Part):
             return turned.map(lambda x: x.to(self.dtype)).unless(is_sink, new)
         num_first = min(max(num_sinks - step.seen[0], 0), step.num_new)  # new sinks
         starts = step.births[0], step.positions[0]
-        spans: Sequence[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]
+        spans: list[Birth] = [slice(x + num_first, x + step.num_new) for x in starts]
         if segment is not None:
-            spans = segment.birth[num_first:], segment.at[num_first:]
+            spans = [segment.birth[num_first:], segment.at[num_first:]]
+        elif len(set(step.positions)) > 1:  # one token a row: rotary positions have run on
+            spans[1] = torch.tensor(step.positions, device=self.device)[:, None, None]
         others = new.slots(num_first, step.num_new - num_first)
         anchored = KV(*anchor(self.layer_idx, *others, *spans))
         return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])

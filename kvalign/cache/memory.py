@@ -99,7 +99,7 @@ class Memory(Part):
         ages = seen[..., None] - tokens[:, None]  # [B, T, S]
         lost = (ages > sizes.num_in_sight) & (tokens >= sizes.num_sinks)[:, None]
         lost &= ages <= sizes.num_in_sight + sizes.memory
-        # 2. What they are worth: of the queries that share a head of keys, to the one that asks most.
+        # 2. What they are worth to the one that asks most, of queries that share a head of keys.
         scores = (queries.to(self.held.keys.dtype) @ self.held.keys[:, :, None].mT).float().amax(2)
         worth = torch.where(lost, -RECENCY * ages.clamp_min(1).log(), -torch.inf)
         scores = scores + worth[:, None]  # [B, H, T, S]

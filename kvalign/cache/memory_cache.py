@@ -49,8 +49,12 @@ class MemoryCache(StreamingCache):
                 f"memory is not for {name} without an aligner: nothing can place what is taken "
                 "back (method kvalign does)"
             )
-        if getattr(config, "sliding_window", None) is not None:
-            raise UserError(f"memory is not for {name}: its layers see a window of their own")
+        seen_at_most = getattr(config, "sliding_window", None)
+        if seen_at_most is not None and seen_at_most <= sizes.cache_size:
+            raise UserError(
+                f"memory is not for {name} with cache_size {sizes.cache_size}: its layers see "
+                f"{seen_at_most} entries"
+            )
         if sizes.realign_every > 1:
             raise UserError(
                 f"memory takes realign_every 1: all is placed at each step, got "

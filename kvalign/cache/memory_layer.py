@@ -71,8 +71,8 @@ class MemoryLayer(WindowLayer):
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
         """Attention of one query [B, H, 1, D] over what a step sees: [B, 1, H, D]."""
-        places = zip(step.stored, step.behind, step.births, strict=True)
-        alike = len(set(places)) == 1
+        has_lost = [n >= self.sizes.first_input_len for n in step.seen]
+        alike = len({*zip(step.stored, step.behind, step.births, has_lost, strict=True)}) == 1
         rows = [slice(None)] if alike else [slice(i, i + 1) for i in range(len(step.seen))]
         found = KV(keys, values)
         out = [self._attend_alike(step, x, query[x], found.rows(x), scale) for x in rows]
@@ -93,7 +93,7 @@ class MemoryLayer(WindowLayer):
             now = torch.arange(first, first + num - num_sinks, device=device)
             window = KV(*realigner.read(self.layer_idx, *window, now, now + behind))
         parts, visible = [sinks, window], None
-        if min(seen) + 1 > sizes.first_input_len:
+        if seen[0] >= sizes.first_input_len:
             # 2. What is taken back, in place of its oldest entries.
             of_rows, positions = (
                 torch.tensor(x, device=device)[:, None] for x in (seen, step.positions[rows])
@@ -121,7 +121,9 @@ class MemoryLayer(WindowLayer):
     def _attend_segment(
         self, segment: Segment, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of a segment [B, H, T, D], each query of which takes back what it would alone."""
+        """Attention of a segment's queries [B, H, T, D], each of which takes back what it would
+        alone: [B, T, H, D].
+        """
         return segment.attend(self.layer_idx, query, keys, values, scale, self._recall)
 
     def _recall(self, segment: Segment, block: Block, query: Tensor) -> Recalled:

@@ -5,9 +5,9 @@
   age beyond: `near + knee * log(1 + (age - near) / knee)`, which is the age itself while that is
   small beside the knee.
 
-Rotary positions are free: by age costs nothing, and is better for text and facts alike. Learned ones
-are looked up, and a late one with few entries before it is what the model has not seen: by rank is
-better for text, by age for facts (eval/results/memory.md).
+Rotary positions are free: by age costs nothing, and is better for text and facts alike. Learned
+ones are looked up, and a late one with few entries before it is what the model has not seen: by
+rank is better for text, by age for facts (eval/results/memory.md).
 """
 
 from dataclasses import dataclass, replace

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, "Tensor")
 Positions = Literal["compact", "keep"]
 RecallBy = Literal["age", "rank"]
+OF_MEMORY = ("memory", "num_recalled", "recall_block", "recall_places")
+OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
+"""Sizes of what keeps its entries in a cache."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class CacheSizes:
         if not self.memory:
             if self.num_recalled or self.recall_block != 1 or self.recall_places:
                 raise UserError(
-                    "num_recalled, recall_block and recall_places are for a memory: give memory, too"
+                    "num_recalled, recall_block and recall_places are of a memory: give memory, too"
                 )
             object.__setattr__(self, "num_recalled", 0)
             return

@@ -311,6 +311,10 @@ POLICY = "which entries are evicted (kvalign policies)"
 NUM_RECENT = (
     "newest entries that a policy does not evict (default: a quarter of what follows the sinks)"
 )
+MEMORY = "evicted tokens that are kept aside, for steps to take back what they ask for"
+NUM_RECALLED = "of the cache's entries, those that a step takes back (default: a quarter)"
+RECALL_BLOCK = "neighbours that are taken back together"
+RECALL_PLACES = "where they lie (default: by age on rotary positions, by rank on learned ones)"
 POSITIONS = (
     "compact: entries count as lying where they are among those that are kept; keep: where they "
     "were computed, as far as the model has positions"

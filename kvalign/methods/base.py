@@ -11,16 +11,11 @@ from transformers import Cache, PreTrainedModel
 
 from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.sizes import CacheSizes, num_evicted_of
+from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import expect, typed
 from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
-
-
-OF_MEMORY = ("memory", "num_recalled", "recall_block", "recall_places")
-OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
-"""Sizes of what keeps its entries in a cache."""
 
 
 class Method(ABC):

@@ -51,6 +51,10 @@ class SavedStream(BaseModel):
     policy: str = OLDEST
     num_recent: Count = 0
     positions: str = "compact"
+    memory: Count = 0
+    num_recalled: Count = 0
+    recall_block: Count = 1
+    recall_places: str | None = None
     aligner: str | None
     base_model: str
     embedding_fingerprint: Annotated[

@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, write_whole
 from kvalign.methods.base import Method
@@ -82,6 +83,9 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         del sizes["realign_every"]
     if method.sizes.is_oldest:
         for name in ("policy", "num_recent", "positions"):
+            del sizes[name]
+    if not method.sizes.memory:
+        for name in OF_MEMORY:
             del sizes[name]
     return {
         "method": method.name,

@@ -110,7 +110,7 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
             segment["ratio"] = other["perplexity"]
 
 
-_OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions")
+_OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions", "memory", "num_recalled")
 
 
 def slice_bigrams(

@@ -8,15 +8,19 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
-from kvalign.cache.sizes import Positions, num_evicted_of
+from kvalign.cache.sizes import OF_POLICY, Positions, RecallBy, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
+    MEMORY,
     MOST_SEED,
     NUM_EVICTED,
+    NUM_RECALLED,
     NUM_RECENT,
     POLICY,
     POSITIONS,
+    RECALL_BLOCK,
+    RECALL_PLACES,
     ModelSettings,
     Settings,
     flag,
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MAX_NEW_TOKENS = 200
-SIZES = ("num_evicted", "realign_every", "policy", "num_recent", "positions")
+SIZES = ("num_evicted", "realign_every", *OF_POLICY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,10 @@ class MethodSettings(Settings):
     positions: str | None = option(
         None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
     )
+    memory: int | None = option(None, help=f"{MEMORY} (default: 0, none)", at_least=0)
+    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
+    recall_block: int | None = option(None, help=f"{RECALL_BLOCK} (default: 1)", at_least=1)
+    recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
     )

@@ -1,0 +1,243 @@
+"""What a memory takes back is what was evicted and scores best, placed where it is said to lie."""
+
+import math
+
+import pytest
+import torch
+from helpers.methods import anchored, network, tables
+from helpers.pairwise import covering
+from helpers.tiny_models import tiny_model
+
+from kvalign.cache.buffer import KV
+from kvalign.cache.memory import RECENCY, Memory
+from kvalign.cache.recall_places import RecallPlaces
+from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.errors import UserError
+from kvalign.methods import make_method
+from kvalign.models.architectures import FAMILIES
+from kvalign.models.attention import REGISTERED
+from kvalign.models.rope import rerotate
+
+NUM, VOCAB = 150, 400
+SIZES = dict(cache_size=16, num_sinks=2, memory=60, num_recalled=6)
+WAYS = {
+    "rotary": ["rotation", "table"],
+    "learned": ["table", "table by age", "anchored"],
+}
+CASES = covering(
+    [(kind, way, block) for kind in REGISTERED for way in WAYS[FAMILIES[kind]] for block in (1, 3)],
+    lambda kind, way, block: (FAMILIES[kind], way, block),
+    lambda kind, *_: kind,
+)
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Models with so many tokens that none comes twice: scores have no ties."""
+    return {kind: tiny_model(kind, vocab_size=VOCAB) for kind in REGISTERED}
+
+
+@pytest.fixture(scope="module")
+def ids():
+    rng = torch.Generator().manual_seed(5)
+    return torch.stack([torch.randperm(VOCAB - 2, generator=rng)[:NUM] + 2 for _ in range(2)])
+
+
+def new(model, way="rotation", **changes):
+    sizes = SIZES | {"recall_places": "age" if way == "table by age" else None} | changes
+    if way == "rotation":
+        return make_method("streaming-llm", model, **sizes)
+    make = anchored if way == "anchored" else tables
+    return make_method("kvalign", model, aligner=make(model, scale=0.3), **sizes)
+
+
+def stepped(method, ids):
+    return torch.stack([method.feed(ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
+
+
+@pytest.mark.parametrize(("kind", "way", "block"), CASES)
+def test_however_an_input_is_cut(kind, way, block, large, ids):
+    """Token by token, or in parts: what follows has the same logits."""
+    expected = stepped(new(large[kind], way, recall_block=block), ids)
+    for cuts in ([1, 80, 150], [40, 41, 100, 150]):
+        method, start = new(large[kind], way, recall_block=block), 0
+        for end in cuts:
+            found = method.feed(ids[:, start:end])
+            assert torch.allclose(found, expected[:, end - 1], atol=1e-4)
+            start = end
+    plain = new(large[kind], way, memory=None, num_recalled=None, recall_places=None)
+    others = stepped(plain, ids)
+    same = [torch.allclose(expected[:, i], others[:, i], atol=1e-4) for i in range(NUM)]
+    if way != "table by age":  # which computes tokens at later positions
+        assert all(same[:17]) and not any(same[17:])
+
+
+def test_it_is_attention_over_what_scores_best(ids):
+    """A model of one layer, by hand: its keys and values depend on their own token alone."""
+    model = tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    logits = stepped(new(model), ids[:1])[0]
+    layer, config = model.model.layers[0], model.config
+    hidden = model.model.embed_tokens(ids[0])
+    x = layer.input_layernorm(hidden)
+    of_head = (NUM, -1, config.head_dim)
+    q, k, v = (
+        net(x).view(of_head).transpose(0, 1)
+        for net in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    )
+    inv_freq, scale = model.model.rotary_emb.inv_freq, config.head_dim**-0.5
+    window, knee = 16 - 2 - 6, config.max_position_embeddings / 8
+    for t in (17, 40, 99, 149):
+        out = []
+        for head in range(config.num_attention_heads):
+            kv = head // (config.num_attention_heads // config.num_key_value_heads)
+            group = range(kv * 2, kv * 2 + 2)
+            lost = range(max(2, t - window - 60), t - window)
+            turned = [rerotate(q[g, t : t + 1], -(window + 1), inv_freq) for g in group]
+            worth = {
+                j: max(float(scale * x[0] @ k[kv, j]) for x in turned) - RECENCY * math.log(t - j)
+                for j in lost
+            }
+            best = sorted(sorted(worth, key=worth.get)[-6:])
+            near = window + 1
+            away = {j: near + round(knee * math.log1p((t - j - near) / knee)) for j in best}
+            away |= {0: 16, 1: 15} | {j: t - j for j in range(t - window, t + 1)}
+            seen = sorted(away)
+            keys = torch.cat([rerotate(k[kv, j : j + 1], away[j], inv_freq) for j in seen])
+            weights = (scale * q[head, t] @ keys.T).softmax(-1)
+            out.append(weights @ v[kv, seen])
+        one = hidden[t] + layer.self_attn.o_proj(torch.cat(out))
+        one = one + layer.mlp(layer.post_attention_layernorm(one))
+        assert torch.allclose(logits[t], model.lm_head(model.model.norm(one)), atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["rotation", "table"])
+def test_rows_are_what_they_are_alone(way, large, ids):
+    model = large["llama" if way == "rotation" else "gpt2"]
+    lens = (5, 30, 90)
+    alone = [stepped(new(model, way), ids[:1, : n + 40])[0, n:] for n in lens]
+    together, *others = (new(model, way) for _ in lens)
+    for method, n in zip((together, *others), lens, strict=True):
+        method.feed(ids[:1, :n])
+    together.join(others)
+    for i in range(40):
+        if i == 20:  # the rows in another order
+            together.select([2, 0, 1])
+            lens, alone = [[x[j] for j in (2, 0, 1)] for x in (lens, alone)]
+        token = torch.cat([ids[:1, n + i : n + i + 1] for n in lens])
+        found = together.feed(token)
+        assert torch.allclose(found, torch.stack([x[i] for x in alone]), atol=1e-4)
+
+
+def test_a_saved_stream_goes_on(large, ids):
+    model = large["llama"]
+    expected = stepped(new(model), ids)
+    before = new(model)
+    before.feed(ids[:, :110])
+    after = new(model)
+    after.restore(before.state())
+    assert torch.equal(
+        after.cache.layers[0].memory.held.keys[:, :, :108].abs() > 0,
+        before.cache.layers[0].memory.held.keys[:, :, :108].abs() > 0,
+    )
+    for i in range(110, NUM):
+        assert torch.allclose(after.feed(ids[:, i : i + 1]), expected[:, i], atol=1e-4)
+
+
+def test_what_is_stored_is_what_was_evicted(ids):
+    """To the bit, by the slot of its token, also when the ring has come round."""
+    sizes = CacheSizes(16, 2, memory=20, num_recalled=6)
+    rng = torch.Generator().manual_seed(0)
+    entries = KV(*(torch.randn(2, 3, 1500, 4, generator=rng) for _ in range(2)))
+    memory = Memory(entries, sizes)
+    start = 0
+    for num in (1, 1, 30, 512, 1, 400, 512, 43):
+        memory.write([start, start], entries.slots(start, num))
+        start += num
+        newest = range(max(2, start - 28), start)
+        for j in newest:
+            for held, x in zip(memory.held, entries, strict=True):
+                slot = (j - 2) % held.shape[2]
+                assert torch.equal(held[:, :, slot], x[:, :, j])
+    assert start == 1500 and memory.num_slots == memory.most < 600
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_what_is_found_is_what_a_loop_finds(block):
+    sizes = CacheSizes(24, 2, memory=100, num_recalled=8, recall_block=block)
+    rng = torch.Generator().manual_seed(1)
+    num, seen = 900, [899, 300]
+    entries = KV(*(torch.randn(2, 2, num, 4, generator=rng) for _ in range(2)))
+    memory = Memory(entries, sizes)
+    for row, n in enumerate(seen):  # each row its own tokens
+        one = Memory(entries.rows(slice(row, row + 1)), sizes)
+        one.write([0], entries.slots(0, n + 1).rows(slice(row, row + 1)))
+        if row == 0:
+            memory = one
+        else:
+            memory.join([memory, one])
+    query = torch.randn(2, 2, 3, 1, 4, generator=rng)
+    found = memory.find(query, torch.tensor(seen)[:, None], [n + 1 for n in seen])
+    for row, n in enumerate(seen):
+        for head in range(2):
+            lost = range(max(2, n - 14 - 100), n - 14)
+            worth = {
+                j: float((query[row, head, :, 0] @ entries.keys[row, head, j]).max())
+                - RECENCY * math.log(n - j)
+                for j in lost
+            }
+            blocks = {}
+            for j, x in worth.items():
+                blocks[(j - 2) // block] = max(x, blocks.get((j - 2) // block, -math.inf))
+            best = sorted(blocks, key=blocks.get)[-8 // block :]
+            expected = sorted(j for j in worth if (j - 2) // block in best)
+            is_seen = found.visible[row, head, 0]
+            tokens = (n - found.ages[row, head, 0])[is_seen].tolist()
+            assert tokens == expected
+            assert torch.equal(
+                found.entries.values[row, head, 0][is_seen], entries.values[row, head, expected]
+            )
+
+
+def test_places():
+    sizes = CacheSizes(16, 2, memory=60, num_recalled=4)
+    ages = torch.tensor([1000, 100, 20, 11])
+    free = RecallPlaces(sizes, 8192, by_age=True, is_free=True)
+    assert free(ages).tolist() == [16 - 703, 16 - 96, 16 - 20, 16 - 11]
+    assert RecallPlaces(sizes, 64, by_age=False, is_free=False)(ages).tolist() == [2, 3, 4, 5]
+    looked_up = RecallPlaces(sizes, 64, by_age=True, is_free=False)
+    assert looked_up.frame().cache_size == 48  # half of the positions to spare
+    assert looked_up(ages).tolist() == [2, 17, 31, 37]
+    assert free(torch.tensor([10**9])).tolist() == [16 - 8191]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bloom", {}, "memory is not for .*: bloom models do not hand over"),
+        ("gpt2", {}, "memory is not for .* without an aligner"),
+        ("llama", dict(policy="h2o"), "memory takes what policy oldest evicts"),
+        ("llama", dict(num_evicted=2), "memory takes what policy oldest evicts"),
+        ("llama", dict(num_recalled=14), "num_recalled must be a multiple of recall_block"),
+        ("llama", dict(recall_block=4), "num_recalled must be a multiple of recall_block"),
+        ("llama", dict(recall_block=0), "recall_block must be between 1 and 13"),
+        ("llama", dict(memory=5), "memory must be at least num_recalled"),
+        ("llama", dict(memory=-1), "memory must be at least 0"),
+        ("llama", dict(memory=0), "are of a memory: give memory, too"),
+        ("llama", dict(recall_places="near"), "recall_places must be age or rank, got 'near'"),
+        ("llama", dict(compile=True), "a memory is not compiled"),
+    ],
+)
+def test_what_does_not_go_together(kind, changes, message, models):
+    with pytest.raises(UserError, match=message):
+        make_method("streaming-llm", models[kind], warn=False, **SIZES | changes)
+
+
+def test_aligners_that_do_not_go_with_it(models):
+    with pytest.raises(UserError, match="and a memory, need one that places each from its birth"):
+        make_method("kvalign", models["gpt2"], aligner=network(models["gpt2"]), **SIZES)
+    changes = dict(aligner=anchored(models["gpt2"]), recall_places="age")
+    with pytest.raises(UserError, match="recall_places=age on learned positions is for tables"):
+        make_method("kvalign", models["gpt2"], **SIZES | changes)
+    table = tables(models["gpt2"])
+    with pytest.raises(UserError, match="memory takes realign_every 1"):
+        make_method("kvalign", models["gpt2"], aligner=table, realign_every=2, **SIZES)
