@@ -4,6 +4,7 @@ import torch
 
 from kvalign.aligners import Move
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
@@ -102,6 +103,8 @@ def moves(subject: Subject) -> Measured:
                 "up"
             )
         return _placed_once(aged, cache, placing)
+    if isinstance(cache, MemoryCache):
+        raise NotApplicableError("what it takes back of its memory differs from head to head")
     if subject.family is None:
         raise NotApplicableError("how this model encodes positions is not known")
     if subject.family == "learned":

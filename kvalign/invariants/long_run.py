@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.foundation import progress
 from kvalign.invariants.base import Measured, invariant
 from kvalign.invariants.stream import NotApplicableError, Stream
@@ -165,6 +166,8 @@ def half_entries(subject: Subject) -> Measured:
 )
 def half_logits(subject: Subject) -> Measured:
     run = _comparable(subject)
+    if isinstance(subject.stream().cache, MemoryCache):
+        raise NotApplicableError("in half precision it takes back other entries of its memory")
     first, last = _mean(run.first_errors), _mean(run.last_errors)
     note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
     return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")

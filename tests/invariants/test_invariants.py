@@ -81,6 +81,17 @@ def test_every_policy_keeps_to_all(policy, kind, models):
     assert sum(state == "passed" for state in states(outcomes).values()) >= 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_memory_keeps_to_all(kind, models):
+    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
+    name = "kvalign" if changes else "streaming-llm"
+    outcomes = outcomes_of(models[kind], lambda model: make(name, model, memory=40, **changes))
+    assert not failed(outcomes)
+    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
+    assert not_tried == ({"half-logits"} if kind == "gpt2" else {"half-logits", "moves"})
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 def test_one_of_each_family(kind, models):
     """The fast part of the two above."""
