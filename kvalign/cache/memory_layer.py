@@ -99,7 +99,7 @@ class MemoryLayer(WindowLayer):
                 torch.tensor(x, device=device)[:, None] for x in (seen, step.positions[rows])
             )
             asked = self._as_asked(query.unflatten(1, (num_heads, -1)), positions) * scale
-            recalled = self.memory_of(rows).find(asked, of_rows, [n + 1 for n in seen])
+            recalled = self.memory.rows(rows).find(asked, of_rows, [n + 1 for n in seen])
             taken = self._placed(recalled, behind).map(lambda x: x.squeeze(2))
             num_taken = taken.keys.shape[2]
             parts = [sinks, taken, window.slots(num_taken, num - num_sinks - num_taken)]
@@ -111,12 +111,6 @@ class MemoryLayer(WindowLayer):
         return scaled_dot_product_attention(
             query, keys, values, visible, scale=scale, enable_gqa=True
         )
-
-    def memory_of(self, rows: slice) -> Memory:
-        """The memory of some rows."""
-        one = Memory(self.memory.held, self.sizes)
-        one.held = self.memory.held.rows(rows)
-        return one
 
     def _attend_segment(
         self, segment: Segment, query: Tensor, keys: Tensor, values: Tensor, scale: float

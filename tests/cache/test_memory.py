@@ -161,9 +161,13 @@ def test_what_is_stored_is_what_was_evicted(ids):
     assert start == 1500 and memory.num_slots == memory.most < 600
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
-def test_what_is_found_is_what_a_loop_finds(block):
-    sizes = CacheSizes(24, 2, memory=100, num_recalled=8, recall_block=block)
+def test_what_is_found_is_what_a_loop_finds(block, few, monkeypatch):
+    """Also where groups are searched first: as many as may hold any lost entry."""
+    if few:
+        monkeypatch.setattr("kvalign.cache.memory.MOST_GROUPS", 9)
+    sizes = CacheSizes(32, 2, memory=100, num_recalled=8, recall_block=block)
     rng = torch.Generator().manual_seed(1)
     num, seen = 900, [899, 300]
     entries = KV(*(torch.randn(2, 2, num, 4, generator=rng) for _ in range(2)))
@@ -179,7 +183,7 @@ def test_what_is_found_is_what_a_loop_finds(block):
     found = memory.find(query, torch.tensor(seen)[:, None], [n + 1 for n in seen])
     for row, n in enumerate(seen):
         for head in range(2):
-            lost = range(max(2, n - 14 - 100), n - 14)
+            lost = range(max(2, n - 22 - 100), n - 22)
             worth = {
                 j: float((query[row, head, :, 0] @ entries.keys[row, head, j]).max())
                 - RECENCY * math.log(n - j)
@@ -196,6 +200,28 @@ def test_what_is_found_is_what_a_loop_finds(block):
             assert torch.equal(
                 found.entries.values[row, head, 0][is_seen], entries.values[row, head, expected]
             )
+
+
+def test_the_best_groups_are_those_of_each_query(monkeypatch):
+    """Of many queries at once as of each alone; what most ask for is found in few groups."""
+    sizes = CacheSizes(32, 2, memory=2000, num_recalled=8)
+    rng = torch.Generator().manual_seed(2)
+    entries = KV(*(torch.randn(1, 2, 900, 8, generator=rng) for _ in range(2)))
+    memory = Memory(entries, sizes)
+    memory.write([0], entries)
+    queries = 3 * torch.randn(1, 2, 3, 5, 8, generator=rng)
+    seen = torch.arange(895, 900)[None]
+    exact = memory.find(queries, seen, [900])
+    monkeypatch.setattr("kvalign.cache.memory.MOST_GROUPS", 12)
+    together = memory.find(queries, seen, [900])
+    alone = [memory.find(queries[:, :, :, i : i + 1], seen[:, i : i + 1], [900]) for i in range(5)]
+    assert torch.equal(together.ages, torch.cat([x.ages for x in alone], 2))
+    for x, y in zip(
+        together.entries, zip(*(one.entries for one in alone), strict=True), strict=True
+    ):
+        assert torch.equal(x, torch.cat(y, 2))
+    best = (exact.ages[..., None] == together.ages[..., None, :]).any(-1)
+    assert not best.all() and best.float().mean() > 0.4
 
 
 def test_places():
