@@ -27,8 +27,8 @@ RECENCY = 2.0
 """By how much a score is worth less for each e-fold of age (eval/results/memory.md)."""
 GROUP = 16
 """Slots of a group at least: whole blocks."""
-MOST_GROUPS = 64
-"""Groups that are searched at least; half as many as entries are taken back, if that is more."""
+NUM_GROUPS = 64
+"""Groups whose entries are looked at; half as many as entries are taken back, if that is more."""
 _SHORTEST = 256
 
 
@@ -82,9 +82,7 @@ class Memory(Part):
 
     def _bound(self, row: int | slice, slots: Tensor) -> None:
         """Have the bounds of the groups of these slots."""
-        groups = (slots[:: self.group] if len(slots) > 1 else slots) // self.group
-        if len(slots) > 1:
-            groups = torch.cat([groups, slots[-1:] // self.group])
+        groups = (slots // self.group).unique()
         keys = self.held.keys[row].unflatten(-2, (-1, self.group)).index_select(-3, groups)
         for bound, of_group in zip(self.bounds, keys.aminmax(dim=-2), strict=True):
             bound[row].index_copy_(-2, groups, of_group)
@@ -156,7 +154,7 @@ class Memory(Part):
         """
         sizes, num_groups = self.sizes, self.num_slots // self.group
         assert sizes.num_recalled is not None
-        num = max(MOST_GROUPS, sizes.num_recalled // 2)
+        num = max(NUM_GROUPS, sizes.num_recalled // 2)
         if num_groups <= num or sizes.num_in_sight < self.group:
             return None
         firsts = torch.arange(0, self.num_slots, self.group, device=seen.device)

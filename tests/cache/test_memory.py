@@ -166,7 +166,7 @@ def test_what_is_stored_is_what_was_evicted(ids):
 def test_what_is_found_is_what_a_loop_finds(block, few, monkeypatch):
     """Also where groups are searched first: as many as may hold any lost entry."""
     if few:
-        monkeypatch.setattr("kvalign.cache.memory.MOST_GROUPS", 9)
+        monkeypatch.setattr("kvalign.cache.memory.NUM_GROUPS", 9)
     sizes = CacheSizes(32, 2, memory=100, num_recalled=8, recall_block=block)
     rng = torch.Generator().manual_seed(1)
     num, seen = 900, [899, 300]
@@ -212,7 +212,7 @@ def test_the_best_groups_are_those_of_each_query(monkeypatch):
     queries = 3 * torch.randn(1, 2, 3, 5, 8, generator=rng)
     seen = torch.arange(895, 900)[None]
     exact = memory.find(queries, seen, [900])
-    monkeypatch.setattr("kvalign.cache.memory.MOST_GROUPS", 12)
+    monkeypatch.setattr("kvalign.cache.memory.NUM_GROUPS", 12)
     together = memory.find(queries, seen, [900])
     alone = [memory.find(queries[:, :, :, i : i + 1], seen[:, i : i + 1], [900]) for i in range(5)]
     assert torch.equal(together.ages, torch.cat([x.ages for x in alone], 2))
