@@ -66,7 +66,6 @@ class ComparisonSettings(ModelSettings):
     positions: tuple[str, ...] = option(
         ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
     )
-
     memory: tuple[int, ...] = option((0,), help=f"{MEMORY}, comma-separated; 0: none", at_least=0)
     num_recalled: tuple[int, ...] | None = option(
         None, help=f"{NUM_RECALLED}; several, comma-separated", at_least=1

@@ -155,7 +155,8 @@ class AnySlotLayer(StreamingLayer):
     def state(self) -> dict[str, Tensor]:
         return self.held._asdict() | {"index": self.index, "scores": self.scores}
 
-    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
+    def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
+        width = max(map(self.sizes.num_stored, seen))
         held = KV(*(read(name, (width, head_dim), dtype) for name in KV._fields))
         self.lazy_initialization(*held)
         self.held = held

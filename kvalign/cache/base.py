@@ -238,8 +238,7 @@ class FixedSizeCache(Cache, ABC):
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
         if not all(0 < n < 2**62 for n in seen) or not seen:
             raise UserError("a stream's rows must have seen a token at least")
-        self._hold(seen)
-        spec, width = spec_of(model.config), max(map(self.sizes.num_stored, seen))
+        spec = spec_of(model.config)
 
         for i, layer in enumerate(self.layers):
 
@@ -247,4 +246,5 @@ class FixedSizeCache(Cache, ABC):
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
                 return expect_tensor(state, f"{i}.{name}", of_rows, dtype).to(model.device)
 
-            layer.restore(read, width, spec.head_dim, model.dtype)
+            layer.restore(read, seen, spec.head_dim, model.dtype)
+        self._hold(seen)

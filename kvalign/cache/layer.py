@@ -68,8 +68,8 @@ class StreamingLayer(CacheLayerMixin, Part):
         """Its tensors by name."""
 
     @abstractmethod
-    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Take up what `state` gave of `width` entries."""
+    def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
+        """Take up what `state` gave of rows that have been fed so many tokens."""
 
     def without_position(self, step: Step, new: KV, realigner: Realigner | None = None) -> KV:
         """New entries as the realigner, the cache's or another, anchors them; sinks stay as they

@@ -174,8 +174,8 @@ class MemoryLayer(WindowLayer):
         held = self.memory.held.slots(0, self.memory.used(self.cache.seen))
         return super().state() | {f"memory.{j}": x for j, x in enumerate(held)}
 
-    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
-        super().restore(read, width, head_dim, dtype)
-        num = self.memory.used(self.cache.seen)
+    def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
+        super().restore(read, seen, head_dim, dtype)
+        num = self.memory.used(seen)
         held = KV(*(read(f"memory.{j}", (num, head_dim), dtype) for j in range(2)))
         self.memory.write([self.sizes.num_sinks] * len(held.keys), held)

@@ -172,7 +172,9 @@ class WindowLayer(StreamingLayer):
             held["sources"] = self.sources.last(num)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
-    def restore(self, read: ReadTensor, width: int, head_dim: int, dtype: torch.dtype) -> None:
+    def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
+        width = max(map(self.sizes.num_stored, seen))
+
         def pair(name: str, length: int, dtype: torch.dtype) -> KV:
             return KV(*(read(f"{name}.{j}", (length, head_dim), dtype) for j in range(2)))
 
