@@ -35,9 +35,10 @@ test: .venv/installed
 
 test-slow: test-long test-browser
 
-# In the order of the files: the longest are not among the last.
+# In the order of the files: the longest are not among the last. A worker more than the cores: many wait for processes.
 test-long: .venv/installed
-	$(PYTEST) --no-loadscope-reorder -m "(slow or ray) and not browser"
+	workers=$$($(BIN)/python -c "import os; print((os.cpu_count() or 1) + 1)") && \
+	  PYTEST_XDIST_AUTO_NUM_WORKERS=$$workers $(PYTEST) --no-loadscope-reorder -m "(slow or ray) and not browser"
 
 # Pages are driven one at a time: they have clocks of their own.
 test-browser: .venv/installed
@@ -68,6 +69,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p kvalign
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -77,15 +79,16 @@ format: .venv/installed
 wheel-test: .venv/installed
 	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
 	$(PYTHON) -m venv --clear build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build/wheel/*.whl
 	cd build/wheel && venv/bin/kvalign doctor
 	cd build/wheel && venv/bin/kvalign generate --model gpt2-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	cd build/wheel && venv/bin/kvalign generate --model llama-mini --max-new-tokens 100 --cache-size 32 --prompt "$(PROMPT)"
 	$(BIN)/python tests/scripts/extras.py build/wheel/*.whl
 
+# Python compiles the modules that it imports; pip would compile all, which takes as long as the rest.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 clean:

@@ -25,7 +25,7 @@ class ShardChunks:
     ids: Tensor  # [num_chunks, T] int64
 
     def sha256(self) -> str:
-        """Of the tokens."""
+        """Return the SHA-256 of the tokens."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 

@@ -43,7 +43,7 @@ class RecordedSettings(BaseModel):
 
 
 class RecordingConfig(BaseModel):
-    """What was recorded, of which model, in which shape: the `config.json` of a recording.
+    """Config of a recording, `config.json`: what was recorded, of which model, in which shape.
 
     Attributes:
         embedding_fingerprint: of the model (`probe` in recordings of version 0.1).

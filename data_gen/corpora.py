@@ -7,6 +7,7 @@ in a file and a line in `_KINDS` here; a short name for a hub data set is a line
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,10 @@ _KINDS: Registry[type[Corpus]] = Registry(
     "corpus",
     {
         "python-docs": "kvalign.data_gen.python_docs:PythonDocs",
-        "recall": "kvalign.data_gen.recall:Recall",
+        "recall": "kvalign.data_gen.corpus:Recall",
         "text:PATH": "kvalign.data_gen.corpus:TextFiles",
         "hub:NAME[:CONFIG][:COLUMN]": "kvalign.data_gen.hub_dataset:AnyHubDataset",
-        "marked:SPEC": "kvalign.data_gen.marked:Marked",
+        "marked:SPEC": "kvalign.data_gen.corpus:Marked",
     },
 )
 CORPORA: dict[str, Corpus] = {**{form: kind() for form, kind in _KINDS.items()}, **HUB}
@@ -89,6 +90,21 @@ def token_pieces(
         yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def first_ids(
+    spec: str, tokenizer: "PreTrainedTokenizerBase", num_ids: int, or_smaller: str
+) -> list[int]:
+    """The first ids of a corpus's test part, so many; UserError if it has fewer, which names what
+    could be smaller.
+    """
+    ids = list(islice(chain.from_iterable(token_pieces(spec, tokenizer, "test")), num_ids))
+    if len(ids) < num_ids:
+        raise UserError(
+            f"corpus {spec!r} is too short: it has {len(ids)} tokens, {num_ids} are needed: name a "
+            f"longer text, or smaller {or_smaller}"
+        )
+    return ids
+
+
 def hub_datasets(specs: Sequence[str]) -> list[str]:
     """The ids of the hub's data sets among corpora, sorted; what is a folder here is none."""
     ids = set()
@@ -102,7 +118,7 @@ def hub_datasets(specs: Sequence[str]) -> list[str]:
 
 
 def text_sha256(specs: Sequence[str]) -> dict[str, str]:
-    """What tells the local texts among corpora from others: the SHA-256 of the files of each
+    """Return what tells the local texts among corpora from others: the SHA-256 of the files of each
     `text:` one after another, by the corpus without `marked:`.
     """
     names = [spec.removeprefix("marked:") for spec in specs]

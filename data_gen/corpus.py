@@ -1,14 +1,23 @@
-"""What a corpus is, how its rows become pieces of text, and the simplest: files of a user."""
+"""Corpora: what one is, how its rows become pieces of text, and those that need few lines
+for it.
+"""
 
 import glob
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvalign.foundation.errors import NotFoundError, UserError
 
 PIECE_LEN = 1 << 20  # characters in memory at once
+# Of the corpus `recall`, in tokens.
+RECALL_LEN = {"train": 1_000_000, "test": 200_000}
+RECALL_LINE_LEN = 64
+
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 class Corpus(Protocol):
@@ -82,3 +91,50 @@ def _lines(files: list[Path]) -> Iterator[str]:
                 yield from lines
         except UnicodeDecodeError as error:
             raise UserError(f"{file} is not UTF-8 text: {error}") from None
+
+
+class Recall:
+    """The corpus `recall`: a stream of facts and questions (`kvalign.data_gen.facts`) as text."""
+
+    about = "facts, questions and answers for the models recall-gpt2 and recall-llama; offline"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """One stream a split, `RECALL_LINE_LEN` tokens a line."""
+        from kvalign.data_gen.facts import WORDS, FactStreams  # numpy
+
+        stream = FactStreams(seed=int(split == "test"))
+        num_lines = RECALL_LEN[split] // RECALL_LINE_LEN
+        lines = (stream.take(RECALL_LINE_LEN)[0] for _ in range(num_lines))
+        return in_pieces(" ".join(WORDS[i] for i in line) + "\n" for line in lines)
+
+
+class Marked:
+    """The corpora `marked:SPEC`: any other in the form in which WikiText is tokenised."""
+
+    about = "any other in WikiText's tokenised form (`it 's a two @-@ part word`)"
+
+    def texts(self, rest: str, split: str) -> Iterator[str]:
+        """The text of the corpus `rest`, marked a piece at a time; UserError for a marked one."""
+        from kvalign.data_gen.corpora import texts  # which imports this module
+
+        if rest.startswith("marked:"):
+            raise UserError("marked: takes another corpus, got marked: again")
+        return map(_mark, texts(rest, split))
+
+
+@lru_cache(maxsize=1)
+def _moses() -> Any:
+    try:
+        import sacremoses
+    except ImportError as error:
+        raise UserError("marked: needs sacremoses (pip install 'kvalign[pretrain]')") from error
+    return sacremoses.MosesTokenizer("en")
+
+
+def _mark(text: str) -> str:
+    """Text as WikiText has it: Moses tokens, `@-@` in words, `@,@` and `@.@` in numbers."""
+    lines = []
+    for line in text.translate(_QUOTES).split("\n"):
+        line = _moses().tokenize(line, aggressive_dash_splits=True, return_str=True, escape=False)
+        lines.append(f" {line} " if line else " ")
+    return re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", "\n".join(lines))

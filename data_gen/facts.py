@@ -18,6 +18,7 @@ END = "<|endoftext|>"
 NUM_KEYS, NUM_VALUES = 64, 8
 FACT_SHARE = 0.6  # of the places that are not an answer
 MAX_AGE = 256  # facts that are asked for are at most about as old, in tokens
+REST = 64  # tokens of `max_age` for each key that rests, so that questions keep up with them
 
 QUESTION = NUM_KEYS * NUM_VALUES  # the first question's id; facts are 0 to here
 ANSWER = QUESTION + NUM_KEYS  # the first answer's id
@@ -29,6 +30,10 @@ class FactStreams:
     Questions are for facts of all ages alike, up to about `max_age` tokens: an age is drawn, then
     the key whose last fact is nearest to it. With `ask_oldest` every second stream asks for ages of
     the last eighth alone: in a short stream few facts grow as old before they are told again.
+
+    With `resting` some keys rest, half of them at most, so that there are facts of all ages: such a
+    key is given a value, asked for once, at an age drawn on a log scale, and then given another.
+    Other keys are as without, asked for up to `MAX_AGE`.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class FactStreams:
         num_rows: int = 1,
         max_age: int = MAX_AGE,
         ask_oldest: bool = False,
+        resting: bool = False,
     ):
         self.rng, self.max_age, self.now = np.random.default_rng(seed), max_age, 0
         oldest = max_age - max_age // 8
@@ -47,19 +53,28 @@ class FactStreams:
         # When each key was given its value, as in a stream that began long ago.
         self.given = -self.rng.geometric(FACT_SHARE / (2 - FACT_SHARE) / NUM_KEYS, size=shape)
         self.asked = np.full(num_rows, -1)  # the key of the question before, -1 for none
+        # When each resting key is asked for; never, while it waits for a value.
+        num_resting = min(max(1, max_age // REST), NUM_KEYS // 2) if resting else 0
+        self.due = np.full((num_rows, num_resting), np.inf)
+        self.num_others = NUM_KEYS - num_resting
         self.take(8)
 
     def take(self, num_tokens: int) -> np.ndarray:
         """The next tokens of every stream: [B, num_tokens] int64."""
         shape = (num_tokens, len(self.rows))
         is_fact = self.rng.random(shape) < FACT_SHARE
-        facts = self.rng.integers(QUESTION, size=shape)
-        ages = self.rng.integers(self.min_age, self.max_age, size=shape, endpoint=True)
+        facts = self.rng.integers(self.num_others * NUM_VALUES, size=shape)
+        resting = self.due.shape[1] > 0
+        max_age = min(self.max_age, MAX_AGE) if resting else self.max_age
+        ages = self.rng.integers(self.min_age, max_age, size=shape, endpoint=True)
         ids = np.empty(shape, np.int64)
         for i in range(num_tokens):
             answers = self.asked >= 0
             is_new = is_fact[i] & ~answers
-            asked = np.abs(self.now - self.given - ages[i][:, None]).argmin(1)
+            since = self.now - self.given[:, : self.num_others]
+            asked = np.abs(since - ages[i][:, None]).argmin(1)
+            if resting:
+                self._rest(is_new, ~is_new & ~answers, facts[i], asked)
             ids[i] = np.where(is_new, facts[i], QUESTION + asked)
             ids[i] = np.where(answers, ANSWER + self.value[self.rows, self.asked], ids[i])
             rows, (key, value) = self.rows[is_new], np.divmod(facts[i][is_new], NUM_VALUES)
@@ -68,10 +83,30 @@ class FactStreams:
             self.now += 1
         return ids.T.copy()
 
+    def _rest(
+        self, tells: np.ndarray, asks: np.ndarray, facts: np.ndarray, asked: np.ndarray
+    ) -> None:
+        """Put resting keys in place of a fact, or of the key that is asked for, where it is time:
+        [B] each.
+        """
+        waits = np.isinf(self.due)
+        rows = self.rows[tells & waits.any(1)]
+        keys = waits[rows].argmax(1)
+        values = self.rng.integers(NUM_VALUES, size=len(rows))
+        facts[rows] = (self.num_others + keys) * NUM_VALUES + values
+        self.due[rows, keys] = self.now + np.exp(
+            self.rng.uniform(0, np.log(self.max_age), size=len(rows))
+        )
+        rows = self.rows[asks & (self.due.min(1) <= self.now)]
+        keys = self.due[rows].argmin(1)
+        asked[rows] = self.num_others + keys
+        self.due[rows, keys] = np.inf
+
 
 def ages(ids: Sequence[int]) -> list[int]:
-    """Of each token of a stream that is an answer, the tokens from its fact to its question; 0 of
-    any other token, and where the fact is not among these or an answer has told it again since.
+    """Return for each token of a stream that is an answer the tokens from its fact to its question;
+    0 of any other token, and where the fact is not among these or an answer has told it again
+    since.
     """
     given: dict[int, int] = {}
     found = [0] * len(ids)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvalign.models.architectures import rotation_of
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import rotation_of, spec_of
 from kvalign.models.loading import LoadedModel
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -19,7 +20,17 @@ Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of ids [B, T] in an empty cache, of all layers: [B, L, H, T, D] each."""
+    """Keys and values of ids [B, T] in an empty cache, of all layers: [B, L, H, T, D] each.
+
+    Raises:
+        UserError: a hybrid, some of whose layers have none.
+    """
+    spec = spec_of(model.config)
+    if spec.states:
+        raise UserError(
+            f"aligners are not for {spec.name or 'this model'}: layers without attention have a "
+            "state that no entry tells of; streaming-llm needs none"
+        )
     cache = DynamicCache()  # not made from the config: sliding-window layers keep every entry too
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     keys, values = ([getattr(x, name) for x in cache.layers] for name in ("keys", "values"))
@@ -30,7 +41,7 @@ def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """As `encode`, in float32 and with the keys of rotary models rotated back to position 0."""
     keys, values = (x.float() for x in encode(model, ids))
     if rotation := rotation_of(model):
-        keys = rotation.shift(keys, torch.arange(ids.shape[1]))
+        keys = rotation.shift_layers(keys, torch.arange(ids.shape[1]), dim=1)
     return keys, values
 
 
@@ -55,7 +66,7 @@ def record_pairs(
         key_aligned, value_aligned = (x[..., num_sinks:, :] for x in encode(loaded.model, rest))
         key_stale, value_stale = (x[..., num_sinks + shift :, :] for x in (keys, values))
         if rotation:
-            key_stale = rotation.shift(key_stale, shift)
+            key_stale = rotation.shift_layers(key_stale, shift, dim=1)
         pairs[shift] = (key_stale, key_aligned, value_stale, value_aligned)
     return pairs
 

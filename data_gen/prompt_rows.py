@@ -12,7 +12,7 @@ from kvalign.foundation.files import checked
 
 
 class _Row(BaseModel):
-    """What else a row has is left aside."""
+    """A row of prompts; its other fields are left aside."""
 
     turns: Annotated[list[Annotated[str, Field(strict=True, pattern=r"\S")]], Field(min_length=1)]
 

@@ -18,7 +18,6 @@ from kvalign.data_gen.corpora import text_sha256, token_pieces
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.data_gen.store import (
     CONFIG,
-    MANIFEST,
     Manifest,
     Shard,
     Store,
@@ -26,10 +25,11 @@ from kvalign.data_gen.store import (
     find_damage,
     open_store,
 )
-from kvalign.data_gen.workers import writer
+from kvalign.data_gen.workers import Work, write_shards
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import keywords_of
 from kvalign.models.loading import LoadedModel, load_model
@@ -115,20 +115,22 @@ def _record_shards(
     """Write the shards that are missing; returns all of them in the manifest's order."""
     num_expected = (settings.num_tokens - settings.chunk_len) // config.settings.stride + 1
     num_chunks, shards = 0, []
-    shifts = config.settings.num_evicted
+
+    def missing() -> Work:
+        nonlocal num_chunks
+        for of_shard in by_shard(chunks, config.settings, config.chunks_per_shard):
+            shifts, tokens = config.settings.num_evicted, of_shard.sha256()
+            expected = [expected_shard(settings.folder, config, of_shard, k) for k in shifts]
+            shards.extend(expected)
+            num_chunks = max(num_chunks, int(of_shard.chunk_indices[-1]) + 1)
+            if left := [shard for shard in expected if not _is_recorded(shard, config, tokens)]:
+                yield of_shard, left
+            else:
+                progress.skip(of_shard.ids.numel())
+
     progress.phase("recording")
     progress.expect(num_expected * settings.chunk_len, "tokens")
-    with writer(settings, loaded) as write:
-        for shard_chunks in by_shard(chunks, config.settings, config.chunks_per_shard):
-            expected = [expected_shard(settings.folder, config, shard_chunks, k) for k in shifts]
-            shards += expected
-            num_chunks = max(num_chunks, int(shard_chunks.chunk_indices[-1]) + 1)
-            tokens = shard_chunks.sha256()
-            missing = [shard for shard in expected if not _is_recorded(shard, config, tokens)]
-            if missing:
-                write(shard_chunks, missing)
-            else:
-                progress.skip(shard_chunks.ids.numel())
+    write_shards(settings, loaded, missing())
     if num_chunks < num_expected:
         corpus = ", ".join(settings.corpus)
         log.warning("corpus %s ended after %d of %d chunks", corpus, num_chunks, num_expected)
@@ -136,13 +138,15 @@ def _record_shards(
 
 
 def _kept(folder: Path) -> str:
-    """What an interrupted recording has."""
+    """Return what an interrupted recording has."""
     num_shards = len(list(folder.glob("[!.]*.safetensors")))
     return f"{num_shards} shards are kept in {folder}" if num_shards else ""
 
 
 def _is_recorded(shard: Shard, config: RecordingConfig, tokens_sha256: str) -> bool:
-    """Whether the shard is written, whole, and of these tokens (a corpus may have changed)."""
+    """Return whether the shard is written, whole, and of these tokens (a corpus may have
+    changed).
+    """
     try:
         return not find_damage(shard, config) and shard.notes().tokens_sha256 == tokens_sha256
     except UserError:

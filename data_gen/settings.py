@@ -1,10 +1,10 @@
-"""What can be set for a recording."""
+"""Settings of a recording."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.folders import RECORDING, folder_of
+from kvalign.foundation.folders import DEFAULT_CORPUS, RECORDING, folder_of, of_corpus
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,
@@ -28,13 +28,13 @@ class RecordSettings(Settings):
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of the base model")
     corpus: tuple[str, ...] = option(
-        ("python-docs",),
+        DEFAULT_CORPUS,
         help="python-docs, wikitext, everyday, text:PATH, hub:NAME or marked:SPEC; "
         "several give an equal share of the tokens each",
     )
     out: Path | None = option(
         None,
-        help="folder of the recording (default: kvalign-data/MODEL/caches)",
+        help="folder of the recording (default: kvalign-data/MODEL/caches, or caches-CORPUS)",
         writes="folder",
     )
     num_tokens: int = option(50_000, help="tokens of the train split to record", at_least=1)
@@ -89,4 +89,4 @@ class RecordSettings(Settings):
     @property
     def folder(self) -> Path:
         """The folder of the recording."""
-        return self.out or folder_of(self.model) / RECORDING
+        return self.out or folder_of(self.model) / of_corpus(RECORDING, self.corpus)

@@ -25,9 +25,9 @@ from kvalign.data_gen.config import PAIRS, Positive, RecordingConfig
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_whole
-from kvalign.foundation.folders import folder_of, newest_first
+from kvalign.foundation.folders import MANIFEST, folder_of, newest_first
 
-CONFIG, MANIFEST = "config.json", "manifest.json"
+CONFIG = "config.json"
 
 _DTYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}  # torch's and safetensors' names
 _NOTES = "kvalign"  # one entry, because safetensors writes several in random order
@@ -49,7 +49,7 @@ class Shard:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
     def notes(self) -> "ShardNotes":
-        """What was noted when the shard was written; UserError if nothing was."""
+        """Return what was noted when the shard was written; UserError if nothing was."""
         with safe_open(self.path, "pt") as file:
             text = (file.metadata() or {}).get(_NOTES, "")
         try:
@@ -85,7 +85,7 @@ class ShardEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a finished recording has: its `manifest.json`.
+    """Manifest of a finished recording, `manifest.json`.
 
     Attributes:
         num_chunks, num_rows: of each split; rows of each kv.
@@ -189,7 +189,7 @@ def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> 
 
 
 def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
-    """What is wrong with a shard by its manifest, its file's header and length, or None."""
+    """Return what is wrong with a shard by its manifest, its file's header and length, or None."""
     if shard.num_evicted not in config.shapes:
         return f"num_evicted {shard.num_evicted} was not recorded"
     num_rows = config.num_rows(shard.num_evicted, shard.num_chunks)

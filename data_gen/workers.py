@@ -5,8 +5,7 @@ its bytes must not depend on how many workers there are.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,25 @@ from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel, load_model
 
-Write = Callable[[ShardChunks, list[Shard]], None]
-"""Writes the shards of some chunks, one for each number evicted."""
+Work = Iterable[tuple[ShardChunks, list[Shard]]]
+"""Chunks, and the shards to write of them, one for each number evicted."""
 
 
-@contextmanager
-def writer(settings: RecordSettings, loaded: LoadedModel) -> Iterator[Write]:
-    """What takes shards to write; all of them are written when the context ends. Of the model that
-    is loaded a single worker, this process, makes use; several load it themselves.
+def write_shards(settings: RecordSettings, loaded: LoadedModel, work: Work) -> None:
+    """Write shards. A single worker, this process, has the model that is loaded; several load it
+    themselves.
 
     Raises:
         UserError: numbers that do not fit the stored type.
     """
     if settings.workers > 1:
-        with _on_ray(settings) as write:
-            yield write
+        _write_on_ray(settings, work)
         return
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield lambda chunks, shards: record_chunks(settings, loaded, chunks, shards)
+        for chunks, shards in work:
+            record_chunks(settings, loaded, chunks, shards)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -89,8 +87,7 @@ class _Worker:
         return chunks.ids.numel(), ""
 
 
-@contextmanager
-def _on_ray(settings: RecordSettings) -> Iterator[Write]:
+def _write_on_ray(settings: RecordSettings, work: Work) -> None:
     """Workers write as they become free; one that dies is started anew and its work redone."""
     with ray_session(settings.ray_address) as ray:
         from ray.util import ActorPool
@@ -108,11 +105,9 @@ def _on_ray(settings: RecordSettings) -> Iterator[Write]:
                 raise UserError(error)
             progress.advance(num_tokens)
 
-        def write(chunks: ShardChunks, shards: list[Shard]) -> None:
+        for shard in work:
             if not workers.has_free():
                 wait_for_one()
-            workers.submit(lambda worker, work: worker.write.remote(*work), (chunks, shards))
-
-        yield write
+            workers.submit(lambda worker, shard: worker.write.remote(*shard), shard)
         while workers.has_next():
             wait_for_one()

@@ -13,7 +13,7 @@ from kvalign.app.serve.settings import ServeSettings
 
 
 def application():
-    """What each replica serves, built where it runs."""
+    """Application of each replica, built where it runs."""
     from kvalign.app.serve.server import build
 
     settings = ServeSettings(model="gpt2-mini", cache_size=64)

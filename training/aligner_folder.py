@@ -46,7 +46,7 @@ def record_of(
     device: torch.device | None = None,
     packages: tuple[str, ...] = ("kvalign", "torch"),
 ) -> dict[str, Any]:
-    """What an aligner's config and card say of how a part of it came about.
+    """Return the record of an aligner's part for its config and card: how it came about.
 
     Args:
         command, settings: of this command line, which make it again.

@@ -33,7 +33,7 @@ from kvalign.models.loading import LoadedModel
 from kvalign.training import table_run
 from kvalign.training.kinds.anchored import AnchoredSettings
 from kvalign.training.table_objectives import SMALLEST_CACHE, adam, divergence, draw
-from kvalign.training.text import Text
+from kvalign.training.text import Text, val_sizes
 
 CHUNKS = 8  # encoded a step
 ROWS = 16_384  # of each kv a step
@@ -197,7 +197,7 @@ def streamed_losses(
 
 
 def largest_cache(aligner: AnchoredAligner, texts: list[Tensor]) -> int:
-    """Of those that the aligner is for and that two of fit into the texts."""
+    """Return the largest cache that the aligner is for and that fits twice into the texts."""
     shortest = min(map(len, texts)) - max(EPISODE, VAL_STEPS) - 1
     return min(aligner.config.chunk_len - 1, shortest // 2)
 
@@ -217,12 +217,9 @@ def loss_of(objective: str, model: PreTrainedModel, ids: Tensor, logits: Tensor)
 def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
     """Mean loss on fixed rows, of a small, a middle and the largest cache."""
     progress.phase("validating")
-    losses, largest = [], largest_cache(aligner, text.val)
-    for size in sorted({min(size, largest) for size in (32, 96, aligner.config.chunk_len - 1)}):
-        row_len = 2 * size + VAL_STEPS + 1
-        for ids in text.val:
-            starts = torch.linspace(0, len(ids) - row_len, max(1, STEP_ENTRIES // size))
-            rows = text.val_rows(ids, starts, row_len)
+    losses = []
+    for size in val_sizes(largest_cache(aligner, text.val)):
+        for rows in text.val_rows(max(1, STEP_ENTRIES // size), 2 * size + VAL_STEPS + 1):
             found = streamed_losses(objective, aligner, model, rows, size)
             losses += [loss.item() for loss in found]
     return sum(losses) / len(losses)

@@ -1,4 +1,5 @@
-"""Whether an aligner is worth using: held-out text, streamed with its parts and without.
+"""Judge of an aligner: held-out text, streamed with its parts and without, shows whether it is
+worth using.
 
 The error of vectors does not decide, nor does a stream without sinks on a model that needs them:
 there anything helps that makes a sink of some entry. So each set of parts (none, keys, values,
@@ -15,17 +16,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.aligners.network_sizes import KV
 from kvalign.eval.protocol.statistics import interval
 from kvalign.foundation import progress
 from kvalign.methods import make_method
+from kvalign.methods.choice import lack_of_aligner
 from kvalign.methods.streaming_llm import StreamingLLM
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score
-from kvalign.training.text import Text
+from kvalign.training.text import Text, val_sizes
 
-CACHE_SIZES = (32, 96)  # and the largest
 ROW_LABELS = 256
 NUM_ROWS = 4  # of each cache size
 
@@ -60,15 +62,15 @@ def judge(
     Returns:
         `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
         of the best without an aligner), `discard_half` (the loss of that method with the chosen
-        sinks), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and `by_cache`, that of each
-        cache size), `cache_sizes`, `num_labels`; losses are nats a token.
+        sinks), `shipped` (`aligner` and `val_nll` of what ships for the model, None where nothing
+        does that takes these caches), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and
+        `by_cache`, that of each cache size), `cache_sizes`, `num_labels`; losses are nats a token.
 
     Raises:
         UserError: of the text only answers count, and there are none.
     """
     progress.phase("judging by streaming")
     rows = excerpts(text, aligner.config.chunk_len - 1)
-    counted = {size: text.counted(ids, size) for size, ids in rows.items()}
     usual, every = aligner.config.num_sinks, aligner.config.shifts[0]
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
@@ -80,14 +82,14 @@ def judge(
         if parts:
             name, options = "kvalign", {"aligner": aligner, "realign_every": every}
         for n in [usual] if parts and aligner.recursive else sinks:
-            found[parts, n] = streamed(model, rows, name, counted, num_sinks=n, **options)
+            found[parts, n] = streamed(model, text, rows, name, num_sinks=n, **options)
     losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
     nll = {one: loss.mean().item() for one, loss in losses.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
     chosen = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
     use_parts(aligner, trained, untrained, chosen[0])
-    half = torch.cat(streamed(model, rows, "discard-half", counted, num_sinks=chosen[1]))
+    half = torch.cat(streamed(model, text, rows, "discard-half", num_sinks=chosen[1]))
     plain = min(sinks, key=lambda n: nll[(), n])
     return {
         "parts": list(chosen[0]),
@@ -95,6 +97,7 @@ def judge(
         "val_nll": nll[chosen],
         "without": {"num_sinks": plain, "val_nll": nll[(), plain]},
         "discard_half": half.mean().item(),
+        "shipped": _shipped(model, text, rows),
         "streams": [
             {
                 "parts": list(parts),
@@ -109,18 +112,27 @@ def judge(
     }
 
 
+def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dict[str, Any] | None:
+    """The shipped aligner of a model, and its loss on these rows."""
+    name = checkpoints.default_aligner(model.config.name_or_path)
+    if name is None or lack_of_aligner(model, max(rows)):
+        return None
+    losses = torch.cat(streamed(model, text, rows, "kvalign"))
+    return {"aligner": name, "val_nll": losses.mean().item()}
+
+
 def _is_better(losses: Tensor, others: Tensor) -> bool:
-    """Whether the 95 % interval of the ratio of perplexities lies below 1; too few labels: not."""
+    """Return whether the 95 % interval of the ratio of perplexities lies below 1; too few labels:
+    not.
+    """
     _, high = interval(losses - others)
     return high is not None and high < 1
 
 
 def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
-    """What `judge` counts for the progress."""
-    num_streams = 2 ** len(kvs) * 2 + 1
-    return num_streams * sum(
-        x.numel() for x in excerpts(text, aligner.config.chunk_len - 1).values()
-    )
+    """Number of tokens that `judge` counts for the progress."""
+    rows = excerpts(text, aligner.config.chunk_len - 1).values()
+    return (2 ** len(kvs) * 2 + 2) * sum(ids.numel() for ids in rows)
 
 
 def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Parts) -> None:
@@ -141,34 +153,25 @@ def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
     """
     shortest = min(map(len, text.val))
     found = {}
-    for size in sorted({min(size, largest, shortest // 2) for size in (*CACHE_SIZES, largest)}):
+    for size in sorted({min(size, shortest // 2) for size in val_sizes(largest)}):
         row_len = size + 1 + min(ROW_LABELS, shortest - size - 1)
         num_rows = max(1, min(NUM_ROWS // len(text.val), shortest // row_len))
-        found[size] = torch.cat(
-            [
-                text.val_rows(ids, torch.linspace(0, len(ids) - row_len, num_rows), row_len)
-                for ids in text.val
-            ]
-        )
+        found[size] = torch.cat([*text.val_rows(num_rows, row_len)])
     return found
 
 
 def streamed(
-    model: PreTrainedModel,
-    rows: dict[int, Tensor],
-    name: str,
-    counted: dict[int, Tensor | None],
-    **options: Any,
+    model: PreTrainedModel, text: Text, rows: dict[int, Tensor], name: str, **options: Any
 ) -> list[Tensor]:
-    """Losses [labels] in nats of rows [B, N] under a method, of each cache size; of those labels
-    alone that count (`Text.counted`).
+    """Losses [labels] in nats of rows [B, N] of a text under a method, of each cache size; of those
+    labels alone that count.
     """
     found = []
     for size, ids in rows.items():
         method = make_method(name, model, cache_size=size, warn=False, **options)
         losses = score(method, ids.to(model.device)).cpu()
         check_losses(losses, method)
-        which = counted[size]
-        found.append(losses if which is None else losses[which])
+        counted = text.counted(ids, size)
+        found.append(losses if counted is None else losses[counted])
         progress.advance(ids.numel())
     return found

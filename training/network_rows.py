@@ -8,7 +8,7 @@ Where several shifts were recorded, the network makes moves of the smallest: a r
 times as large is to be right after k of them, the network applied to its own output.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -54,9 +54,6 @@ class _Batches:
         self.shift = min(shard.num_evicted for shard in shards)
         self.parts = [-(-shard.num_rows // batch_size) for shard in shards]
 
-    def _planned(self, window: int, shards: Iterable[int]) -> list[_Step]:
-        return [(window, i, part) for i in shards for part in range(self.parts[i])]
-
     def _gather(self, plan: list[_Step], rows_of: Callable[[int], Tensor]) -> Iterator[Batch]:
         for _, steps in groupby(plan, key=itemgetter(0)):
             opened: dict[int, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
@@ -77,7 +74,7 @@ class InOrder(_Batches):
         return len(range(self.rank, sum(self.parts), self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        plan = [step for i in range(len(self.parts)) for step in self._planned(i, [i])]
+        plan = [(i, i, part) for i, num_parts in enumerate(self.parts) for part in range(num_parts)]
         mine = plan[self.rank :: self.world_size]
         return self._gather(mine, lambda i: torch.arange(self.shards[i].num_rows))
 
@@ -118,7 +115,8 @@ class Shuffled(_Batches):
             order.sort(key=lambda i: self.shards[i].num_evicted)
         plan = []
         for start in range(0, len(order), OPEN_SHARDS):
-            steps = self._planned(start, order[start : start + OPEN_SHARDS])
+            window = order[start : start + OPEN_SHARDS]
+            steps = [(start, i, part) for i in window for part in range(self.parts[i])]
             plan += [steps[n] for n in rng.permutation(len(steps))]
         return plan
 

@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ from kvalign.aligners import Aligner, AlignerConfig, NetworkAligner, RealignNet
 from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV, NETWORK_SIZES, SHARED_SIZES
 from kvalign.data_gen.corpora import hub_datasets
-from kvalign.data_gen.store import MANIFEST, Store, newest_recording, open_store
+from kvalign.data_gen.store import Store, newest_recording, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.files import locked, read_checked, sha256
+from kvalign.foundation.folders import MANIFEST
 from kvalign.foundation.runs import ResumableRun, keeping
 from kvalign.foundation.settings import DEFAULT_MODEL
 from kvalign.training.aligner_folder import OVERWRITE, new_aligner, record_of, save
@@ -38,36 +38,48 @@ from kvalign.training.network_rows import InOrder, RecordedRows
 
 _EVAL_BATCH = 8192
 # What may differ between a run and its resumption.
-_FREE = ("data", "model", "out", "target", "accelerator", "num_threads", "resume", "overwrite")
+_FREE = (
+    "data",
+    "model",
+    "out",
+    "target",
+    "accelerator",
+    "num_threads",
+    "resume",
+    "overwrite",
+    "judge",
+)
+_JUDGED = ("judged", "val_nll")  # what streams say of all networks of an aligner
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
 
 def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """What `kvalign.training.train_network` does."""
+    """Train a network, as `kvalign.training.train_network` does."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     out = settings.folder(NetworkAligner.kind)
-    data = settings.data
-    if data is None:
-        data = newest_recording(settings.model or DEFAULT_MODEL)
-        print(f"recording: {data}", file=sys.stderr)
-    settings = dataclasses.replace(settings, data=data)
+    data = settings.data or newest_recording(settings.model or DEFAULT_MODEL)
+    if settings.data is None:
+        progress.say(f"recording: {data}")
+        settings = dataclasses.replace(settings, data=data)
     progress.phase("checking the recording")
     store = open_store(data, verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
         raise UserError(f"--model is {settings.model}, and {data} was recorded of {recorded}")
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
-    done = _in_aligner(runs, settings, out)
-    for kv in done:
-        del runs[kv]
+    has_aligner = (out / CONFIG).exists()
+    trained = networks_in(out) if has_aligner else {}
+    done = {}
+    if settings.resume and not settings.overwrite:
+        done = {kv: trained[kv] for kv, run in runs.items() if _is_of(run, trained.get(kv))}
+        runs = {kv: run for kv, run in runs.items() if kv not in done}
     if not runs:
-        print(f"{out} holds this already, finished: nothing to do", file=sys.stderr)
+        progress.say(f"{out} holds this already, finished: nothing to do")
         return done
     torch.manual_seed(settings.seed)
-    aligner = _beside_trained(
-        new_aligner(NetworkAligner, config_for(store, settings)), settings, [*runs], out
-    )
-    trained = aligner.config.training
+    aligner = new_aligner(NetworkAligner, config_for(store, settings))
+    if has_aligner:
+        _join_other(aligner, settings, [*runs], out)
     rows = {kv: RecordedRows(store, kv, settings.batch_size, settings.seed) for kv in runs}
     # The processes of other devices are started by the one that holds the lock.
     lock = nullcontext() if "LOCAL_RANK" in os.environ else locked(out, lambda: _kept(runs))
@@ -90,9 +102,15 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
                 net.clear()
         if not all(results.values()):
             return {}
-        aligner.config = aligner.config.model_copy(update={"training": {**trained, **results}})
+        training = _without(_JUDGED, trained) | results
+        aligner.config = aligner.config.model_copy(update={"training": training})
         save(aligner, out)
     return {kv: {**done, **results}[kv] for kv in settings.kvs}
+
+
+def networks_in(out: Path) -> dict[str, dict[str, Any]]:
+    """The record that the aligner in a folder has of its networks, by `key` and `value`."""
+    return read_checked(AlignerConfig, out / CONFIG).training
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
@@ -110,7 +128,7 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
 
 
 def describe_data(store: Store) -> dict[str, Any]:
-    """What an aligner's config and card say of the recording that it was trained on."""
+    """Return what an aligner's config and card say of the recording that it was trained on."""
     names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
     return {
         "model": store.config.model.name,
@@ -135,7 +153,7 @@ def _run(settings: NetworkSettings, store: Store, kv: str, out: Path) -> Resumab
 
 
 def _kept(runs: dict[str, ResumableRun]) -> str:
-    """What interrupted runs have."""
+    """Return what interrupted runs have."""
     parts = []
     for kv, run in runs.items():
         if run.result():
@@ -146,30 +164,32 @@ def _kept(runs: dict[str, ResumableRun]) -> str:
     return f"{' and '.join(parts)} in {folder}" if parts else ""
 
 
-def _in_aligner(
-    runs: dict[str, ResumableRun], settings: NetworkSettings, out: Path
-) -> dict[str, dict[str, Any]]:
-    """The results of the runs whose networks the saved aligner already has."""
-    if settings.overwrite or not settings.resume or not (out / CONFIG).exists():
-        return {}
-    trained = read_checked(AlignerConfig, out / CONFIG).training
-    return {
-        kv: run.result()
-        for kv, run in runs.items()
-        if kv in trained and run.result() == trained[kv] and not run.difference()
-    }
+def _is_of(run: ResumableRun, trained: dict[str, Any] | None) -> bool:
+    """Return whether a network of the saved aligner is from this very run."""
+    return bool(trained) and _are_one(run.result(), trained) and not run.difference()
+
+
+def _are_one(result: dict[str, Any], trained: dict[str, Any] | None) -> bool:
+    """Return whether two results are of one run: what streams say of it comes later."""
+    of_run = [_without((*_JUDGED, "used"), {"": one or {}}) for one in (result, trained)]
+    return of_run[0] == of_run[1]
+
+
+def _without(names: tuple[str, ...], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {kv: {n: x for n, x in one.items() if n not in names} for kv, one in results.items()}
 
 
 def _begin(
-    run: ResumableRun, settings: NetworkSettings, in_aligner: dict[str, Any] | None
+    run: ResumableRun, settings: NetworkSettings, trained: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Make a run's folder ready: new, or as an unfinished run of the same settings left it.
 
-    The result of a run that was finished but is not in the aligner yet, else nothing; `in_aligner`
-    is that of the run that the saved aligner's network is from, if any.
+    The result of a run that was finished but is not in the aligner yet, else nothing; `trained` is
+    that of the run that the saved aligner's network is from, if any.
     """
     exists, result = run.config_path.exists(), run.result()
-    if exists and settings.resume and not run.difference() and (not result or result != in_aligner):
+    is_new = not result or not _are_one(result, trained)
+    if exists and settings.resume and not run.difference() and is_new:
         return result
     if not settings.overwrite and not (exists and (result or not settings.resume)):
         run.state()  # refuses what is not ours to replace
@@ -179,14 +199,10 @@ def _begin(
     return {}
 
 
-def _beside_trained(
-    new: NetworkAligner, settings: NetworkSettings, kvs: list[str], out: Path
-) -> NetworkAligner:
-    """`new`, in which `kvs` are to be trained, with the network that `out` already holds for the
-    other kv.
+def _join_other(new: NetworkAligner, settings: NetworkSettings, kvs: list[str], out: Path) -> None:
+    """Put the network that `out` already holds for the other kv into `new`, in which `kvs` are to
+    be trained.
     """
-    if not (out / CONFIG).exists():
-        return new
     saved = Aligner.from_pretrained(out)
     config = saved.config
     others = [kv for kv in KV if kv in config.training and kv not in kvs]
@@ -197,10 +213,8 @@ def _beside_trained(
             what = f"a trained {' and '.join(clash)} network"
         raise ExistsError(f"{out} already holds {what}: {OVERWRITE}")
     if not others:
-        # The old results still tell `_begin` which run is already in the aligner.
-        new.config = new.config.model_copy(update={"training": config.training})
-        return new
-    (other,), (kv,) = others, kvs
+        return
+    (other,) = others
     expected, here = _shared(config), _shared(new.config)
     for name in expected:
         if expected[name] != here[name]:
@@ -211,15 +225,12 @@ def _beside_trained(
                 f"{name} is {values}; name another --out"
             )
     hidden = {name: size for name, size in config.sizes.items() if name.startswith(f"{other}_")}
-    changes = {"sizes": {**new.config.sizes, **hidden}, "training": config.training}
-    merged = NetworkAligner(new.config.model_copy(update=changes))
-    setattr(merged, other, getattr(saved, other))
-    setattr(merged, kv, getattr(new, kv))
-    return merged
+    new.config = new.config.model_copy(update={"sizes": {**new.config.sizes, **hidden}})
+    setattr(new, other, getattr(saved, other))
 
 
 def _shared(config: AlignerConfig) -> dict[str, Any]:
-    """What the networks of an aligner have in common."""
+    """Return what the networks of an aligner have in common."""
     sizes = {name: config.sizes.get(name) for name in SHARED_SIZES}
     return config.model_dump(exclude={"base_model", "sizes", "training"}) | sizes
 
@@ -231,7 +242,7 @@ def _result(
     net: RealignNet,
     rows: RecordedRows,
 ) -> dict[str, Any]:
-    """What is to be said of a network: errors on the validation rows, and how it was trained."""
+    """Return the result of a network: errors on the validation rows, and how it was trained."""
     val_loss, unchanged = losses(net, InOrder(rows.shards["val"], rows.kv, _EVAL_BATCH))
     if not math.isfinite(val_loss):
         raise UserError(

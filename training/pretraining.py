@@ -51,7 +51,12 @@ WARMUP_STEPS = 100
 EVAL_BLOCKS = 60
 MUON_DECAY, ADAMW_DECAY = 0.05, 0.01
 FACTS = "pretrain.json"
-_CARD = Path(__file__).parent / "templates" / "lm_card.md.jinja"
+_CARDS = jinja2.Environment(
+    loader=jinja2.PackageLoader("kvalign.training"),
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
+    trim_blocks=True,
+)
 _TEXTS = "text_sha256.json"
 _PROGRESS = ("step", "smooth_loss", "seconds")
 # Settings that may differ when a run goes on: they change where it stops and how it runs, not what
@@ -104,7 +109,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss
-    started, opening = run.saved_at, prefix_ids(tokenizer)
+    opening = prefix_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
     progress.phase("training")
@@ -121,7 +126,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
                 run.save()
             if interrupted.is_set():
                 raise KeyboardInterrupt
-    if run.saved_at > started or run.seconds == 0:
+    if run.saved_step < run.step:
         run.save()
     return _publish(settings, model, tokenizer, run)
 
@@ -243,10 +248,9 @@ class Run:
         self.saved_step = self.step
 
     def kept(self) -> str:
-        """What an interrupted run has."""
-        if not self.saved_step:
-            return ""
-        return f"{self.path} has step {self.saved_step} of {self.num_steps}"
+        """Return what an interrupted run has."""
+        kept = f"{self.path} has step {self.saved_step} of {self.num_steps}"
+        return kept if self.saved_step else ""
 
     def restore(self) -> None:
         """Go on from the checkpoint, if there is one."""
@@ -283,10 +287,14 @@ def _publish(
     write_together(settings.out, write, last="config.json")
     model.float().eval()
     tokens_seen = run.step * run.tokens_a_step
+    # After how many tokens the rate had fallen to 0 before it rose again: what was published here
+    # was then asked for more.
+    before = read_json(settings.out / FACTS) if (settings.out / FACTS).exists() else {}
+    ended = [*before.get("ended_before", ()), before.get("tokens_seen", tokens_seen)]
     facts: dict[str, Any] = {
         "settings": settings.as_dict(),
         "tokens_seen": tokens_seen,
-        "ended_before": _ended_before(settings.out / FACTS, tokens_seen),
+        "ended_before": [n for n in ended if n < tokens_seen],
         "train_loss_nats": run.smooth_loss,
         "train_seconds": round(run.seconds),
         "num_parameters": model.num_parameters(),
@@ -300,22 +308,7 @@ def _publish(
         corpus, context_len = settings.eval_corpus, settings.context_len
         facts["bits_per_byte"] = bits_per_byte(model, tokenizer, corpus, context_len)
     write_json(settings.out / FACTS, facts)
-    template = jinja2.Template(
-        _CARD.read_text(),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-    )
+    card = _CARDS.get_template("lm_card.md.jinja")
     values = dict(settings=settings, facts=facts, machine=platform.machine(), version=version)
-    write_text(settings.out / "README.md", template.render(values))
+    write_text(settings.out / "README.md", card.render(values))
     return facts
-
-
-def _ended_before(path: Path, tokens_seen: int) -> list[int]:
-    """After how many tokens the rate had fallen to 0 before it rose again: what was published here
-    was then asked for more.
-    """
-    if not path.exists():
-        return []
-    facts = read_json(path)
-    return [n for n in (*facts.get("ended_before", ()), facts["tokens_seen"]) if n < tokens_seen]

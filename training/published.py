@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.aligners import AlignerConfig, NetworkAligner, new_config
+from kvalign.aligners import AlignerConfig, NetworkAligner, RealignNet, new_config
 from kvalign.aligners.network_sizes import KV, SHARED_SIZES
 from kvalign.foundation import progress
 from kvalign.foundation.errors import NotFoundError, UserError
@@ -34,11 +34,13 @@ from kvalign.training.settings import ImportPublishedSettings
 
 SOURCE = "github.com/eecs585projectorg/kv-align"
 
-# By the authors' name of a part: the name it has in `RealignNet`.
-_EMBEDDINGS = {"emb_pos": "position", "emb_blocks": "layer", "emb_heads": "head"}
-_SHARED = dict(zip(SHARED_SIZES, _EMBEDDINGS, strict=True))
-_NAMES = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _EMBEDDINGS.items()}
-_NAMES |= {f"fc{i}.{part}": f"fc{i}.{part}" for i in (1, 2, 3) for part in ("weight", "bias")}
+# By the name of a weight in `RealignNet`: the authors'.
+_NAMES = {
+    "position.weight": "emb_pos.weight",
+    "layer.weight": "emb_blocks.weight",
+    "head.weight": "emb_heads.weight",
+    **{name: name for i in (1, 2, 3) for name in (f"fc{i}.weight", f"fc{i}.bias")},
+}
 
 
 @keywords_of(ImportPublishedSettings)
@@ -58,19 +60,16 @@ def import_published(
     """
     check_free(settings.out, settings.overwrite)
     paths = dict(zip(KV, (settings.keys, settings.values), strict=True))
-    states = {kv: read_network(path) for kv, path in paths.items()}
+    nets = {kv: read_network(path) for kv, path in paths.items()}
     loaded = loaded or load_model(settings.model)
     for kv, path in paths.items():
-        _check_fit(states[kv], path, loaded.spec, settings)
-    shared = [
-        {size: states[kv][f"{name}.weight"].shape[1] for size, name in _SHARED.items()} for kv in KV
-    ]
+        _check_fit(nets[kv], path, loaded.spec, settings)
+    shared = [_shared_sizes(nets[kv]) for kv in KV]
     if shared[0] != shared[1]:
         raise UserError(
             f"{settings.values}: embedding sizes are {shared[1]}, needed {shared[0]} as in "
             f"{settings.keys}"
         )
-    nets = {kv: {_NAMES[name]: x for name, x in state.items()} for kv, state in states.items()}
     if rotation := rotation_of(loaded.model):
         nets["key"] = with_rotation(nets["key"], rotation)
     hidden = {f"{kv}_hidden{i}": len(nets[kv][f"fc{i}.bias"]) for kv in KV for i in (1, 2)}
@@ -99,7 +98,7 @@ def import_published(
 
 
 def read_network(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, by the authors' names, in float32; nothing in it is executed.
+    """The weights in a file, by the names of `RealignNet`, in float32; nothing in it is executed.
 
     Raises:
         NotFoundError: there is no such file.
@@ -119,16 +118,15 @@ def read_network(path: Path) -> dict[str, Tensor]:
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise UserError(f"{path} has no model_state_dict: it is not a file that the authors saved")
-    missing = [name for name in _NAMES if name not in state]
-    unknown = sorted(str(name) for name in state.keys() - _NAMES.keys())
+    missing = [name for name in _NAMES.values() if name not in state]
+    unknown = sorted(str(name) for name in {*state} - {*_NAMES.values()})
     if missing or unknown:
         raise UserError(
             f"{path} holds no KV-Align network: missing {missing or 'none'}, unknown "
             f"{unknown or 'none'}"
         )
-    for name in _NAMES:
+    for name, x in state.items():
         num_dims = 2 if name.endswith("weight") else 1
-        x = state[name]
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
             raise UserError(f"{path}: {name} must be a dense tensor of real numbers")
         if x.ndim != num_dims or not x.numel():
@@ -138,7 +136,7 @@ def read_network(path: Path) -> dict[str, Tensor]:
             )
         if not torch.isfinite(x.float()).all():
             raise UserError(f"{path}: {name} has weights that are not finite")
-    return {name: state[name].float() for name in _NAMES}
+    return {ours: state[theirs].float() for ours, theirs in _NAMES.items()}
 
 
 def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tensor]:
@@ -166,31 +164,28 @@ def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tenso
 
 
 def _check_fit(
-    state: dict[str, Tensor], path: Path, spec: ModelSpec, settings: ImportPublishedSettings
+    net: dict[str, Tensor], path: Path, spec: ModelSpec, settings: ImportPublishedSettings
 ) -> None:
     """Raise UserError for shapes that do not fit each other, the model or the caches."""
-    shapes = {name: tuple(x.shape) for name, x in state.items()}
-    hidden1, hidden2 = shapes["fc1.weight"][0], shapes["fc2.weight"][0]
-    embedded = [shapes[f"{name}.weight"] for name in _EMBEDDINGS]  # [rows, size] each
-    needed = {
-        "emb_blocks.weight": (spec.num_layers, embedded[1][1]),
-        "emb_heads.weight": (spec.num_kv_heads, embedded[2][1]),
-        "fc3.weight": (spec.head_dim, hidden2),
-        "fc3.bias": (spec.head_dim,),
-        "fc2.weight": (hidden2, hidden1),
-        "fc2.bias": (hidden2,),
-        "fc1.weight": (hidden1, spec.head_dim + sum(size for _, size in embedded)),
-        "fc1.bias": (hidden1,),
-    }
-    for name, shape in needed.items():
-        if shapes[name] != shape:
+    num_positions = settings.chunk_len - settings.num_sinks - 1
+    longest, heads = len(net["position.weight"]), spec.num_kv_heads
+    sizes = {f"hidden{i}": len(net[f"fc{i}.bias"]) for i in (1, 2)} | _shared_sizes(net)
+    with torch.device("meta"):
+        fitting = RealignNet(spec.head_dim, longest, spec.num_layers, heads, **sizes)
+    for name, weight in fitting.state_dict().items():
+        found, needed = tuple(net[name].shape), tuple(weight.shape)
+        if found != needed:
             raise UserError(
-                f"{path}: {name} is {shapes[name]}, needed {shape} for {spec.name} "
-                f"({spec.num_layers} layers, {spec.num_kv_heads} KV heads of size {spec.head_dim})"
+                f"{path}: {_NAMES[name]} is {found}, needed {needed} for {spec.name} "
+                f"({spec.num_layers} layers, {heads} KV heads of size {spec.head_dim})"
             )
-    num_positions, longest = settings.chunk_len - settings.num_sinks - 1, embedded[0][0]
     if num_positions > longest:
         raise UserError(
             f"{path}: emb_pos.weight has {longest} positions, needed {num_positions} for "
             f"--chunk-len {settings.chunk_len}: at most {longest + settings.num_sinks + 1}"
         )
+
+
+def _shared_sizes(net: dict[str, Tensor]) -> dict[str, int]:
+    embeddings = ("position.weight", "layer.weight", "head.weight")
+    return {size: net[name].shape[1] for size, name in zip(SHARED_SIZES, embeddings, strict=True)}

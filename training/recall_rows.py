@@ -19,7 +19,7 @@ NUM_EIGHTHS = 8
 
 
 class RecallRows:
-    """What a step reads depends on the seed and the step alone."""
+    """Rows of facts and questions: what a step reads depends on the seed and the step alone."""
 
     short_by = 4
 

@@ -1,4 +1,4 @@
-"""What can be set for training; `kinds/` has what only one kind of aligner reads."""
+"""Settings of training; `kinds/` has what only one kind of aligner reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,13 @@ from pathlib import Path
 from kvalign.aligners.network_sizes import KV
 from kvalign.aligners.network_sizes import NETWORK_SIZES as S
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.folders import folder_of
+from kvalign.foundation.folders import (
+    DEFAULT_CORPUS,
+    beside,
+    folder_of,
+    of_corpus,
+    recording_or_default,
+)
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,
@@ -28,7 +34,8 @@ class TrainSettings(Settings):
 
     out: Path | None = option(
         None,
-        help="folder of the aligner (default: kvalign-data/MODEL/KIND, or KIND beside --data)",
+        help="folder of the aligner (default: kvalign-data/MODEL/KIND, of another corpus "
+        "KIND-CORPUS; or beside --data)",
         writes="folder",
     )
     target: str = option("both", help="vectors to realign", choices=("key", "value", "both"))
@@ -36,6 +43,9 @@ class TrainSettings(Settings):
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
     overwrite: bool = option(False, help="replace what is in --out")
+    judge: bool = option(
+        True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
+    )
 
     @property
     def kvs(self) -> tuple[str, ...]:
@@ -52,7 +62,7 @@ class TextSettings(TrainSettings):
     """Base of the settings of kinds that are trained on a model and text."""
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
-    corpus: tuple[str, ...] = option(("python-docs",), help="text, comma-separated; equal shares")
+    corpus: tuple[str, ...] = option(DEFAULT_CORPUS, help="text, comma-separated; equal shares")
     num_tokens: int = option(
         300_000,
         help="tokens of text; the progress bar counts one each time that it is computed",
@@ -61,12 +71,9 @@ class TextSettings(TrainSettings):
     chunk_len: int = option(
         256, help="positions; aligns caches up to this less one", at_least=8, at_most=MOST_ROWS
     )
-    judge: bool = option(
-        True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
-    )
 
     def folder(self, kind: str) -> Path:
-        return self.out or folder_of(self.model) / kind
+        return self.out or folder_of(self.model) / of_corpus(kind, self.corpus)
 
 
 def _size(name: str, help: str) -> int:
@@ -97,8 +104,16 @@ class TuneSettings(Settings):
     """
 
     target: str = option(help="vectors to realign", choices=("key", "value"))
-    data: Path = option(help="folder of recorded caches, from kvalign gen-data")
-    out: Path = option(help="folder of the sweep; OUT/aligner is its best aligner", writes="folder")
+    data: Path | None = option(
+        None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
+    )
+    model: str = option(DEFAULT_MODEL, help="base model of the caches, where --data is not given")
+    out: Path | None = option(
+        None,
+        help="folder of the sweep; OUT/aligner is its best aligner (default: "
+        "kvalign-data/MODEL/sweep-TARGET, or beside --data)",
+        writes="folder",
+    )
     num_trials: int = option(10, help="trials", at_least=1)
     max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
@@ -121,7 +136,7 @@ class TuneSettings(Settings):
         "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
     )
     scheduler: str = option(
-        "asha", help="asha: stop trials that are behind; none: stop none", choices=("asha", "none")
+        "asha", help="asha: stop trials that fall behind; none: stop none", choices=("asha", "none")
     )
     grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
     reduction_factor: float = option(
@@ -157,6 +172,13 @@ class TuneSettings(Settings):
                 f"--grace-reports must be at most {num_reports}, the reports of a trial, got "
                 f"{self.grace_reports}"
             )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep."""
+        return self.out or beside(
+            recording_or_default(self.data, self.model), f"sweep-{self.target}"
+        )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -227,7 +249,9 @@ class PretrainSettings(Settings):
 
     @property
     def is_recall(self) -> bool:
-        """Whether facts and questions are learned, which have their own tokens and labels."""
+        """Return whether facts and questions are learned, which have their own tokens and
+        labels.
+        """
         return self.corpus == ("recall",)
 
 

@@ -7,14 +7,13 @@ OUT/trials.csv, ...    tables and plots, see `sweep_report`
 OUT/result.json        written last
 """
 
+import dataclasses
 import shutil
-import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvalign.data_gen.store import open_store
+from kvalign.data_gen.store import newest_recording, open_store
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError
 from kvalign.foundation.files import locked
@@ -31,7 +30,7 @@ from kvalign.training.sweep_trial import settings_at
 
 _ALIGNER = "aligner"
 # What may differ between a sweep and its resumption.
-_FREE = ("data", "out", "ray_address", "resume", "overwrite")
+_FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
 
 
 @keywords_of(TuneSettings)
@@ -51,15 +50,20 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         RunError: all trials failed.
         KeyboardInterrupt: stopped by the user; the same settings resume.
     """
-    began, out = time.perf_counter(), settings.out.absolute()
-    store = open_store(settings.data)
+    began = time.perf_counter()
+    out = settings.folder.absolute()
+    data = settings.data or newest_recording(settings.model)
+    if settings.data is None:
+        progress.say(f"recording: {data}")
+        settings = dataclasses.replace(settings, data=data)
+    store = open_store(data)
     RecordedRows(store, settings.target, settings.min_batch_size).num_batches(1)
     values = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     config = {"settings": values, "data": describe_data(store)}
     run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)
     state = _state(run, settings)
     if state == "finished":
-        print(f"{out} already holds this sweep, finished: nothing to do", file=sys.stderr)
+        progress.say(f"{out} already holds this sweep, finished: nothing to do")
         return run.result()
     base = base_settings(settings)
     with locked(out, lambda: _kept(out)), keeping(lambda: _kept(out) if settings.resume else ""):
@@ -67,8 +71,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             for name in (TRIALS, _ALIGNER):
                 shutil.rmtree(out / name, ignore_errors=True)
             run.begin()
-        # In a terminal a live table shows the trials.
-        with nullcontext() if sys.stderr.isatty() else progress.shown_as("tune"):
+        with progress.shown_as("tune"):
             progress.phase("trials on Ray")
             progress.expect(settings.num_trials, "trials")
             trials = ranked(run_trials(out, settings, base))
@@ -89,12 +92,12 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
         }
         run.finish(result)
     counts = f"{len(trials)} trials in {out}, {result['num_stopped']} stopped early"
-    print(f"{counts}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    progress.say(f"{counts}, {time.perf_counter() - began:.0f} s")
     return result
 
 
 def _kept(out: Path) -> str:
-    """What an interrupted sweep has."""
+    """Return what an interrupted sweep has."""
     num_trials = len(list((out / TRIALS).glob("*/last.ckpt")))
     return f"{num_trials} trials are kept in {out / TRIALS}" if num_trials else ""
 
@@ -102,18 +105,20 @@ def _kept(out: Path) -> str:
 def base_settings(settings: TuneSettings) -> NetworkSettings:
     """The training settings that all trials and the aligner share."""
     same = ("target", "max_epochs", "vals_per_epoch", "max_steps", "seed")
+    assert settings.data is not None  # resolved
     return NetworkSettings(
         data=settings.data.absolute(),
-        out=settings.out.absolute() / _ALIGNER,
+        out=settings.folder.absolute() / _ALIGNER,
         accelerator="gpu" if settings.gpus_per_trial else "cpu",
         num_threads=settings.cpus_per_trial,  # for the aligner too: the same sums as the trial's
         overwrite=True,
+        judge=False,  # trials are compared by the error that is tuned
         **{name: getattr(settings, name) for name in same},
     )
 
 
 def _state(run: ResumableRun, settings: TuneSettings) -> State:
-    """Whether the sweep is to begin, to go on, or done."""
+    """Return whether the sweep is to begin, to go on, or done."""
     is_ours = run.config_path.exists()
     if is_ours and run.difference() and not (run.folder / TRIALS).exists():
         return "new"  # nothing is lost

@@ -37,10 +37,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
             _check_resources(settings, ray.cluster_resources())
         from kvalign.training.sweep_watch import Watch
 
-        try:
-            results = _tuner(out, settings, base, Watch()).fit()
-        finally:
-            Watch.close()
+        results = _tuner(out, settings, base, Watch()).fit()
         if results.num_terminated + results.num_errors < len(results):
             raise KeyboardInterrupt  # Ray took it for itself
         return [_trial(result) for result in results]

@@ -92,6 +92,6 @@ def _series(trial: Trial, is_best: bool, points: list[tuple[float, float]]) -> S
 
 
 def _is_wide(lines: list[Series]) -> bool:
-    """Whether a log axis has round values enough to read it by."""
+    """Return whether a log axis has round values enough to read it by."""
     values = [value for series in lines for value in series.y]
     return max(values) > 2 * min(values)

@@ -90,10 +90,9 @@ class Reports(pl.Callback):
             }
         )
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.send_rest()
-
-    def send_rest(self) -> None:
-        while self.num_sent < len(self.reports):
+    def send_rest(self, *_: Any) -> None:
+        for report in self.reports[self.num_sent :]:
             self.num_sent += 1
-            self.send(self.reports[self.num_sent - 1])
+            self.send(report)
+
+    on_train_batch_start = send_rest

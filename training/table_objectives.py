@@ -28,7 +28,7 @@ from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation import progress
 from kvalign.models.architectures import spec_of
 from kvalign.training.kinds.table import TableSettings
-from kvalign.training.text import Text
+from kvalign.training.text import Text, val_sizes
 
 ROW_LEN = 512  # tokens of a row, or three times the cache size if that is less
 STEP_TOKENS = 2048
@@ -145,19 +145,16 @@ def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objectiv
 
 def _val_rows(aligner: TableAligner, text: Text) -> Iterator[tuple[int, Tensor]]:
     """Cache sizes, each with rows [B, N + 1] of one text."""
-    largest = aligner.config.chunk_len - 1
-    for cache_size in sorted({min(size, largest) for size in (32, 96, largest)}):
+    for cache_size in val_sizes(aligner.config.chunk_len - 1):
         row_len = min(ROW_LEN, 3 * cache_size, min(map(len, text.val)) - 1)
-        if row_len <= cache_size:
-            continue
-        num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
-        for ids in text.val:
-            starts = torch.linspace(0, len(ids) - row_len - 1, num_rows)
-            yield cache_size, text.val_rows(ids, starts, row_len + 1)
+        if row_len > cache_size:
+            num_rows = max(1, 2 * STEP_TOKENS // row_len // len(text.val))
+            for rows in text.val_rows(num_rows, row_len + 1):
+                yield cache_size, rows
 
 
 def tuning_tokens(aligner: TableAligner, text: Text, settings: TableSettings) -> int:
-    """What `tune` counts for the progress."""
+    """Number of tokens that `tune` counts for the progress."""
     num_vals = 1 + -(-settings.max_steps // VAL_EVERY)
     val_tokens = sum(rows.numel() for _, rows in _val_rows(aligner, text))
     return settings.max_steps * STEP_COST[settings.objective] + num_vals * val_tokens

@@ -1,7 +1,7 @@
 """The text that an aligner is trained on, and what of it is kept back to judge."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,11 @@ from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.recall_rows import answers
 
 VAL_SHARE = 0.1
+
+
+def val_sizes(largest: int) -> list[int]:
+    """Cache sizes to validate at: a small one, a middle one and the largest."""
+    return sorted({min(size, largest) for size in (32, 96, largest)})
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,12 @@ class Text:
             rows.append(ids[start : start + row_len])
         return with_prefix(torch.stack(rows), self.opening)
 
-    def val_rows(self, ids: Tensor, starts: Tensor, row_len: int) -> Tensor:
-        """Rows [B, row_len] of a text of the validation part, from starts [B]."""
-        rows = torch.stack([ids[start : start + row_len] for start in starts.long().tolist()])
-        return with_prefix(rows, self.opening)
+    def val_rows(self, num_rows: int, row_len: int) -> Iterator[Tensor]:
+        """Rows [num_rows, row_len] from all over the validation part, of one text at a time."""
+        for ids in self.val:
+            starts = torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
+            rows = torch.stack([ids[start : start + row_len] for start in starts])
+            yield with_prefix(rows, self.opening)
 
     def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:
         """Which labels of rows [B, N] count, those after the first cache_size + 1 tokens of a row:

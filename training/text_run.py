@@ -1,7 +1,6 @@
 """Training an aligner on a model and text: all but the training itself, for any kind."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -74,7 +73,7 @@ def train_on_text(
     if done is not None:
         if not has_fingerprint(model, done.embedding_fingerprint):  # the model was made anew
             check_free(out, settings.overwrite)
-        print(f"{out} holds this already, finished: nothing to do", file=sys.stderr)
+        progress.say(f"{out} holds this already, finished: nothing to do")
         return {kv: done.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
@@ -82,10 +81,9 @@ def train_on_text(
             f"{settings.chunk_len}"
         )
     if loaded.spec.family != "learned":
-        print(
+        progress.say(
             f"{settings.model} has {loaded.spec.family} positions, which need no aligner to stay "
-            "right: it may help nothing there, and is then saved as one that changes nothing",
-            file=sys.stderr,
+            "right: it may help nothing there, and is then saved as one that changes nothing"
         )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
     progress.phase(f"reading {', '.join(corpora)}")

@@ -31,7 +31,7 @@ _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
 @dataclass(frozen=True)
 class Rows:
-    """What a step reads: ids and labels [B, T] int64, and the position of the first token."""
+    """Rows that a step reads: ids and labels [B, T] int64, and the position of the first token."""
 
     ids: Tensor
     labels: Tensor

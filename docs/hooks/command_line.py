@@ -58,7 +58,8 @@ def _takes(hint: Any, metadata: Any, has_no: bool) -> str:
     if metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in metadata["choices"])
     if typing.get_origin(hint) is tuple:
-        return f"{_TAKES[typing.get_args(hint)[0]]}s, by commas"
+        how = "each with the flag" if metadata["repeats"] else "by commas"
+        return f"{_TAKES[typing.get_args(hint)[0]]}s, {how}"
     return _TAKES[hint]
 
 

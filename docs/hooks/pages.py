@@ -1,4 +1,4 @@
-"""What the pages take from the sources when they are built, so that it cannot go stale.
+"""Parts of the pages that come from the sources when they are built, so that they cannot go stale.
 
 A line `{{ WORD ARGUMENT }}` of a page becomes:
 
@@ -8,6 +8,7 @@ A line `{{ WORD ARGUMENT }}` of a page becomes:
 | `{{ file PATH }}` | a Markdown file of the repository |
 | `{{ public }}` | a table of what `import kvalign` offers |
 | `{{ commands }}` | every command with its flags |
+| `{{ architectures }}` | the table of architectures |
 | `{{ lanes }}` | the page of a cache at work, in a frame |
 
 Pictures are taken from eval/results, which keeps them once.
@@ -17,6 +18,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+import architectures
 import command_line
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -28,12 +30,16 @@ import kvalign
 ROOT = Path(__file__).parents[2]
 PICTURES = (
     "gpt2-mini.png",
+    "memory.png",
     "policies-recall-gpt2.png",
     "policies-recall-llama.png",
     "recall-gpt2.png",
     "recall-llama.png",
+    "paper-distilgpt2.png",
+    "paper-smollm2.png",
     "report.png",
     "smollm2-attention.png",
+    "speed.png",
 )
 LANES = "lanes.html"
 
@@ -55,6 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         "source": source,
         "file": file,
         "public": public,
+        "architectures": architectures.table,
         "commands": command_line.reference,
         "lanes": lanes,
     }

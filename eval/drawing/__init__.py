@@ -1,1 +1,1 @@
-"""What draws results."""
+"""Drawings of results."""

@@ -18,7 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from kvalign.eval.protocol.evaluation import FLOOR, Row
+from kvalign.eval.protocol.evaluation import FLOOR, PEER, Row
 from kvalign.eval.protocol.tables import grouped, label_of
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.files import write_whole
@@ -42,6 +42,7 @@ _STYLES = {
     "table-kl": (INK, "*"),
     "network": ("#C46A9C", "P"),
     "anchored": ("#C27F00", "X"),
+    PEER: ("#D1495B", ">"),
 }
 _OTHER_MARKERS = "hp<>d8H1234"  # of further lines of one method or kind, which share its colour
 _OTHER_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # the floor alone is "--"
@@ -203,7 +204,23 @@ def inline_svg(figure: Figure, name: str) -> str:
     source = buffer.getvalue()
     source = source[source.index("<svg") :].replace(INK.lower(), "currentColor")
     source = re.sub(r"<metadata>.*?</metadata>", "", source, flags=re.DOTALL)
+    source = re.sub(r' id="legend_\d+"', ' class="plot-legend"', source)
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", source)
+
+
+def inline_legend(figure: Figure, name: str) -> str:
+    """The legend of a figure alone, a line an entry, as `inline_svg` has it: where a page is narrow
+    it is read in its own size. Empty where there is none.
+    """
+    labels = [text.get_text() for one in figure.legends[:1] for text in one.get_texts()]
+    if not labels:
+        return ""
+    handles = [one for one in figure.legends[0].legend_handles if one is not None]
+    with mpl.rc_context(THEME):
+        alone = Figure(figsize=(0.6 + 0.075 * max(map(len, labels)), 0.1 + 0.19 * len(labels)))
+        how: dict[str, Any] = dict(loc="center left", fontsize=8, frameon=False, borderpad=0)
+        alone.legend(handles, labels, **how)
+    return inline_svg(alone, f"{name}-legend")
 
 
 def _draw_line(axes: Axes, line: Series, apart: float = 1.0) -> None:
@@ -229,7 +246,7 @@ def _double(axes: Axes, x: list[float]) -> None:
         ticks |= {min(x), max(x)}
     if len(ticks) < 3:
         ticks.add((min(ticks) + max(ticks)) / 2)
-    axes.set_xticks(sorted(ticks), [f"{value:.3g}" for value in sorted(ticks)], minor=False)
+    axes.set_xticks(sorted(ticks), [f"{value:.6g}" for value in sorted(ticks)], minor=False)
 
 
 def _round_ticks(axis: Axis, values: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""A strip a method: of chunks, as in the paper's figures 5 and 6, or of shares of answers."""
+"""A strip a method: of chunks, as in the paper's figures 5 and 6, or of shares in %, a heat map."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ GOOD, BAD = "#2da06b", "#d1495b"
 _HEIGHTS = {True: 0.8, False: 0.4}
 COLORS = LinearSegmentedColormap.from_list("readable", ["#f7f4ee", "#bfe3d0", "#3fb27f"])
 TEXT = "#14181d"  # 7:1 and more on each of these
+NOT_TRIED = "#9aa0a6"
 MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
@@ -58,39 +59,49 @@ def _draw_chunks(axes: Axes, place: int, chunks: list[bool]) -> None:
         start += length
 
 
+Shares = tuple[dict[str, list[float | None]], list[str]]
+"""Of each method a share in a cell, None for what could not be tried; and what the cells are of."""
+
+
 def draw_answers(panels: dict[str, list[Row]]) -> Figure:
     """The answers' readable share in %, in panels by title."""
-    strips = {title: _shares(rows) for title, rows in panels.items()}
-    names = {title: [*shares] for title, (shares, _) in strips.items()}
+    return draw_shares({title: _shares(rows) for title, rows in panels.items()}, x="answer")
+
+
+def draw_shares(panels: dict[str, Shares], x: str) -> Figure:
+    """Shares in %, in panels by title."""
+    names = {title: [*shares] for title, (shares, _) in panels.items()}
     with mpl.rc_context(THEME):
         figure = Figure(layout="constrained")
         all_axes = _stacked(figure, names, 7.6, 0.36, sharex=False)
-        for axes, (shares, cells) in zip(all_axes, strips.values(), strict=True):
-            _draw_answers(axes, list(shares.values()), cells)
-        axes.set_xlabel("answer")
+        for axes, (shares, cells) in zip(all_axes, panels.values(), strict=True):
+            _draw_shares(axes, list(shares.values()), cells)
+        axes.set_xlabel(x)
     return figure
 
 
-def _shares(rows: list[Row]) -> tuple[dict[str, list[float]], list[str]]:
+def _shares(rows: list[Row]) -> Shares:
     """The shares of each method, means of neighbours if there are many, and what they are of."""
     groups = grouped(rows, label_of)
     num = max(map(len, groups.values()))
     cells = np.array_split(np.arange(num), min(num, MAX_CELLS))
     names = [f"{c[0] + 1}" if len(c) == 1 else f"{c[0] + 1}-{c[-1] + 1}" for c in cells]
-    shares = {
+    shares: dict[str, list[float | None]] = {
         label: [float(np.mean([group[i]["readable"] for i in cell])) for cell in cells]
         for label, group in groups.items()
     }
     return shares, names
 
 
-def _draw_answers(axes: Axes, strips: list[list[float]], names: list[str]) -> None:
+def _draw_shares(axes: Axes, strips: list[list[float | None]], names: list[str]) -> None:
     place: dict[str, Any] = dict(ha="center", va="center", color=TEXT, fontsize=8)
     for y, strip in enumerate(strips):
         for x, share in enumerate(strip):
-            corner = x - 0.48, y - 0.44
-            axes.add_patch(mpl.patches.Rectangle(corner, 0.96, 0.88, color=COLORS(share)))
-            axes.text(x, y, f"{100 * share:.0f}", **place)
+            cell: dict[str, Any] = dict(facecolor="none", edgecolor=NOT_TRIED, hatch="///", lw=0)
+            if share is not None:
+                cell = dict(color=COLORS(share))
+                axes.text(x, y, f"{100 * share:.0f}", **place)
+            axes.add_patch(mpl.patches.Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, **cell))
     axes.set_xlim(-0.5, max(len(names), 6) - 0.5)
     axes.set_ylim(len(strips) - 0.5, -0.5)
     axes.set_xticks(range(len(names)), names, fontsize=8)

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 ABOUT = {
     "perplexity": "compare methods on perplexity and time",
-    "latency": "time per token of all methods, taking turns",
+    "latency": "measure time per token of all methods, taking turns",
     "readability": "let methods write, and judge what they wrote",
     "streameval": "ask for values registered some lines back in an endless stream",
-    "recall": "ask for facts by their distance: how much of its cache a method can read",
-    "attention": "what queries look at before and after an eviction of the sinks",
-    "chat": "many conversations through one stream, each answer judged",
+    "recall": "ask for facts at growing distances: how much of its cache a method can read",
+    "needle": "ask for codes that a real text hides, up to 64 cache sizes back",
+    "told": "ask for facts from early turns of a conversation, after other talk",
+    "attention": "show what queries attend to, before and after the sinks are evicted",
+    "chat": "run many conversations through one stream and judge each answer",
 }
+READERS = {"import-losses": "losses that the paper's authors measured, analysed as ours are"}
+"""Commands that end in a document of one of them."""
 EVALUATIONS: Registry[Evaluation] = Registry(
     "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
 )

@@ -1,1 +1,1 @@
-"""How a text reads: the rules by which its chunks are judged, and the words they know."""
+"""Readability of a text: the rules by which its chunks are judged, and the words they know."""

@@ -1,6 +1,7 @@
-"""How a passage reads: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens, which are
-readable if at least half of them are words or end a sentence. Text that repeats one word for ever
-passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al. 2020).
+"""Readability of a passage: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens, which
+are readable if at least half of them are words or end a sentence. Text that repeats one word for
+ever passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
+2020).
 """
 
 import functools
@@ -34,7 +35,9 @@ class Chunk:
 
 
 def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
-    """Whether a token, lower-cased, or its Snowball stem is a word or one of the rule's marks."""
+    """Return whether a token, lower-cased, or its Snowball stem is a word or one of the rule's
+    marks.
+    """
     token = token.lower()
     return token in rule.marks or token in words or _STEM(token) in words
 

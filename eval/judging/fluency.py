@@ -1,4 +1,4 @@
-"""How a passage reads that a model wrote: `chunks.py`, and its perplexity under the model."""
+"""Readability of a passage that a model wrote: `chunks.py`, and its perplexity under the model."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def judge(
     words: frozenset[str],
     rule: Rule,
 ) -> dict[str, Any]:
-    """What `kvalign.eval.judging.chunks.judged` returns, with num_tokens and dense_perplexity (low
-    where a text repeats itself, too).
+    """Return what `kvalign.eval.judging.chunks.judged` returns, with num_tokens and
+    dense_perplexity (low where a text repeats itself, too).
     """
     text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
     device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)

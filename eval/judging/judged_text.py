@@ -1,4 +1,4 @@
-"""What the evaluations of text share."""
+"""Shared parts of the evaluations of text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class JudgedText(Evaluation):
         return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
 
     def about_one(self, document: Document) -> str:
-        """What was done for it."""
+        """Return what was done for it, in words."""
         return self.about
 
     def rows(self, document: Document) -> list[Row]:

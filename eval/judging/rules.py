@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What counts beside words."""
+    """Rule for what counts beside words."""
 
     name: str
     about: str

@@ -29,7 +29,9 @@ class _Words(NLTKWordTokenizer):
 
 
 class _Language(PunktLanguageVars):
-    """What ends a word and what closes a sentence, without curly quotes."""
+    """Language of the tokenizer: what ends a word and what closes a sentence, without curly
+    quotes.
+    """
 
     re_boundary_realignment = re.compile(r"[\"')\]}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
     _re_non_word_chars = r"(?:[)\";}\]\*:@\'\({\[!?])"

@@ -1,4 +1,4 @@
-"""What counts as an English word: the `words` corpus of NLTK, the same on every machine.
+"""English words: the `words` corpus of NLTK, the same on every machine.
 
 That is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of Basic
 English, capitals and all: no plurals, few inflected forms. It is made of the package english-words
@@ -40,7 +40,7 @@ class WordList:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the words, sorted, a line each."""
+        """Return the SHA-256 of the words, sorted, a line each."""
         lines = "".join(f"{word}\n" for word in sorted(self.words))
         return hashlib.sha256(lines.encode()).hexdigest()
 

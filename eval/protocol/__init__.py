@@ -1,1 +1,1 @@
-"""What all evaluations share: settings, the grid of methods, the document of results."""
+"""Shared parts of all evaluations: settings, the grid of methods, the document of results."""

@@ -1,4 +1,4 @@
-"""What rows of results call their aligners: as short as keeps them apart.
+"""Names of aligners in rows of results: as short as keeps them apart.
 
 `table` of one that ships or lies in `kvalign-data/MODEL`, where no other aligner beside it is
 called so; else, as of the user's own folders, the end of its path as far as it differs (`a-table`,
@@ -18,7 +18,9 @@ _SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
 
 
 def identity_of(row: Row) -> Hashable:
-    """What tells a row from others; its aligner may be called otherwise in another document."""
+    """Return what tells a row from others; its aligner may be called otherwise in another
+    document.
+    """
     return _aligner_of(row), *map(row.get, _SIZES)
 
 
@@ -44,7 +46,7 @@ def renamed(rows: Iterable[Row]) -> list[Row]:
 
 
 def _aligner_of(row: Row) -> Hashable:
-    """What tells an aligner from others; in older documents its name alone."""
+    """Return what tells an aligner from others; in older documents its name alone."""
     facts = tuple(map(row.get, _FACTS))
     return facts if any(facts) else row["aligner"]
 

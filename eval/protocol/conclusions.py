@@ -14,6 +14,7 @@ from kvalign.eval.protocol.verdicts import (
     Verdict,
     apart,
     drifts,
+    is_reference,
     readable_apart,
     verdict,
 )
@@ -25,7 +26,7 @@ BESIDE = "recompute"  # what is written is compared with what this writes
 
 
 def in_words(row: Row) -> str:
-    """What a row is called, in a sentence."""
+    """Return what a row is called in a sentence."""
     return label_of(row).replace(", ", " with ", 1)
 
 
@@ -65,7 +66,7 @@ def spans_at(
 
 def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
     """Which methods are as good as the reference at every cache size, and which fail at one."""
-    others = [row for row in rows if row["method"] != reference]
+    others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
     if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
         return f"there are too few labels to tell any method from {reference}"
@@ -93,15 +94,15 @@ def lowest(rows: Iterable[Row]) -> str:
 
 
 def by_size(rows: Sequence[Row], reference: str | None) -> str:
-    """How methods compare at all cache sizes, or which is the best of each."""
+    """Return how methods compare at all cache sizes, or which is the best of each."""
     if not reference:
         return f"Lowest: {lowest(rows)}."
-    is_alone = all(row["method"] == reference for row in rows)
+    is_alone = all(is_reference(row, reference) for row in rows)
     return "" if is_alone else f"Here {compared(rows, reference, with_ratios=True)}."
 
 
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:
-    """Of which methods an error adds up (`drifts`)."""
+    """Return the methods of which an error adds up (`drifts`)."""
     if not reference:
         return "Without a reference the lines hold the text's own ups and downs."
     rows = [row for row in rows if row.get("drift") is not None]
@@ -134,8 +135,7 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
         return f"At C = {last}, bigrams of 0.75 to 1 C tokens back and new ones: {listed(said)}."
     lost: dict[str, list[str]] = {}
     for label, row, old, new in found:
-        is_worse = (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf)
-        if row["method"] != reference and is_worse:
+        if (old["ratio_low"] or 0) > (new["ratio_high"] or math.inf):
             figures = f"{old['ratio']:.2f} against {new['ratio']:.2f} at C = {row['cache_size']}"
             lost.setdefault(label, []).append(figures)
     what = "on bigrams of 0.75 to 1 C tokens back"
@@ -145,8 +145,37 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
     return f"Further from {reference} {what} than on new ones: {'; '.join(said)}."
 
 
+def last_said(rows: Sequence[Row], reference: str | None) -> str:
+    """Who has what the reference has forgotten: ratios on tokens last said beyond C whose intervals
+    lie below 1.
+    """
+    if reference is None:
+        return ""
+    gained: dict[str, list[str]] = {}
+    for row in rows:
+        beyond = [one for one in row["tokens"] if (one["from"] or 0) >= 1]
+        below = [one["ratio"] for one in beyond if (one["ratio_high"] or math.inf) < 1]
+        if below:
+            figures = f"{spread(below, 2)} at C = {row['cache_size']}"
+            gained.setdefault(in_words(row), []).append(figures)
+    what = f"below {reference} on tokens last said beyond C"
+    said = [f"{label} {', '.join(figures)}" for label, figures in gained.items()]
+    return (
+        f"Shown to be {what}: {'; '.join(said)}." if said else f"No method is shown to be {what}."
+    )
+
+
+def farthest(rows: Sequence[Row], by: str, what: str) -> str:
+    """Who is right at the largest distance, which stands in `what`, of `by` in a row."""
+    most = max(row[by] for row in rows)
+    last = [row for row in rows if row[by] == most]
+    return f"{what.format(most)}: {listed(spans(last, 'accuracy', 2))}."
+
+
 def sinks(rows: Sequence[Row]) -> str:
-    """Whether the model has attention sinks, and what its queries look at once they are gone."""
+    """Return whether the model has attention sinks, and what its queries look at once they are
+    gone.
+    """
     said = []
     for size, group in grouped(rows, "cache_size").items():
         first, even = group[0], 100 / (size + 1)
@@ -164,7 +193,7 @@ def sinks(rows: Sequence[Row]) -> str:
 
 
 def sink_layers(rows: Sequence[Row]) -> str:
-    """How many layers have a sink, before and after."""
+    """Return how many layers have a sink, before and after."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         maps = {"before": group[0]["before"]} | {in_words(row): row["after"] for row in group}
@@ -196,8 +225,8 @@ def _point(row: Row) -> str:
 
 
 def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = None) -> str:
-    """What a step costs: of the methods that are `fit` and the reference, or of all where it is not
-    known which are; "" of older rows, without a bare step.
+    """Return what a step costs: of the methods that are `fit` and the reference, or of all where it
+    is not known which are; "" of older rows, without a bare step.
     """
     rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
     shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
@@ -211,7 +240,7 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
 
 
 def by_batch(rows: Sequence[Row]) -> str:
-    """How much a method gains from the smallest batch to the largest."""
+    """Return how much a method gains from the smallest batch to the largest."""
     gains: dict[str, list[float]] = {}
     first, last = min(r["batch_size"] for r in rows), max(r["batch_size"] for r in rows)
     for (label, _), group in grouped(rows, lambda r: (in_words(r), r["cache_size"])).items():
@@ -223,7 +252,7 @@ def by_batch(rows: Sequence[Row]) -> str:
 
 
 def answers(rows: Sequence[Row]) -> str:
-    """How far back exact answers reach."""
+    """Return how far back exact answers reach."""
     if not (most := max(row["accuracy"] for row in rows)):
         return "No answer is right with any method, so these losses are no merit."
     right = grouped([row for row in rows if row["accuracy"] >= 0.5], in_words).items()

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_FLAGS = r"avx|avx2|avx_vnni|avx512f|avx512_\w+|amx_\w+|asimd\w*|i8mm|sve\w*"
+
+
 def document(
     kind: str,
     settings: Settings,
@@ -63,15 +66,15 @@ def document(
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
-    """Versions, the commit (if run from a checkout), the processor or GPU and its threads; without
-    a device no model has run, and torch is not asked.
+    """Versions, the commit (if run from a checkout), the processor with its flags, the GPU, if that
+    is the device, and threads; without a device no model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     found: dict[str, str | int] = {
         **{name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": _commit(),
-        "device": _processor(),
+        **_processor(),
         "cores": os.cpu_count() or 1,
     }
     if device is None:
@@ -85,12 +88,15 @@ def environment(device: str | None = "cpu") -> dict[str, str | int]:
     return found | {"threads": torch.get_num_threads()}
 
 
-def _processor() -> str:
+def _processor() -> dict[str, str]:
+    """The processor's name, and which of its instructions make products of matrices fast."""
     try:
-        names = re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        about = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
-    return names[1].strip() if names else platform.machine()
+        return {"device": platform.processor() or platform.machine(), "flags": ""}
+    name = re.search(r"^model name.*?:(.*)", about, re.MULTILINE)
+    flags = sorted(set(re.findall(rf"\b(?:{_FLAGS})\b", about)))
+    return {"device": name[1].strip() if name else platform.machine(), "flags": " ".join(flags)}
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""What an evaluation is: the command line, suites and the report know each by this alone."""
+"""Base of an evaluation: the command line, suites and the report know each by this alone."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ Documents = Mapping[str, Document]
 Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
+OF_POLICY = ("policy", "num_recent", "positions", "memory", "num_recalled")
+"""Sizes of what takes a policy."""
+
 SIZES = (
     "method",
     "aligner",
@@ -32,20 +35,19 @@ SIZES = (
     "num_sinks",
     "num_evicted",
     "realign_every",
-    "policy",
-    "num_recent",
-    "positions",
-    "memory",
-    "num_recalled",
+    *OF_POLICY,
 )
 """What tells a row of results from others, the first columns of every evaluation: the method; its
 aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
-or hub id as given, and commit or digits of its weights' SHA-256; and sizes, the last five of what
-takes a policy. Rows of older documents lack the label, path, revision, `realign_every` and those.
+or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
+lack the label, path, revision, `realign_every` and what is `OF_POLICY`.
 """
 
 FLOOR = "bare"
 """`method` of a row that is no method's but a floor under all: marked as one, never the best."""
+
+PEER = "llama.cpp"
+"""`method` of a row of another program, timed beside ours."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,26 @@ class Column:
         return None if low is None else (low, math.inf if high is None else high)
 
 
+def share_column(
+    name: str,
+    title: str,
+    about: str,
+    weight: int,
+    better: Literal["higher", ""] = "higher",
+    is_optional: bool = False,
+) -> Column:
+    """The column of a share as `kvalign.eval.protocol.verdicts.share_of` gives it."""
+    ends = f"{name}_low", f"{name}_high"
+    return Column(title, 3, better, f"{about}; 95 %, Wilson", is_optional, ends, weight=weight)
+
+
 def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The ends of the columns' intervals, where each row must have them."""
-    names = {name: column for column in columns.values() for name in column.ends or ()}
-    return {n: Column(f"{c.title}: {n}", c.digits, about=c.about) for n, c in names.items()}
+    """The ends of the columns' intervals, where each row that has the figure has them."""
+    return {
+        end: Column(f"{c.title}: {end}", c.digits, about=c.about, is_optional=c.is_optional)
+        for c in columns.values()
+        for end in c.ends or ()
+    }
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,7 @@ class Piece(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What one method wrote: text before the first chunk, the chunks, and text that is in none."""
+    """Text that one method wrote: before the first chunk, the chunks, and what is in none."""
 
     method: str
     label: str
@@ -223,11 +241,17 @@ class Evaluation:
         return document["rows"]
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """The rows of the summary: one for each method and its sizes."""
-        return self.rows(document)
+        """The rows of the summary: one for each method and its sizes, means over what else tells
+        rows apart.
+        """
+        from kvalign.eval.protocol.tables import means
+
+        rows = self.rows(document)
+        is_told_apart = any(column.is_key for column in self.columns.values())
+        return means(rows, self.in_summary) if is_told_apart else rows
 
     def title(self, document: Document) -> str:
-        """What its tables are of."""
+        """Return the title of its tables."""
         return str(document["settings"]["model"])
 
     def tables(
@@ -249,7 +273,7 @@ class Evaluation:
         return None
 
     def plot(self, document: Document) -> Figure:
-        """What `--plot` draws."""
+        """Return the figure that `--plot` draws."""
         drawn = self.figure(document)
         assert drawn
         return drawn[0]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
 from kvalign.eval.protocol.aligner_names import names_of
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.settings import ComparisonSettings
 from kvalign.foundation import progress
 from kvalign.methods import METHODS, make_method
@@ -20,6 +20,7 @@ from kvalign.methods.base import Method
 from kvalign.methods.choice import how_to_train, lack_of_aligner, obstacles, trained_here
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.packed import PACKED, weights_of
 from kvalign.policies import OLDEST
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,14 @@ def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
     """
     _check_sizes(settings)
     if loaded is None:
-        return settings, load_model(settings.model, settings.device, settings.dtype)
+        loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
+        return settings, loaded
     name, device = loaded.spec.name, str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    return dataclasses.replace(settings, model=name, device=device, dtype=dtype), loaded
+    held = weights_of(loaded.model)
+    weights = held if held in PACKED else None
+    named = dict[str, Any](model=name, device=device, dtype=dtype, weights=weights)
+    return dataclasses.replace(settings, **named), loaded
 
 
 def _check_sizes(settings: ComparisonSettings) -> None:
@@ -106,7 +111,7 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
         {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
         for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
     ]
-    how = {"recall_block": settings.recall_block, "recall_places": settings.recall_places}
+    how = {"recall_places": settings.recall_places, "recall_layers": settings.recall_layers}
     return [
         which | ({"memory": memory, "num_recalled": recalled, **how} if memory else {})
         for memory, recalled in product(settings.memory, settings.num_recalled or (None,))
@@ -131,7 +136,9 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
 
 
 def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
-    """What was trained here, where none ships; where methods are named, even if it did not help."""
+    """Return the aligners that were trained here, where none ships; where methods are named, even
+    if they did not help.
+    """
     if not lack_of_aligner(model):
         return None
     asked = "methods" in settings.changed()
@@ -159,7 +166,7 @@ def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple
 
 
 def sizes_of(method: Method) -> Row:
-    """What tells a method's row from others (`SIZES`)."""
+    """Return what tells a method's row from others (`SIZES`)."""
     aligner: Aligner | None = getattr(method, "aligner", None)
     return {
         "method": method.name,
@@ -171,11 +178,7 @@ def sizes_of(method: Method) -> Row:
         "num_sinks": method.sizes.num_sinks,
         "num_evicted": method.sizes.num_evicted,
         "realign_every": method.sizes.realign_every if aligner else None,
-        "policy": method.sizes.policy if method.takes_policy else None,
-        "num_recent": method.sizes.num_recent if method.takes_policy else None,
-        "positions": method.sizes.positions if method.takes_policy else None,
-        "memory": method.sizes.memory if method.takes_policy else None,
-        "num_recalled": method.sizes.num_recalled if method.takes_policy else None,
+        **{x: getattr(method.sizes, x) if method.takes_policy else None for x in OF_POLICY},
     }
 
 
@@ -191,7 +194,7 @@ def in_turn(
 
 
 def title_of(method: Method) -> str:
-    """What a progress bar calls it."""
+    """Return its name in a progress bar."""
     policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
     memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
     return f"{method.title}{policy}{memory} C={method.sizes.cache_size}"

@@ -1,10 +1,10 @@
-"""What can be set for every evaluation."""
+"""Settings of every evaluation."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from kvalign.cache.sizes import Positions, RecallBy, num_evicted_of
+from kvalign.cache.sizes import OF_MEMORY, Positions, RecallBy, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import (
@@ -16,7 +16,7 @@ from kvalign.foundation.settings import (
     NUM_SINKS,
     POLICY,
     POSITIONS,
-    RECALL_BLOCK,
+    RECALL_LAYERS,
     RECALL_PLACES,
     ModelSettings,
     option,
@@ -54,7 +54,7 @@ class ComparisonSettings(ModelSettings):
     )
     realign_every: tuple[int, ...] = option(
         (1,),
-        help="evicted entries after which kvalign moves those that stay, comma-separated",
+        help="kvalign realigns once in so many evictions, comma-separated",
         at_least=1,
     )
     policy: tuple[str, ...] = option(
@@ -70,14 +70,19 @@ class ComparisonSettings(ModelSettings):
     num_recalled: tuple[int, ...] | None = option(
         None, help=f"{NUM_RECALLED}; several, comma-separated", at_least=1
     )
-    recall_block: int = option(1, help=RECALL_BLOCK, at_least=1)
     recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
+    recall_layers: str | None = option(None, help=RECALL_LAYERS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.methods:
             if name not in METHODS:
                 raise UserError(unknown("method", name, METHODS))
+        if not any(self.memory) and {*OF_MEMORY[1:]} & {*self.changed()}:
+            raise UserError(
+                "--num-recalled, --recall-places and --recall-layers are of a memory: give "
+                "--memory, too"
+            )
         for number in self.num_evicted or ():
             num_evicted_of(number, 2)
         reference = getattr(self, "reference", None)

@@ -1,4 +1,4 @@
-"""How sure a perplexity is, and whether it drifts: from the loss of each token.
+"""Statistics of a perplexity: how sure it is, and whether it drifts, from the loss of each token.
 
 Neighbouring tokens are alike, so the bootstrap draws blocks of them, which may overlap and begin
 anywhere: moving blocks (Künsch 1989).

@@ -8,8 +8,9 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal
 
-from kvalign.eval.protocol.evaluation import FLOOR, SIZES, Column, Row, Table
-from kvalign.eval.protocol.verdicts import MIN_LABELS, apart
+from kvalign.cache.sizes import usual_recalled
+from kvalign.eval.protocol.evaluation import FLOOR, PEER, SIZES, Column, Row, Table
+from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, is_reference
 from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
@@ -34,8 +35,9 @@ def table(
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             shown.append(column)
-            out = {FLOOR, reference if column.by_reference else None}
-            judged = [None if row["method"] in out else row.get(name) for row in rows]
+            measure = reference if column.by_reference else None
+            out = [row["method"] == FLOOR or is_reference(row, measure) for row in rows]
+            judged = [None if x else row.get(name) for row, x in zip(rows, out, strict=True)]
             spans = [column.interval(row) for row in rows]
             marked = best(judged, column.better, spans)
             for i, (line, value) in enumerate(zip(lines, values, strict=True)):
@@ -73,13 +75,14 @@ def best(
 
 
 def label_of(row: Row) -> str:
-    """What a row is called on a page; a text by its file's name."""
+    """Return what a row is called on a page; a text by its file's name."""
     if row["method"] == FLOOR:
         return "bare step (floor)"
     if row["num_sinks"] is None:
         return row["method"]
     name, evicted, recent = method_name(row), row["num_evicted"], row.get("num_recent")
-    several = "" if evicted == 1 or row["method"] == "discard-half" else f", {evicted} at once"
+    is_half = row["method"] in ("discard-half", PEER)  # always, so it need not be said
+    several = "" if evicted == 1 or is_half else f", {evicted} at once"
     is_usual = not recent or recent == (row["cache_size"] - row["num_sinks"]) // 4
     newest = "" if is_usual else f", {recent} newest stay"
     return f"{name}, {row['num_sinks']} sinks{several}{newest}"
@@ -90,7 +93,11 @@ def method_name(row: Row) -> str:
     policy = row.get("policy") or OLDEST
     kept = " positions kept" if row.get("positions") == "keep" else ""
     name = f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
-    return f"{name}, {row['num_recalled']} recalled" if row.get("memory") else name
+    if not row.get("memory"):
+        return name
+    is_usual = row["num_recalled"] == usual_recalled(row["cache_size"], row["num_sinks"])
+    recalled = "" if is_usual else f", {row['num_recalled']} recalled"
+    return f"{name}, memory {row['memory']}{recalled}"
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:

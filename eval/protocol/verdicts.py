@@ -1,6 +1,9 @@
-"""What numbers allow to say of a method beside the reference: plain rules and their limits."""
+"""Verdicts: what numbers allow to say of a method beside the reference, by plain rules and their
+limits.
+"""
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 
 from kvalign.eval.protocol.evaluation import Row
@@ -18,7 +21,7 @@ MEANING = (
 
 
 class Verdict(Enum):
-    """Of a ratio to the reference and its 95 % interval."""
+    """Verdict on a ratio to the reference and its 95 % interval."""
 
     GOOD = "as good"  # the interval holds 1, narrowly, or lies below
     OPEN = "not told apart"  # it holds 1 and reaches far above
@@ -28,7 +31,7 @@ class Verdict(Enum):
 
 
 def verdict(row: Row) -> Verdict:
-    """Of a row with `ratio`, `ratio_low`, `ratio_high`."""
+    """Return the verdict on a row with `ratio`, `ratio_low`, `ratio_high`."""
     low, high = row.get("ratio_low"), row.get("ratio_high")
     if low is None or high is None:
         return Verdict.UNKNOWN
@@ -37,8 +40,17 @@ def verdict(row: Row) -> Verdict:
     return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
 
 
+def is_reference(row: Row, reference: str | None) -> bool:
+    """Return whether others are measured by this row: those of its method with other sinks, another
+    policy or memory are measured by it, too.
+    """
+    return row["method"] == reference and row.get("ratio") in (1.0, None)
+
+
 def drifts(row: Row) -> bool:
-    """Whether an error adds up: the ratio grows from quarter to quarter, each of enough labels."""
+    """Return whether an error adds up: the ratio grows from quarter to quarter, each of enough
+    labels.
+    """
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
     return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
 
@@ -54,13 +66,23 @@ def share_interval(share: float, total: int) -> tuple[float, float] | None:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
+def share_of(name: str, right: Sequence[bool | float]) -> Row:
+    """The share of answers that are right, of one or more, and its interval: NAME, NAME_low and
+    NAME_high.
+    """
+    share = sum(map(float, right)) / len(right)
+    interval = share_interval(share, len(right))
+    assert interval
+    return {name: share, f"{name}_low": interval[0], f"{name}_high": interval[1]}
+
+
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two intervals have nothing in common."""
+    """Return whether two intervals have nothing in common."""
     return one[1] < other[0] or other[1] < one[0]
 
 
 def readable_apart(one: Row, other: Row) -> bool:
-    """Whether two shares of readable chunks differ: of enough chunks, by their intervals."""
+    """Return whether two shares of readable chunks differ: of enough chunks, by their intervals."""
     if min(one["num_chunks"], other["num_chunks"]) < MIN_CHUNKS:
         return False
     ends = [share_interval(row["readable"], row["num_chunks"]) for row in (one, other)]

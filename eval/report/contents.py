@@ -1,4 +1,4 @@
-"""What a report shows of a folder of results."""
+"""Contents of a report on a folder of results."""
 
 from collections.abc import Hashable
 from dataclasses import replace

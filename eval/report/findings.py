@@ -13,7 +13,7 @@ from kvalign.eval.protocol.aligner_names import identity_of, renamed
 from kvalign.eval.protocol.conclusions import in_words, spans_at, spread
 from kvalign.eval.protocol.evaluation import Document, Row
 from kvalign.eval.protocol.tables import grouped
-from kvalign.eval.protocol.verdicts import MIN_LABELS, Verdict, drifts, verdict
+from kvalign.eval.protocol.verdicts import MIN_LABELS, Verdict, drifts, is_reference, verdict
 from kvalign.eval.report.results_folder import Results
 
 REPEATS = 0.5  # share of 4-grams that were there before, from which readable words say little
@@ -21,7 +21,7 @@ AS_GOOD, WORSE, FAILING = JUDGED = ("As good as", "Worse", "Failing")
 
 
 class Sentence(NamedTuple):
-    """What it is on, and the figures."""
+    """A sentence: its subject, and the figures."""
 
     lead: str
     text: str
@@ -29,7 +29,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one model: in short, and by which figures."""
+    """A finding on one model: in short, and by which figures."""
 
     model: str
     headline: str
@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def judges(self) -> bool:
-        """Whether methods are judged by the rules that `MEANING` says."""
+        """Return whether methods are judged by the rules that `MEANING` says."""
         return any(sentence.lead.startswith(JUDGED) for sentence in self.sentences)
 
 
@@ -49,7 +49,9 @@ def findings(results: Results) -> list[Finding]:
 
 
 def _of_model(results: Results, model: str) -> Finding:
-    """Of the first subject of each evaluation; aligners are named beside all that were measured."""
+    """Return the rows of the first subject of each evaluation; aligners are named beside all that
+    were measured.
+    """
 
     def of(name: str) -> list[Document]:
         chosen = EVALUATIONS[name].chosen(results.of(name)).values()
@@ -92,10 +94,10 @@ def _of(lead: str, said: str) -> list[Sentence]:
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
-    """How methods compare with the reference, in one sentence, and with the figures."""
+    """Return how methods compare with the reference, in one sentence, and with the figures."""
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
-    others = [row for row in rows if row["method"] != reference]
+    others = [row for row in rows if not is_reference(row, reference)]
     if not reference or not others:
         return _alone(rows, where)
     by = {v: [row for row in others if verdict(row) is v] for v in Verdict}
@@ -121,12 +123,12 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
 def _fit(rows: Sequence[Row], reference: str | None) -> list[str]:
     """Methods that fail at no cache size."""
     bad = {Verdict.FAILS, Verdict.UNKNOWN}
-    others = grouped([row for row in rows if row["method"] != reference], in_words)
+    others = grouped([row for row in rows if not is_reference(row, reference)], in_words)
     return [label for label, rows in others.items() if not bad & {*map(verdict, rows)}]
 
 
 def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
-    """What can be said without a reference, or of nothing beside it."""
+    """Return what can be said without a reference, or of nothing beside it."""
     label = in_words(rows[0])
     if len(grouped(rows, in_words)) < 2:
         figures = spread((row["perplexity"] for row in rows), 1)

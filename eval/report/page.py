@@ -4,6 +4,7 @@ its own script, and text of models and users is data.
 
 import base64
 import hashlib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvalign.eval.drawing.plots import inline_svg, save
+from kvalign.eval.drawing.plots import inline_legend, inline_svg, save
 from kvalign.eval.protocol.evaluation import Row, Section
 from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
@@ -58,11 +59,13 @@ def render(results: Results, contents: list[Section]) -> str:
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     templates.filters["escape_controls"] = escape_controls
     templates.filters["svg"] = lambda plot: Markup(inline_svg(plot.figure, plot.name))
+    templates.filters["legend"] = lambda plot: Markup(inline_legend(plot.figure, plot.name))
     style, script = (loader.get_source(templates, f"report.{x}")[0] for x in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     used = {row["method"] for d in documents for row in d["rows"]}
     return templates.get_template("report.html").render(
         suite=results.suite,
+        of=_of(results),
         documents=results.documents,
         changed=[x for x in dict.fromkeys(d.get("changed") for d in documents) if x],
         findings=findings(results),
@@ -77,6 +80,19 @@ def render(results: Results, contents: list[Section]) -> str:
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
+
+
+def _of(results: Results) -> str:
+    """The subject of the page, beside its title: models, KV-Align's versions that measured, the day
+    on which it is written.
+    """
+    documents = results.documents.values()
+    models = dict.fromkeys(d["settings"].get("model") or "" for d in documents)
+    versions = dict.fromkeys(str(d["environment"].get("kvalign", "")) for d in documents)
+    by = " and ".join(filter(None, versions))
+    measured = f"measured by KV-Align {by}" if by else ""
+    said = (", ".join(filter(None, models)), measured, f"written {date.today().isoformat()}")
+    return "; ".join(filter(None, said))
 
 
 def _link(rows: list[Row]) -> str:

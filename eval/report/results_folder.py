@@ -138,7 +138,7 @@ def _check_columns(evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:
 
 
 def _model_of(evaluation: Evaluation) -> type[BaseModel]:
-    """What a document of an evaluation must be."""
+    """Return the model that a document of an evaluation must fit."""
     columns: dict[str, Any] = {}
     for name, column in evaluation.all_columns.items():
         figure = _Positive if name in evaluation.above_0 else _Figure

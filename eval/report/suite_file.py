@@ -40,7 +40,7 @@ class PaperSweep(BaseModel, extra="forbid"):
 
 
 class Paper(BaseModel, extra="forbid"):
-    """What the paper says of what a suite measures."""
+    """The paper's statements on what a suite measures."""
 
     source: str = ""
     notes: list[str] = []

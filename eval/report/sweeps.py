@@ -46,7 +46,7 @@ class Trial(BaseModel):
 
 
 class Sweep(BaseModel):
-    """What `kvalign tune --json` prints, as far as it is shown."""
+    """Document of `kvalign tune --json`, as far as it is shown."""
 
     target: str
     best: Trial

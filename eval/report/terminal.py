@@ -13,7 +13,7 @@ from kvalign.eval.protocol.verdicts import MEANING
 from kvalign.eval.report.contents import panels, paper_tables, sections, summary
 from kvalign.eval.report.findings import Finding, findings
 from kvalign.eval.report.results_folder import read
-from kvalign.foundation.console import ROW_WIDTH, Heading, console_for, print_table
+from kvalign.foundation.console import ROW_WIDTH, Entry, Heading, console_for, print_table
 from kvalign.foundation.escape import escape_controls
 
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
@@ -88,6 +88,14 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
         left_out = [name for name in left_out if name != f"intervals of {title}"]
         left_out.append(what + title)
     return _part(table, columns, intervals), left_out
+
+
+def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
+    """Return whether a table of these columns, with nothing left out or wrapped, is so wide at
+    most.
+    """
+    columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
+    return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
 
 
 def _part(table: Table, columns: set[int], intervals: set[int]) -> Table:

@@ -32,10 +32,14 @@ class AnchoredAligner(Aligner):
 
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         placed = self.table.realign(layer, keys, values, move)
-        return (
-            placed[0] + self.key.correction(keys.float(), layer, move.first),
-            placed[1] + self.value.correction(values.float(), layer, move.first),
+        added = (
+            self.key.correction(keys.float(), layer, move.first),
+            self.value.correction(values.float(), layer, move.first),
         )
+        if move.births is not None:
+            has_moved = (move.births != move.now)[..., None]
+            added = added[0] * has_moved, added[1] * has_moved
+        return placed[0] + added[0], placed[1] + added[1]
 
 
 def rows_of(

@@ -1,5 +1,5 @@
-"""What every aligner is: trained parts made for one base model, in a folder of safetensors and a
-config that says so.
+"""Base of every aligner: trained parts for one base model, in a folder of safetensors and a config
+that says so.
 
 An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
 model is not its business (`kvalign.cache.realign`), so one that adds nothing is StreamingLLM.
@@ -23,6 +23,8 @@ from kvalign import checkpoints
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
+from kvalign.foundation.lasting import lasting
+from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import typed
 from kvalign.models.architectures import Family, ModelSpec, spec_of
 from kvalign.models.weights import read_weights
@@ -45,7 +47,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class AlignerConfig(BaseModel):
-    """What an aligner was made for, and how: the `config.json` of its folder.
+    """Base model of an aligner and how it was made: the `config.json` of its folder.
 
     Attributes:
         kind: name in `kvalign.aligners.kinds.KINDS`.
@@ -103,11 +105,14 @@ class Move:
             on.
         now: [S] int64, the positions after the move: first, first + 1, ...; or, of a table alone,
             [B, H, S] of any.
+        births: [B, H, S] int64, those at which entries were computed, where some of them may be
+            there still; None: all have moved.
     """
 
     shift: int
     first: int
     now: Tensor
+    births: Tensor | None = None
 
 
 class Aligner(
@@ -133,13 +138,16 @@ class Aligner(
 
     @property
     def label(self) -> str:
-        """What tables of results call it: its kind, and what it was trained on if not `mse`."""
+        """Name of the aligner in tables of results: its kind, and its objective if that is not
+        `mse`.
+        """
         parts = self.config.training.values()
         objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
-        """What to keep of a layer's new entries; `realign` starts from it unless it is recursive.
+        """Return what to keep of a layer's new entries; `realign` starts from it unless it is
+        recursive.
 
         Args:
             layer: its index.
@@ -213,6 +221,7 @@ class Aligner(
 
     # Fewer options than the mixin's: an aligner's kind and sizes come from its config.
     @classmethod
+    @lasting()
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
         """Load an aligner of any kind: a shipped name, a local folder or a hub id. Its weights are
         float32, in whatever precision the file has them.
@@ -261,7 +270,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
-    """Whether the model has the embedding weights of a fingerprint, in any precision."""
+    """Return whether the model has the embedding weights of a fingerprint, in any precision."""
     actual = torch.tensor(embedding_fingerprint(model))
     return len(expected) == len(actual) and torch.allclose(
         torch.tensor(expected, dtype=actual.dtype), actual, rtol=2e-2, atol=1e-4
@@ -285,6 +294,18 @@ def _revision(folder: Path) -> str:
     return folder.name if is_snapshot else sha256(folder / WEIGHTS)[:REVISION_LEN]
 
 
+def _no_aligner(name: str) -> str:
+    if hub.is_path(name):
+        return f"no aligner {name!r}: there is no such folder"
+    near = nearest(name, checkpoints.ALIGNERS)
+    hint = f"; did you mean {near}?" if near else ""
+    known = ", ".join(checkpoints.ALIGNERS)
+    return (
+        f"no aligner {name!r}: neither a folder nor on the hub{hub.why_not()}{hint} (shipped: "
+        f"{known}; those of yours: kvalign aligners)"
+    )
+
+
 def _download(model_id: str, revision: str | None) -> Path:
     wanted, offline = [CONFIG, WEIGHTS], not hub.is_reachable()
     try:
@@ -292,5 +313,5 @@ def _download(model_id: str, revision: str | None) -> Path:
             model_id, revision=revision, allow_patterns=wanted, local_files_only=offline
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise NotFoundError(f"no aligner {model_id!r}: neither a folder nor on the hub") from error
+        raise NotFoundError(_no_aligner(model_id)) from error
     return Path(folder)

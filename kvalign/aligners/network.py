@@ -83,7 +83,9 @@ class RealignNet(nn.Module):
         return x + self._rest(torch.addmm(place, x, vector.T))
 
     def correction(self, x: Tensor, layer: int, first: int = 0) -> Tensor:
-        """What is added to one layer's entries x [B, H, S, D], at positions `first` and on."""
+        """Return what the network adds to one layer's entries x [B, H, S, D], at positions `first`
+        and on.
+        """
         vector, positions, layers, heads = self.tables()
         of_position = positions[first : first + x.shape[2]]
         place = (heads + layers[layer])[:, None] + of_position  # [H, S, hidden1]

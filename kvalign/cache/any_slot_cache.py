@@ -1,4 +1,4 @@
-"""A streaming cache from which any entry may go, in each layer and head another one.
+"""A streaming cache from which any entry may go. Each head may evict a different entry.
 
      places  0 1 2 3 | 4 5 6 ... C-1        sinks stay in front, entries in the order of time
      head 0  0 1 2 3 | 7 9 30 ... 99
@@ -19,10 +19,11 @@ from transformers import PretrainedConfig
 from kvalign.cache.any_slot_layer import AnySlotLayer
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import ModelSpec
+from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install
 from kvalign.policies import POLICIES
 
@@ -40,7 +41,7 @@ class AnySlotCache(FixedSizeCache):
         UserError: as of `FixedSizeCache`; a realigner, a model or positions that do not go with it.
     """
 
-    layers: list[AnySlotLayer]
+    attention: list[AnySlotLayer]
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class AnySlotCache(FixedSizeCache):
             realigner = None if self.keeps_positions else realigner.from_birth()
         super().__init__(spec, sizes, realigner)
 
-    def _make_layers(self, num_layers: int) -> list[AnySlotLayer]:
-        return [AnySlotLayer(self, i, self.policy, self.sizes) for i in range(num_layers)]
+    def _make_layers(self, spec: ModelSpec) -> list[AnySlotLayer]:
+        return [AnySlotLayer(self, i, self.policy, self.sizes) for i in spec.attention]
 
     def _last_token(self, spec: ModelSpec, realigner: Realigner | None) -> int | None:
         """Tokens after which there is no position left."""
@@ -79,20 +80,18 @@ class AnySlotCache(FixedSizeCache):
                 f"policy {policy} reads attention weights, which {spec.model_type} models do not "
                 "hand over: take key-norm, keydiff or random"
             )
-        if getattr(self.config, "sliding_window", None) is not None:
+        if window_of(self.config) is not None:
             raise UserError(
                 f"policy {policy} reads attention over all entries; layers of {name} see a window"
             )
 
     def index(self, row: int = 0) -> Tensor:
-        """Of a row's entries in each layer and head, the places of their tokens in the stream: [L,
-        H, S].
-        """
+        """Return the positions in the stream of a row's entries, by layer and head: [L, H, S]."""
         if not self.seen:
-            return torch.empty(len(self.layers), 0, 0, dtype=torch.int64)
+            return torch.empty(len(self.attention), 0, 0, dtype=torch.int64)
         self.settle()
         num = self.sizes.num_stored(self.seen[row])
-        index = [layer.index[row].cpu() for layer in self.layers]
+        index = [layer.index[row].cpu() for layer in self.attention]
         return torch.stack([x[:, x.shape[1] - num :] for x in index])
 
     def positions(self) -> list[int]:
@@ -112,10 +111,13 @@ class AnySlotCache(FixedSizeCache):
             self.check_room(1)  # before a model looks up a position that it does not have
         return super().get_seq_length(layer_idx)
 
+    def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
+        self.check_room(num_new)
+        super()._check_takes(num_rows, num_new, segment)
+
     def _bring(self, step: Step) -> Step:
-        self.check_room(step.num_new)
-        if self.layers[0].is_filled:
-            for layer in self.layers:
+        if self.attention[0].is_filled:
+            for layer in self.attention:
                 layer.evict(step)
         if self.policy.reads_weights:
             install(self.config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvalign.aligners import Move
+from kvalign.aligners import Move, TableAligner
 from kvalign.cache.buffer import KV, cat
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.saved import ReadTensor
@@ -35,7 +35,7 @@ class AnySlotLayer(StreamingLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.held = KV(key_states, value_states).slots(0, 0)
+        self.held = KV(key_states.detach(), value_states.detach()).slots(0, 0)
         shape = self.held.keys.shape[:3]
         self.index = torch.empty(shape, dtype=torch.int64, device=self.device)
         self.scores = torch.empty(shape, device=self.device)
@@ -91,7 +91,8 @@ class AnySlotLayer(StreamingLayer):
     def _score(self, step: Step, entries: KV, weights: Tensor | None = None) -> None:
         num_fed = [n + step.num_new for n in step.seen]
         before = self.scores[:, :, : self.scores.shape[2] - step.num_new]
-        self.scores = self.policy.score(Seen(self.layer_idx, num_fed, *entries, weights, before))
+        seen = Seen(self.layer_idx, num_fed, *entries, weights, before)
+        self.scores = self.policy.score(seen).detach()
 
     def evict(self, step: Step) -> None:
         """Keep what is worth the most: so many entries of each row as the step says."""
@@ -122,19 +123,24 @@ class AnySlotLayer(StreamingLayer):
     def pieces(self, step: Step) -> list[KV]:
         num = step.num_before
         if step.is_even:
-            return self._placed(self.held, num)
+            return self._placed(self.held, self.index)
         rows = []
         for row, num_own in enumerate(step.stored):
             own = self.held.slots(num - num_own, num_own).rows(slice(row, row + 1))
-            rows.append(cat(self._placed(own, num_own)).padded(num))
+            index = self.index[row : row + 1, :, num - num_own :]
+            rows.append(cat(self._placed(own, index)).padded(num))
         return [cat(rows, dim=0)]
 
-    def _placed(self, held: KV, num: int) -> list[KV]:
+    def _placed(self, held: KV, index: Tensor) -> list[KV]:
         """Sinks, and the others where they are now: the r-th at position r."""
+        num, realigner = index.shape[2], self.cache.realigner
         num_sinks = min(num, self.sizes.num_sinks)
-        now = torch.arange(num_sinks, num, device=self.device)
-        window = held.slots(num_sinks, num - num_sinks)
-        placed = self.cache.realigner.place(self.layer_idx, *window, Move(0, num_sinks, now))
+        now, births = torch.arange(num_sinks, num, device=self.device), None
+        if not (realigner.aligner is None or isinstance(realigner.aligner, TableAligner)):
+            seen = index[:, :, num_sinks:]  # before each, of which so many were stored
+            births = seen - self.sizes.num_dropped(seen)
+        window, move = held.slots(num_sinks, num - num_sinks), Move(0, num_sinks, now, births)
+        placed = realigner.place(self.layer_idx, *window, move)
         return [held.slots(0, num_sinks), KV(*placed).map(lambda x: x.to(self.dtype))]
 
     def select(self, rows: Tensor) -> None:

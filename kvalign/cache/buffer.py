@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.lasting import lasting
 
 SLACK = 4  # a buffer has room for another 1 / SLACK of its entries
 _SHORTEST = 64
@@ -34,12 +35,17 @@ class KV(NamedTuple):
         """A view of so many of the entries."""
         return KV(self.keys.narrow(2, start, num), self.values.narrow(2, start, num))
 
+    def put(self, new: "KV") -> None:
+        """Overwrite the entries by as many others."""
+        for x, y in zip(self, new, strict=True):
+            x.copy_(y.detach())
+
     def rows(self, rows: slice | Tensor) -> "KV":
         """Those of some rows of the batch."""
         return KV(self.keys[rows], self.values[rows])
 
     def unless(self, is_other: Tensor, other: "KV") -> "KV":
-        """Of some rows, [B] bool, the entries of another in their place."""
+        """Return the buffer with some rows, [B] bool, replaced by those of another."""
         rows = is_other[:, None, None, None]
         return KV(*(torch.where(rows, x, y) for x, y in zip(other, self, strict=True)))
 
@@ -50,7 +56,7 @@ class KV(NamedTuple):
 
 
 class Part(ABC):
-    """What holds rows of a batch."""
+    """A part that holds rows of a batch."""
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
@@ -102,9 +108,7 @@ class KVBuffer:
 
     def put(self, slot: int, new: KV, rows: slice = slice(None)) -> None:
         """Put entries [B, H, T, D] into the slots from this one on."""
-        num = new.keys.shape[2]
-        for x, y in zip(self.data, new, strict=True):
-            x.narrow(2, slot, num)[rows].copy_(y.detach())
+        self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new)
 
     def write(self, new: KV) -> None:
         """Put new entries [B, H, T, D] after the last; there is room."""
@@ -123,6 +127,7 @@ class KVBuffer:
         self.data, self.end = entries.map(lambda x: _empty(x, max(num, 1), x.dtype)), 0
         self.write(entries)
 
+    @lasting()
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.data = self.data.map(lambda x: x[rows.to(x.device)])
@@ -143,6 +148,7 @@ class KVBuffer:
         self.end = num_kept
 
 
+@lasting()
 def _empty(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     num_rows, num_heads, _, head_dim = like.shape
     return like.new_empty(num_rows, num_heads, length, head_dim, dtype=dtype)

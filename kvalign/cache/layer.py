@@ -16,7 +16,7 @@ from kvalign.foundation.errors import UserError
 
 
 class Owner(Protocol):
-    """What a layer knows of the cache that it is of (`base.py`)."""
+    """The cache as its layers know it (`base.py`)."""
 
     realigner: Realigner
     seen: list[int]
@@ -31,7 +31,7 @@ class Owner(Protocol):
 
 
 class StreamingLayer(CacheLayerMixin, Part):
-    """What a layer of any kind does: it takes new entries in and hands attention all of them."""
+    """Interface of every kind of layer: it takes new entries in and hands attention all of them."""
 
     def __init__(self, cache: Owner, layer_idx: int):
         self.cache, self.layer_idx = cache, layer_idx
@@ -42,6 +42,12 @@ class StreamingLayer(CacheLayerMixin, Part):
         new = KV(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*new)
+        elif (key_states.dtype, key_states.device) != (self.dtype, self.device):
+            raise UserError(
+                f"this stream's entries are {self.dtype} on {self.device}, the model now gives "
+                f"{key_states.dtype} on {key_states.device}: reset() it, or turn the model back "
+                "and go on with a stream that was saved"
+            )
         step = self.cache.enter(self.layer_idx, new)
         found = self.take(step, new)
         self.cache.leave(self.layer_idx)
@@ -53,7 +59,7 @@ class StreamingLayer(CacheLayerMixin, Part):
     @property
     @abstractmethod
     def is_filled(self) -> bool:
-        """Whether it has been handed anything."""
+        """Return whether it has been handed anything."""
 
     @abstractmethod
     def take(self, step: Step, new: KV) -> KV:

@@ -1,49 +1,45 @@
-"""What a window has lost, kept aside: entries without their position, found by what a query asks.
+"""The memory of a window: evicted entries kept aside without their position, found by what a query
+asks.
 
     slots   0 1 2 3 4 5 6 7 | 8 9 ...      a ring: the entry of token j lies in slot
             block 0         | block 1      (j - num_sinks) mod the number of slots
 
 Each head of keys searches for itself, and each row has its own tokens. An entry is worth its score
-with the query, less a little the older it is: of entries that say the same, the newest counts.
+with the query, less a little the older it is. Of entries whose keys say the same the newest counts:
+a fact that was told anew would else be crowded out by what it was before.
 
-The least and the largest number of each dimension among the keys of a group of slots bound what
-any of them may score (Quest, arXiv 2406.10774). So a search looks at groups first, and at the
-entries of the best ones.
+A search looks at groups of slots first, and at the entries of the best ones. A group is summed up
+by the box that its keys lie in. A query's product with the middle of the box, and with how far it
+reaches, says what its best entry may score. The whole reach would be a bound (Quest, arXiv
+2406.10774), but no key lies in the corner: half of it finds more (eval/results/memory.md).
 """
 
 from collections.abc import Sequence
-from copy import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from kvalign.cache.buffer import KV, Part, cat
+from kvalign.cache.recall import COMPARED, Asking, Found, Lost
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.lasting import lasting
 
-RECENCY = 2.0
-"""By how much a score is worth less for each e-fold of age (eval/results/memory.md)."""
-GROUP = 16
-"""Slots of a group at least: whole blocks."""
+GROUP = 32
+"""Slots of a group."""
 NUM_GROUPS = 64
-"""Groups whose entries are looked at; half as many as entries are taken back, if that is more."""
+"""Groups whose entries are looked at; a quarter as many as entries are taken back, if that is
+more. With half as many single facts are missed."""
+REACH = 0.5
+"""How much of the reach of a group's box counts."""
+ALIKE = 0.95
+"""Cosine from which two keys say the same, once what all of those compared share is taken off."""
+FEW = 4
+"""Times as many entries as groups have, up to which many queries are multiplied with all."""
+READ_AT_ONCE = 2**22
+"""Numbers that several queries read or make together."""
 _SHORTEST = 256
-
-
-class Found(NamedTuple):
-    """What each of T queries takes back, in the order of time.
-
-    Attributes:
-        entries: [B, H, T, R, D], without their position.
-        ages: [B, H, T, R] int64, tokens from each to the query.
-        visible: [B, H, T, R] bool; what is not is no entry, or is in the window.
-    """
-
-    entries: KV
-    ages: Tensor
-    visible: Tensor
 
 
 class Memory(Part):
@@ -53,39 +49,52 @@ class Memory(Part):
     Args:
         like: of the shape [B, H, ?, D] and on the device of what is to be held.
         sizes: of the cache.
+        grows: whether slots are made as they are needed; else all at once, for a step that is
+            compiled.
 
     Attributes:
         held: [B, H, S, D]; S doubles until all slots are there.
-        bounds: [B, H, S / group, D] twice, of the keys of each group: the least and the largest.
+        boxes: [B, H, S / group, 2 D], of the keys of each whole group the middle, and their reach
+            from there.
+        alike: cosine from which what a newer key says again is not taken back.
     """
 
-    def __init__(self, like: KV, sizes: CacheSizes):
-        self.sizes, block = sizes, sizes.recall_block
-        self.group = -(-GROUP // block) * block
-        # A segment is written before its first query looks for what its last tokens overwrite.
+    def __init__(self, like: KV, sizes: CacheSizes, grows: bool = True):
+        self.sizes, self.grows, self.group, self.alike = sizes, grows, GROUP, ALIKE
+        # A segment is written before its first query looks for what its last tokens overwrite, and
+        # a group is overwritten as a whole.
         most = sizes.memory + sizes.num_in_sight + SEGMENT_LEN + self.group
         self.most = -(-most // self.group) * self.group
-        self.held = self.bounds = like.slots(0, 0)
+        self.held = like.slots(0, 0)
+        self.boxes = torch.cat([self.held.keys, self.held.keys], -1)
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Take the entries [B, H, T, D] of the tokens from each row's `seen` on, but for sinks."""
-        num_sinks, num_new = self.sizes.num_sinks, new.keys.shape[2]
-        self._grow(max(seen) + num_new - num_sinks)
+        num_new = new.keys.shape[2]
+        self._grow(max(seen) + num_new - self.sizes.num_sinks)
         alike = len(set(seen)) == 1
         for row, start in [(slice(None), seen[0])] if alike else enumerate(seen):
-            first = min(max(num_sinks - start, num_new - self.most, 0), num_new)
-            slots = torch.arange(start + first, start + num_new, device=new.keys.device)
-            slots = (slots - num_sinks) % max(self.num_slots, 1)
-            for held, x in zip(self.held, new, strict=True):
-                held[row].index_copy_(-2, slots, x[row][..., first:, :].detach())
-            self._bound(row, slots)
+            rows = row if isinstance(row, slice) else slice(row, row + 1)
+            self._write_rows(rows, start, new.rows(rows))
 
-    def _bound(self, row: int | slice, slots: Tensor) -> None:
-        """Have the bounds of the groups of these slots."""
-        groups = (slots // self.group).unique()
-        keys = self.held.keys[row].unflatten(-2, (-1, self.group)).index_select(-3, groups)
-        for bound, of_group in zip(self.bounds, keys.aminmax(dim=-2), strict=True):
-            bound[row].index_copy_(-2, groups, of_group)
+    def _write_rows(self, rows: slice, start: int, new: KV) -> None:
+        num_new = new.keys.shape[2]
+        first = min(max(self.sizes.num_sinks - start, num_new - self.most, 0), num_new)
+        while first < num_new:
+            slot = (start + first - self.sizes.num_sinks) % self.num_slots
+            num = min(num_new - first, self.num_slots - slot)
+            for held, x in zip(self.held, new.slots(first, num), strict=True):
+                held[rows, :, slot : slot + num] = x.detach()
+            self._sum_up(rows, slot // self.group, (slot + num) // self.group)
+            first += num
+
+    def _sum_up(self, rows: slice, first: int, end: int) -> None:
+        """Have the boxes of the groups from `first` to before `end`."""
+        if first < end:
+            keys = self.held.keys[rows, :, first * self.group : end * self.group]
+            least, most = keys.unflatten(2, (-1, self.group)).aminmax(dim=3)
+            box = torch.cat([least + most, REACH * (most - least)], -1) / 2
+            self.boxes[rows, :, first:end] = box
 
     @property
     def num_slots(self) -> int:
@@ -94,117 +103,140 @@ class Memory(Part):
     def _grow(self, num: int) -> None:
         """Have slots for so many entries, or all that there may be."""
         if self.num_slots < min(num, self.most):
-            longer = min(self.most, max(num, 2 * self.num_slots, _SHORTEST))
-            self._lengthen(-(-longer // self.group) * self.group)
+            num = max(num, 2 * self.num_slots, _SHORTEST) if self.grows else self.most
+            self._lengthen(-(-min(num, self.most) // self.group) * self.group)
 
+    @lasting()
     def _lengthen(self, num_slots: int) -> None:
-        num_groups = num_slots // self.group
         self.held = self.held.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
-        self.bounds = self.bounds.map(lambda x: pad(x, (0, 0, 0, num_groups - x.shape[2])))
+        num_more = num_slots // self.group - self.boxes.shape[2]
+        self.boxes = pad(self.boxes, (0, 0, 0, num_more))
 
-    def find(self, queries: Tensor, seen: Tensor, end: Sequence[int]) -> Found:
-        """What scaled queries [B, H, G, T, D] ask for, of the entries that their windows have lost.
-
-        Args:
-            seen: [B, T] int64, tokens before each query.
-            end: of each row, the tokens that have been written.
+    def find(self, queries: Tensor, asking: Asking) -> Found:
+        """Return what scaled queries [B, H, G, T, D] ask for among the entries that their windows
+        have lost.
         """
-        sizes, block = self.sizes, self.sizes.recall_block
-        assert sizes.num_recalled is not None
-        last = torch.tensor(end, device=seen.device)[:, None, None] - 1 - sizes.num_sinks
+        lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
         queries = queries.to(self.held.keys.dtype)
-        groups = self._groups(queries, seen, last)
-        # 1. What is looked at: all, or of one query the entries of the best groups.
-        slots = torch.arange(self.num_slots, device=seen.device).expand(len(seen), 1, 1, -1)
-        keys = self.held.keys
-        if groups is not None and queries.shape[3] == 1:
-            slots = self._slots_of(groups)  # [B, H, 1, S']
-            keys = _at(keys, slots).squeeze(2)  # [B, H, S', D]
-        ages, lost = self._lost(slots, seen, last)  # [B, H or 1, T, S']
-        if groups is not None and queries.shape[3] > 1:
-            # Of several queries all is looked at, and what is in other groups counts for nothing.
-            of_best = lost.new_zeros(*groups.shape[:3], self.num_slots)
-            lost = lost & of_best.scatter(-1, self._slots_of(groups), True)
-        # 2. What they are worth to the one that asks most, of queries that share a head of keys.
-        scores = _products(queries, keys).amax(2)  # [B, H, T, S']
-        scores = scores + torch.where(lost, _of_age(ages), -torch.inf)
-        # 3. The best, or the blocks of the best, in the order of time.
-        best = scores.unflatten(-1, (-1, block)).amax(-1).topk(sizes.num_recalled // block).indices
-        picked = (best[..., None] * block + torch.arange(block, device=best.device)).flatten(-2)
-        ages, lost, slots = (x.expand(scores.shape) for x in (ages, lost, slots))
-        of_picked, order = ages.gather(-1, picked).sort(-1, descending=True)
-        picked = picked.gather(-1, order)
-        found, visible = slots.gather(-1, picked), lost.gather(-1, picked)
-        return Found(self.held.map(lambda x: _at(x, found)), of_picked, visible)
+        groups = self._groups(queries, lost)
+        # To multiply many queries with all keys takes less than to gather those of each one's
+        # groups, unless there are many more.
+        num_read = self.num_slots if groups is None else groups.shape[-1] * self.group
+        reads_all = self.num_slots <= (FEW if queries.shape[3] > 1 else 1) * num_read
+        num_made = queries.shape[2] * self.num_slots if reads_all else queries.shape[-1] * num_read
+        num = max(1, READ_AT_ONCE // (len(queries) * queries.shape[1] * num_made))
+        spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
+        parts = [self._find(queries, groups, lost, span, reads_all) for span in spans]
+        slots, ages, visible = parts[0]
+        if len(parts) > 1:
+            slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        return Found(self.held.map(lambda x: _at(x, slots)), ages, visible)
 
-    def _lost(self, slots: Tensor, seen: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Of slots [B, H or 1, 1, S] the ages of their tokens for each query and whether its window
-        has lost them: [B, H or 1, T, S].
+    def _worth(
+        self, queries: Tensor, groups: Tensor | None, lost: Lost, span: slice, reads_all: bool
+    ) -> Tensor:
+        """The worth [B, H, T, S'] of all entries, or of those of groups [B, H, T, N]."""
+        queries = queries[:, :, :, span]
+        if reads_all:
+            scores = _products(queries, self.held.keys).amax(2)
+        if groups is None:
+            return scores + lost.worth[:, :, span]
+        groups = groups[:, :, span]
+        if reads_all:
+            of_groups = groups[..., None].expand(*groups.shape, self.group)
+            scores = scores.unflatten(-1, (-1, self.group)).gather(3, of_groups).flatten(3)
+        else:
+            keys = _at(self.held.keys.unflatten(2, (-1, self.group)).flatten(3), groups)
+            keys = keys.view(*groups.shape[:3], -1, queries.shape[-1])  # [B, H, T, S', D]
+            scores = (queries.transpose(2, 3) @ keys.mT).float().amax(3)
+        return scores + lost.worth_in(groups, span)
+
+    def _find(
+        self, queries: Tensor, groups: Tensor | None, lost: Lost, span: slice, reads_all: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots [B, H, T, R] of what some of the queries take back, of groups or of all, in the
+        order of time; its age, and whether it is visible.
         """
-        sizes = self.sizes
-        turns = (last[..., None] - slots).div(self.num_slots, rounding_mode="floor")
-        tokens = sizes.num_sinks + slots + turns * self.num_slots  # unwritten: below the sinks
-        ages = seen[:, None, :, None] - tokens
-        lost = (ages > sizes.num_in_sight) & (tokens >= sizes.num_sinks)
-        return ages, lost & (ages <= sizes.num_in_sight + sizes.memory)
+        scores = self._worth(queries, groups, lost, span, reads_all)
+        num = self.sizes.num_recalled
+        assert num is not None
+        best = scores.topk(min(COMPARED * num, scores.shape[-1]), sorted=False)
+        slots, worth = best.indices, best.values
+        if groups is not None:
+            group = groups[:, :, span].gather(-1, slots // self.group)
+            slots = group * self.group + slots % self.group
+        ages, order = lost.ages(slots, span).sort(-1, descending=True)
+        slots, worth = slots.gather(-1, order), worth.gather(-1, order)
+        is_lost = None if lost.are_many else worth > -torch.inf
+        keys = _at(self.held.keys, slots)
+        superseded = _alike_newer(keys, lost.newer, is_lost) > self.alike
+        best = worth.masked_fill(superseded, -torch.inf).topk(num, sorted=False)
+        # What is not visible lies in front of the oldest: it moves none of the others.
+        num_compared = slots.shape[-1]
+        order = (best.indices + num_compared * (best.values > -torch.inf)).sort().values
+        kept = order % num_compared
+        return slots.gather(-1, kept), ages.gather(-1, kept), order >= num_compared
 
-    def _groups(self, queries: Tensor, seen: Tensor, last: Tensor) -> Tensor | None:
-        """The groups [B, H, T, N] that may hold what is worth the most; None where all are few, or
-        a window is so short that groups which are lost in part are not yet whole.
+    def _groups(self, queries: Tensor, lost: Lost) -> Tensor | None:
+        """The groups [B, H, T, N] to look at; None where all are few, or a window is so short that
+        groups which are lost in part are not yet whole.
         """
         sizes, num_groups = self.sizes, self.num_slots // self.group
         assert sizes.num_recalled is not None
-        num = max(NUM_GROUPS, sizes.num_recalled // 2)
+        num = max(NUM_GROUPS, sizes.num_recalled // 4)
         if num_groups <= num or sizes.num_in_sight < self.group:
             return None
-        firsts = torch.arange(0, self.num_slots, self.group, device=seen.device)
-        firsts = firsts.expand(len(seen), 1, 1, -1)
-        is_old = self._lost(firsts, seen, last)[1]
-        ages, is_kept = self._lost(firsts + self.group - 1, seen, last)
-        newest = ages.clamp_min(sizes.num_in_sight + 1)
-        low, high = self.bounds
-        bounds = _products(queries.clamp_max(0), low) + _products(queries.clamp_min(0), high)
-        worth = torch.where(is_old | is_kept, _of_age(newest), -torch.inf)
-        return (bounds.amax(2) + worth).topk(num).indices
+        both = torch.cat([queries, queries.abs()], -1)
+        worth = _products(both, self.boxes).amax(2) + lost.of_groups
+        return worth.topk(num, sorted=False).indices
 
-    def _slots_of(self, groups: Tensor) -> Tensor:
-        """All slots of groups [B, H, T, N]: [B, H, T, N * group]."""
-        inside = torch.arange(self.group, device=groups.device)
-        return (groups[..., None] * self.group + inside).flatten(-2)
-
-    def rows(self, rows: slice) -> "Memory":
-        """The memory of some rows, as it is now."""
-        some = copy(self)
-        some.held, some.bounds = self.held.rows(rows), self.bounds.rows(rows)
-        return some
-
+    @lasting()
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self.held.keys.device)
-        self.held, self.bounds = self.held.rows(rows), self.bounds.rows(rows)
+        self.held, self.boxes = self.held.rows(rows), self.boxes[rows]
 
+    @lasting()
     def join(self, others: Sequence["Memory"]) -> None:
         for other in others:
             other._lengthen(max(x.num_slots for x in others))
         self.held = cat((x.held for x in others), dim=0)
-        self.bounds = cat((x.bounds for x in others), dim=0)
+        self.boxes = torch.cat([x.boxes for x in others])
 
     def used(self, seen: Sequence[int]) -> int:
         """Slots that hold anything once rows have seen so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
 
 
-def _of_age(ages: Tensor) -> Tensor:
-    """What a score is worth less."""
-    return -RECENCY * ages.clamp_min(1).float().log()
-
-
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Of queries [B, H, G, T, D] with keys [B, H, S, D]: [B, H, G, T, S] float32."""
+    """Return products of queries [B, H, G, T, D] with keys [B, H, S, D]: [B, H, G, T, S]
+    float32.
+    """
     return (queries.flatten(2, 3) @ keys.mT).float().unflatten(2, queries.shape[2:4])
 
 
+def _alike_newer(keys: Tensor, newer: Tensor, is_lost: Tensor | None) -> Tensor:
+    """Return for keys [..., M, D], in the order of time, the cosine of each with the newer one that
+    is most like it: [..., M].
+
+    Args:
+        newer: as of `Lost`.
+        is_lost: [..., M] bool, those that are compared; None: all.
+    """
+    if is_lost is None:
+        apart = keys - keys.mean(-2, keepdim=True)
+    else:
+        keys = keys * is_lost[..., None]
+        apart = keys - keys.sum(-2, keepdim=True) / is_lost.sum(-1)[..., None, None].clamp_min(1)
+    apart = normalize(apart, dim=-1).flatten(0, -3)  # [N, M, D]
+    alike = torch.baddbmm(newer.to(keys.dtype), apart, apart.mT).unflatten(0, keys.shape[:-2])
+    if is_lost is not None:
+        alike = alike.masked_fill(~is_lost[..., None, :], -torch.inf)
+    return alike.amax(-1)
+
+
 def _at(x: Tensor, slots: Tensor) -> Tensor:
-    """Of x [B, H, S, D] the slots [B, H, T, R]: [B, H, T, R, D]."""
-    heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
-    found = x.flatten(0, 2).index_select(0, (heads * x.shape[2] + slots).flatten())
-    return found.view(*slots.shape, x.shape[3])
+    """Return the slots [B, H, T, R] of x [B, H, S, D]: [B, H, T, R, D]."""
+    num_rows, num_heads, num_slots, head_dim = x.shape
+    firsts = torch.arange(0, num_rows * num_heads * num_slots, num_slots, device=x.device)
+    at = (slots.flatten(0, 1).flatten(1) + firsts[:, None]).flatten()
+    return x.view(-1, head_dim).index_select(0, at).view(*slots.shape, head_dim)

@@ -1,19 +1,30 @@
 """A streaming cache whose window gives what it loses to a memory."""
 
+from dataclasses import replace
 from typing import final
 
+import torch
 from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
+from kvalign.cache.buffer import KV
+from kvalign.cache.memory import GROUP
 from kvalign.cache.memory_layer import MemoryLayer
 from kvalign.cache.realigner import Realigner
+from kvalign.cache.recall import Recalls
+from kvalign.cache.recall_layers import layers_asked
 from kvalign.cache.recall_places import RecallPlaces
+from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
-from kvalign.models.architectures import ModelSpec
+from kvalign.foundation.memory import check_room
+from kvalign.models.architectures import ModelSpec, window_of
 from kvalign.models.attention import REGISTERED, install
+from kvalign.models.rope import RotationByLayer
 
 
 @final
@@ -25,6 +36,10 @@ class MemoryCache(StreamingCache):
         realigner: what keeps the entries that stay right; it must place them from their birth.
         config: of the model, whose attention hands over its queries.
         num_positions: at which an entry may be born.
+        grows: whether memories grow with what they hold (see `Memory`).
+
+    Attributes:
+        asking: the layers that take back what they have lost; the others have their whole window.
 
     Raises:
         UserError: as of `FixedSizeCache`; a realigner or a model that does not go with it.
@@ -37,6 +52,7 @@ class MemoryCache(StreamingCache):
         realigner: Realigner | None,
         config: PretrainedConfig,
         num_positions: int | None,
+        grows: bool = True,
     ):
         name = spec.name or "this model"
         if spec.model_type not in REGISTERED:
@@ -49,12 +65,14 @@ class MemoryCache(StreamingCache):
                 f"memory is not for {name} without an aligner: nothing can place what is taken "
                 "back (method kvalign does)"
             )
-        seen_at_most = getattr(config, "sliding_window", None)
+        seen_at_most = window_of(config)
         if seen_at_most is not None and seen_at_most <= sizes.cache_size:
             raise UserError(
                 f"memory is not for {name} with cache_size {sizes.cache_size}: its layers see "
                 f"{seen_at_most} entries"
             )
+        if isinstance(realigner.rotation, RotationByLayer):
+            raise UserError(f"memory is not for {name}: its layers turn their keys differently")
         if sizes.realign_every > 1:
             raise UserError(
                 f"memory takes realign_every 1: all is placed at each step, got "
@@ -63,17 +81,82 @@ class MemoryCache(StreamingCache):
         assert num_positions is not None
         is_free = realigner.rotation is not None
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
-        self.born = realigner.from_birth()
-        aligner = getattr(self.born, "aligner", None)
-        self.places = RecallPlaces(sizes, num_positions, by_age, is_free)
-        if by_age and not is_free and not isinstance(aligner, TableAligner):
+        born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
+        if by_age and not is_free and not isinstance(born.aligner, TableAligner):
             raise UserError("recall_places=age on learned positions is for tables: take rank")
+        self.recalls, self.grows = Recalls(sizes, born, places), grows
+        self._num_pending = 0  # tokens fed one by one that are not in the memories yet
         super().__init__(spec, sizes, realigner)
         if not is_free:
-            self.frame = self.places.frame()
+            self.frame = places.frame
         install(config)
 
-    def _make_layers(self, num_layers: int) -> list[MemoryLayer]:
-        self.sinks = Sinks(num_layers, self.sizes.num_sinks)
-        of_all = self.sinks, self.sizes, self.born, self.places
-        return [MemoryLayer(self, i, *of_all) for i in range(num_layers)]
+    def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
+        self.sinks = Sinks(spec.num_layers, self.sizes.num_sinks)
+        of_all = self.sinks, self.sizes, self.recalls
+        asked = layers_asked(self.sizes.recall_layers, spec.attention)
+        self.asking = [MemoryLayer(self, i, *of_all, self.grows) for i in sorted(asked)]
+        others = [WindowLayer(self, i, *of_all[:2]) for i in spec.attention if i not in asked]
+        return sorted([*self.asking, *others], key=lambda layer: layer.layer_idx)
+
+    def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
+        so_far, most = max(self.seen, default=0), self.sizes.first_input_len
+        if segment is None and num_new > 1 and so_far and so_far + num_new > most:
+            raise UserError(
+                f"a cache with a memory takes one token at a time once it is full, got {num_new}: "
+                "let kvalign.stream_tokens feed them"
+            )
+        super()._check_takes(num_rows, num_new, segment)
+
+    def _bring(self, step: Step) -> Step:
+        if not step.is_single or self._num_pending >= min(GROUP, self.sizes.num_in_sight):
+            self._put_aside()
+        self.recalls.begin(step, [n - self._num_pending for n in step.seen])
+        if asking := self.recalls.of_step:
+            for memory in (layer.memory for layer in self.asking):
+                asking.lost(memory.num_slots, memory.group, memory.held.keys.device)
+        step = super()._bring(step)
+        is_usual = asking is not None and asking.finds_all
+        return step if is_usual else replace(step, decode=None)
+
+    def _put_aside(self) -> None:
+        """Give the memories what single steps have added to the window: a group of entries at once
+        costs less than each alone, and none is lost before.
+        """
+        if num := self._num_pending:
+            before = [n - num for n in self.seen]
+            firsts = [n - moved for n, moved in zip(before, self._moved, strict=True)]
+            at = torch.tensor(firsts)[:, None, None] + torch.arange(num)
+            for layer in self.asking:
+                layer.put_aside(before, num, at.to(layer.device))
+        self._num_pending = 0
+
+    def _end(self, step: Step) -> None:
+        if step.is_single:
+            self._num_pending += 1
+        super()._end(step)
+
+    def reset(self) -> None:
+        self._num_pending = 0
+        super().reset()
+
+    def fill(self, rng: torch.Generator) -> None:
+        """Have full memories, of random entries, as if their tokens had been fed after the others.
+
+        A step takes as long as after real ones: this is for who times it, and needs a full window.
+
+        Raises:
+            UserError: they do not fit into what memory is free.
+        """
+        self.settle()
+        first, period = self.asking[0], self.frame.move_size
+        num = -(-first.memory.most // period) * period  # that leaves every position what it is
+        one = first.memory.held.keys[:, :, :1]
+        if one.device.type == "cpu":
+            what = f"the entries of a memory of {self.sizes.memory} tokens"
+            check_room(2 * one.nbytes * num * len(self.asking), what)
+        shape = (*one.shape[:2], num, one.shape[3])
+        for layer in self.asking:
+            new = (torch.randn(shape, generator=rng).to(one) for _ in range(2))
+            layer.memory.write(self.seen, KV(*new))
+        self._hold([n + num for n in self.seen])

@@ -16,7 +16,8 @@ from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step, UnevenRows
-from kvalign.models.architectures import rotation_of
+from kvalign.foundation.lasting import lasting
+from kvalign.models.architectures import rotation_of, window_of
 from kvalign.models.attention import install
 
 
@@ -37,6 +38,9 @@ class OnRead(Realigner):
         install(self.config)
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> Realigner:
+        window = window_of(self.config)
+        if window is not None and window <= sizes.cache_size:
+            return self.moving  # which leaves it to the model what a layer sees
         return self.moving if self.rotation and is_short(self, sizes, context_len) else self
 
     def from_birth(self) -> Realigner:
@@ -48,30 +52,36 @@ class OnRead(Realigner):
     def prepare(self, num_layers: int) -> None:
         """Have the mean keys of all layers in `step_means`, those of the table as it is now."""
         install(self.config)
-        if self._version != self.table.key._version:
-            self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
-            self._version = self.table.key._version
+        means = self.table.key
+        version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
+        if self._version != version:
+            with lasting():
+                self.step_means = [self._turned_means(layer) for layer in range(num_layers)]
+            self._version = version
 
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        """Of a rotary model the mean is turned to where the keys are, so that they stay there."""
+        """Return the entries to keep; of a rotary model the mean is turned to where the keys are,
+        so that they stay there.
+        """
         table = self.table
         if self.rotation is None:
             return table.anchor(layer, keys, values, birth)
-        mean = self.rotation.shift(table.key[layer, :, birth], -positions_of(at))  # [B?, H, S, D]
+        mean = table.key[layer, :, birth]  # [H, S, D], or [B, H, S, D] once it is turned
+        mean = self.rotation.at(layer).shift(mean, -positions_of(at))
         keys = (keys - mean) / table.key_scale[layer, :, birth, None]
         return keys, table.anchor(layer, values, values, birth)[1]
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         """Stored keys of a rotary model lie at positions that are moved back."""
-        return (self.rotation.shift(keys, move.shift) if self.rotation else keys), values
+        return (self.rotation.at(layer).shift(keys, move.shift) if self.rotation else keys), values
 
     def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
         table = self.table
         means = table.key[layer, :, now]
         if self.rotation is not None:
-            means = self.rotation.shift(means, -at)
+            means = self.rotation.at(layer).shift(means, -at)
         return (
             torch.addcmul(means, keys, table.key_scale[layer, :, now, None]),
             torch.addcmul(
@@ -88,21 +98,30 @@ class OnRead(Realigner):
         return Tables(key_means, table.value[layer], *scales)
 
     def attend(
-        self, step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Sinks lie at their places; rows may be of unequal lengths."""
         half, tables = keys.dtype != torch.float32, self._tables(layer, self.step_means[layer])
         query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
         placed = query
         if self.rotation is not None:
-            placed = self.rotation.shift(query, step.behind_rows.to(keys.device))
+            placed = self.rotation.at(layer).shift(query, step.behind_rows.to(keys.device))
         scores = (query @ keys.mT).float()  # [B, H_kv, G, S']
+        num_sinks = min(step.sizes.num_sinks, keys.shape[2])
+        of_all = scores, placed.float(), tables, num_sinks, bias
         if step.uneven is None:
-            first, num_sinks = step.first_place, min(step.sizes.num_sinks, keys.shape[2])
+            first = step.first_place
             places = slice(first, first + keys.shape[2] - num_sinks)
-            weights, out = _alike(scores, placed.float(), tables, num_sinks, places)
+            weights, out = _alike(*of_all, places)
         else:
-            weights, out = _uneven(scores, placed.float(), tables, step.uneven)
+            weights, out = _uneven(*of_all, step.uneven)
         out = out + (weights.to(values.dtype) if half else weights) @ values
         return out.flatten(1, 2)[:, None]
 
@@ -111,11 +130,17 @@ class OnRead(Realigner):
         means = self.table.key[layer]
         if self.rotation is None:
             return means
-        return self.rotation.shift(means, -torch.arange(means.shape[1], device=means.device))
+        now = torch.arange(means.shape[1], device=means.device)
+        return self.rotation.at(layer).shift(means, -now)
 
 
 def _alike(
-    scores: Tensor, query: Tensor, tables: Tables, num_sinks: int, places: slice
+    scores: Tensor,
+    query: Tensor,
+    tables: Tables,
+    num_sinks: int,
+    bias: Tensor | None,
+    places: slice,
 ) -> tuple[Tensor, Tensor]:
     """The weights of what is stored [B, H, G, S'], and the part of the output that is of positions
     [B, H, G, D]. The places of a window are a slice of the tables; scores are overwritten.
@@ -123,6 +148,8 @@ def _alike(
     window = scores[..., num_sinks:]
     window.mul_(tables.key_scales[:, None, places])
     window.add_(_by_head(query, tables.key_means[:, places].mT))
+    if bias is not None:
+        scores.add_(bias[:, :, None])
     weights = scores.softmax(-1)
     window = weights[..., num_sinks:]
     out = _by_head(window, tables.value_means[:, places])
@@ -131,7 +158,12 @@ def _alike(
 
 
 def _uneven(
-    scores: Tensor, query: Tensor, tables: Tables, rows: UnevenRows
+    scores: Tensor,
+    query: Tensor,
+    tables: Tables,
+    num_sinks: int,
+    bias: Tensor | None,
+    rows: UnevenRows,
 ) -> tuple[Tensor, Tensor]:
     """The same for rows that find their entries at places of their own."""
     # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
@@ -144,11 +176,15 @@ def _uneven(
 
     of_position = _by_head(query, tables.key_means.mT).gather(-1, places.expand_as(scores))
     scores = torch.where(inside, scores * scale(tables.key_scales) + of_position, scores)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        scores = scores + bias[:, :, None]
+    weights = scores.softmax(-1)
     shares = weights.new_zeros(*weights.shape[:-1], tables.value_means.shape[1])
     shares = shares.scatter_add(-1, places.expand_as(weights), weights * inside)
     out = _by_head(shares, tables.value_means)
-    return torch.where(inside, weights * scale(tables.value_scales), weights), out
+    weights = torch.where(inside, weights * scale(tables.value_scales), weights)
+    return weights, out
 
 
 def _by_head(x: Tensor, table: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner, is_short, positions_of, running
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.lasting import lasting
 from kvalign.models.architectures import rotation_of
 from kvalign.models.attention import REGISTERED
 from kvalign.models.rope import Rotation
@@ -39,7 +40,7 @@ class Rotating(Realigner):
         return running(sizes, self.rotation, context_len)
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        return self.rotation.shift(keys, move.shift), values
+        return self.rotation.at(layer).shift(keys, move.shift), values
 
 
 class Returning(Realigner):
@@ -56,10 +57,10 @@ class Returning(Realigner):
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        return self.rotation.shift(keys, positions_of(at)), values
+        return self.rotation.at(layer).shift(keys, positions_of(at)), values
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        return self.rotation.shift(keys, -move.now), values
+        return self.rotation.at(layer).shift(keys, -move.now), values
 
 
 class FromBirth(Realigner):
@@ -69,6 +70,7 @@ class FromBirth(Realigner):
 
     moves = True
     is_relative = False
+    aligner: Aligner
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
         super().__init__(rotation_of(model))
@@ -78,13 +80,16 @@ class FromBirth(Realigner):
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
         if self.rotation is not None:
-            keys = self.rotation.shift(keys, positions_of(at))
+            keys = self.rotation.at(layer).shift(keys, positions_of(at))
         return self.aligner.anchor(layer, keys, values, birth)
 
+    def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        return self.aligner.realign(layer, keys, values, move)
+
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        keys, values = self.aligner.realign(layer, keys, values, move)
+        keys, values = self.unturned(layer, keys, values, move)
         if self.rotation is not None:
-            keys = self.rotation.shift(keys, -move.now)
+            keys = self.rotation.at(layer).shift(keys, -move.now)
         return keys, values
 
 
@@ -93,6 +98,7 @@ class Recursive(Realigner):
 
     moves = recursive = True
     is_relative = False
+    aligner: Aligner
 
     def __init__(self, model: PreTrainedModel, aligner: Aligner):
         super().__init__(rotation_of(model))
@@ -107,13 +113,14 @@ class Recursive(Realigner):
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         if self.rotation is not None:
-            keys = self.rotation.shift(keys, move.shift)
+            keys = self.rotation.at(layer).shift(keys, move.shift)
         return self.aligner.realign(layer, keys, values, move)
 
 
+@lasting()
 def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Realigner | None:
-    """What keeps a model's entries right: without an aligner what StreamingLLM does, rotation where
-    positions are rotary and nothing elsewhere.
+    """Return what keeps a model's entries right: without an aligner what StreamingLLM does,
+    rotation for rotary positions and nothing elsewhere.
     """
     if aligner is None:
         rotation = rotation_of(model)

@@ -1,4 +1,4 @@
-"""How the entries that stay get right for their new positions, as a cache and its layers see it.
+"""Realigners, as a cache and its layers see them: they make entries right for their new positions.
 
 Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`). A
 realigner says what is stored of an entry, what becomes of it when it moves, and how attention reads
@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from kvalign.aligners import Move
+from kvalign.aligners import Aligner, Move
 from kvalign.aligners.base import Birth, KeysValues
 from kvalign.cache.segments import Tables
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
+from kvalign.models.architectures import window_of
 from kvalign.models.attention import REGISTERED
 from kvalign.models.rope import Rotation
 
@@ -29,6 +31,7 @@ class Realigner:
 
     Attributes:
         rotation: what turns the model's keys, if anything does.
+        aligner: what corrects entries besides.
     """
 
     moves = False
@@ -39,22 +42,27 @@ class Realigner:
     """Of those that move: `place` is given its own last output, in float32."""
     is_relative = True
     """Whether what a query sees of an entry depends on their two tokens alone."""
+    aligner: Aligner | None = None
 
     def __init__(self, rotation: Rotation | None = None):
         self.rotation = rotation
 
     @property
     def runs_on(self) -> bool:
-        """Whether keys stay where they were computed, and only differences of positions matter."""
+        """Return whether keys stay where they were computed, and only differences of positions
+        matter.
+        """
         return self.rotation is not None and not self.moves
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
-        """What does the same for a cache of these sizes where this one's frames are too short."""
+        """Return a realigner for caches of these sizes, whose frames may be too short for
+        this one.
+        """
         return self
 
     def from_birth(self) -> "Realigner":
-        """What does the same by writing entries anew from their birth, wherever each one lies;
-        UserError if there is no such thing.
+        """Return a realigner that writes entries anew from their birth, wherever each one lies;
+        UserError if there is none.
         """
         return self
 
@@ -68,13 +76,17 @@ class Realigner:
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        """What is kept of new entries [B, H, S, D], which have the places `birth` in the cache and
-        were computed at the positions `at`: the same, while positions do not run on.
+        """Return what is kept of new entries [B, H, S, D], which have the places `birth` in the
+        cache and were computed at the positions `at`: the same, while positions do not run on.
         """
         return keys, values
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
         """The entries [B, H, S, D] after the sinks at their new places, from what was kept."""
+        return keys, values
+
+    def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
+        """The same as `place`, before what is rotary turns."""
         return keys, values
 
     def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
@@ -84,10 +96,26 @@ class Realigner:
         return keys, values
 
     def attend(
-        self, step: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query [B, H, 1, D] over all that a layer stores: [B, 1, H, D]."""
-        raise NotImplementedError(f"{type(self).__name__} reads nothing")
+        """Attention of one query [B, H, 1, D] over all that a layer stores, with a bias [B, H_kv,
+        S] float32 added to its scores: [B, 1, H, D].
+        """
+        mask = None if step.uneven is None else step.uneven.visible[:, None].to(keys.device)
+        if bias is not None:
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+            mask = mask.to(query.dtype)
+        if mask is not None:
+            mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)[:, :, None]
+        out = scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
 
     def tables(self, layer: int) -> Tables | None:
         """Means and scales that attention in a segment places entries by."""
@@ -108,22 +136,24 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
 
 
 def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:
-    """Whether frames are so short that keys are turned, and in half precision rounded, more than a
-    few times while they stay.
+    """Return whether frames are so short that keys are turned, and in half precision rounded, more
+    than a few times while they stay.
     """
     return realigner.frame(sizes, context_len).realign_every < sizes.cache_size // 4
 
 
 def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
-    """Whether segments (`segments.py`) give what stepping gives."""
+    """Return whether segments (`segments.py`) give what stepping gives."""
     if model.config.model_type not in REGISTERED + MASKED:
         return False
-    sliding_window = getattr(model.config, "sliding_window", None)
-    if sliding_window is not None and sliding_window <= cache_size:
+    window = window_of(model.config)
+    if window is not None and window <= cache_size:
         return False
     return realigner is None or realigner.is_relative
 
 
-def positions_of(at: Birth) -> Tensor:
-    """Positions that were given as a slice or as a tensor."""
-    return torch.arange(at.start, at.stop) if isinstance(at, slice) else at
+def positions_of(at: Birth) -> int | Tensor:
+    """Positions that were given as a slice or as a tensor; of one entry as a number."""
+    if not isinstance(at, slice):
+        return at
+    return at.start if at.stop == at.start + 1 else torch.arange(at.start, at.stop)

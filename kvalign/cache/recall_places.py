@@ -3,21 +3,29 @@
 - By rank, side by side between sinks and window: positions that a text of C tokens has.
 - By age: as far away as they are, if the model has as many positions, and by the logarithm of their
   age beyond: `near + knee * log(1 + (age - near) / knee)`, which is the age itself while that is
-  small beside the knee.
+  small beside the knee. Neighbours keep apart, as far as they are or as there is room: of two
+  old facts of one key a model can else not tell which is newer.
 
 Rotary positions are free: by age costs nothing, and is better for text and facts alike. Learned
 ones are looked up, and a late one with few entries before it is what the model has not seen: by
-rank is better for text, by age for facts (eval/results/memory.md).
+rank is better for text, by age for far facts of a small cache (eval/results/memory.md).
 """
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvalign.cache.sizes import CacheSizes
 
 KNEE = 8
 """A model's positions over the knee."""
+RECENCY_BY_AGE, RECENCY_BY_RANK = 0.5, 2.0
+"""By how much a score is worth less for each e-fold of age: more where entries lie by rank, since
+attention does not see there how old they are (eval/results/memory.md)."""
+LEAST_SHARE = 0.5
+"""By rank, how much the oldest entry counts of one in the window, which may say the same anew
+(eval/results/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class RecallPlaces:
     by_age: bool
     is_free: bool
 
+    @property
     def frame(self) -> CacheSizes:
         """The sizes by which positions run: where places are looked up by age, new tokens lie later
         by half of the positions, to leave room for what is taken back.
@@ -46,15 +55,54 @@ class RecallPlaces:
         room = max(0, min(self.num_positions // 2, self.num_positions - 1 - size))
         return replace(self.sizes, cache_size=size + room)
 
-    def __call__(self, ages: Tensor) -> Tensor:
-        """The places [..., R] of entries of these ages, in the order of time."""
-        sizes, num = self.sizes, ages.shape[-1]
-        if not self.by_age:
-            rank = ages.new_ones(num).cumsum(0) - 1
-            return (sizes.num_sinks + rank).expand_as(ages)
-        near, knee = sizes.num_in_sight + 1, max(1, self.num_positions // KNEE)
-        away = (ages.clamp_min(near) - near).float()
-        distance = near + (knee * (away / knee).log1p()).round().long()
+    @property
+    def recency(self) -> float:
+        """By how much an entry's score is worth less for each e-fold of its age."""
+        return RECENCY_BY_AGE if self.by_age else RECENCY_BY_RANK
+
+    def loudness(self, ages: Tensor) -> Tensor | None:
+        """Return what is added to the scores of entries of these ages, for want of a place that
+        says how old they are: by rank what is older than a window of C entries counts C / age of
+        one that is not, but no less than `LEAST_SHARE`. None: nothing.
+        """
+        if self.by_age:
+            return None
+        return (self.sizes.cache_size / ages).clamp(LEAST_SHARE, 1).log()
+
+    @property
+    def are_ranks(self) -> bool:
+        """Return whether what is taken back lies where the entries lie that give way."""
+        return not self.by_age and not self.is_free
+
+    @property
+    def near(self) -> int:
+        """Tokens from right before the window to the query."""
+        return self.sizes.num_in_sight + 1
+
+    @property
+    def room(self) -> int:
+        """Positions beyond right before the window that an entry may lie at."""
         if self.is_free:
-            return sizes.cache_size - distance.clamp_max(self.num_positions - 1)
-        return (self.frame().cache_size - distance).clamp_min(sizes.num_sinks)
+            return self.num_positions - 1 - self.near
+        return self.frame.cache_size - self.near - self.sizes.num_sinks
+
+    def beyond(self, ages: Tensor) -> Tensor:
+        """By how many tokens farther away than right before the window entries of these ages [...,
+        R], in the order of time, lie; by rank [R].
+        """
+        num, room = ages.shape[-1], self.room
+        if not self.by_age:
+            return torch.arange(num - 1, -1, -1, device=ages.device)
+        knee = max(1, self.num_positions // KNEE)
+        away = (ages - self.near).clamp_min(0)
+        far = (away / knee).log1p().mul(knee)
+        apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(max(1, room // (2 * num))))
+        beyond = torch.cat([apart, far[..., -1:]], -1).flip(-1).cumsum(-1).flip(-1)
+        return beyond.round().clamp_max(room)
+
+    def at(self, ages: Tensor, now: int | Tensor) -> Tensor:
+        """Their places, shaped as `beyond`, for tokens at the positions `now` [B, 1, T, 1]: before
+        the frame is full these are not yet its last.
+        """
+        last = now if self.by_age else self.sizes.cache_size
+        return (last - self.near - self.beyond(ages)).long().clamp_min(0)

@@ -16,7 +16,7 @@ stepping gives: how an input is cut does not matter. That needs no code for a si
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from kvalign.cache.recalled import Recalled
 from kvalign.cache.sizes import CacheSizes
 from kvalign.models.rope import Rotation
 
@@ -32,7 +33,7 @@ BLOCK_LEN = 64  # queries whose scores are made at once: few see what another do
 
 
 class Tables(NamedTuple):
-    """What places the entries of a layer when they are read: means [H, P, D], scales [H, P]."""
+    """Tables that place a layer's entries when they are read: means [H, P, D], scales [H, P]."""
 
     key_means: Tensor
     value_means: Tensor
@@ -43,20 +44,7 @@ class Tables(NamedTuple):
 TablesOf = Callable[[int], Tables | None]
 """Those of a layer; None where entries lie where they are read."""
 
-
-class Recalled(NamedTuple):
-    """What the queries of a block take back of what the window has lost.
-
-    Attributes:
-        scores: [B, H, G, T, R] float32, -inf of what is not there.
-        values: [B, H, T, R, D] float32, where each query finds them.
-    """
-
-    scores: Tensor
-    values: Tensor
-
-
-Recall = Callable[["Segment", "Block", Tensor], Recalled]
+Recall = Callable[["Block", Tensor], Recalled]
 """Of the scaled queries [B, H, G, T, D] of a block."""
 
 
@@ -95,20 +83,20 @@ class Segment:
         self.behind = self.at - self.birth
         self.turns = rotation is not None and bool(self.behind.any())
         self.num_sinks = min(sizes.num_sinks, end)
-        # The first entry after the sinks that is in sight.
-        self.oldest = self.num_sinks + int(self.dropped[0])
+        self.oldest = self.num_sinks + int(self.dropped[0])  # in sight, of those after the sinks
         starts = range(0, num_tokens, BLOCK_LEN)
-        self.blocks = [Block(self, x, min(x + BLOCK_LEN, num_tokens)) for x in starts]
-        for before, block in pairwise(self.blocks):
+        self.blocks = {  # by how many entries their queries' windows give up for what is recalled
+            n: [Block(self, x, min(x + BLOCK_LEN, num_tokens), n) for x in starts]
+            for n in {0, sizes.num_recalled or 0}
+        }
+        for before, block in chain.from_iterable(map(pairwise, self.blocks.values())):
             if torch.equal(before.now, block.now):
                 block.now = before.now
 
-    def turned(self, x: Tensor) -> Tensor:
+    def turned(self, layer: int, x: Tensor) -> Tensor:
         """Queries or keys [..., T, D] of a rotary model, in the frame of the entries before."""
-        if not self.turns:
-            return x
-        assert self.rotation is not None
-        return self.rotation.shift(x, -self.behind)
+        rotation = self.rotation if self.turns else None
+        return rotation.at(layer).shift(x, -self.behind) if rotation else x
 
     def attend(
         self,
@@ -122,10 +110,10 @@ class Segment:
         """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first, and
         over what is recalled: [B, T, H, D].
         """
-        num_heads, turned, found = keys.shape[1], self.turned(query), []
-        tables = self.tables(layer)
+        num_heads, tables, found = keys.shape[1], self.tables(layer), []
+        turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
         scales: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks that find their entries alike
-        for block in self.blocks:
+        for block in self.blocks[num_recalled]:
             ours = turned[:, :, block.queries]
             if tables is None and not (self.turns and self.num_sinks) and recall is None:
                 k, v = block.entries(keys), block.entries(values)
@@ -140,7 +128,7 @@ class Segment:
                 for x in (query[:, :, block.queries], ours)
             )
             k, v = (block.entries(x).float()[:, :, None] for x in (keys, values))
-            recalled = recall(self, block, placed) if recall and block.has_lost else None
+            recalled = recall(block, placed) if recall and block.has_lost else None
             if tables is None:
                 out = block.give(block.scores(placed, ours, k), v, recalled)
             else:
@@ -152,11 +140,11 @@ class Segment:
         return torch.cat(found, 2).transpose(1, 2)
 
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
-        """What BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the entries
-        handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
+        """Return what BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the
+        entries handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
         """
         turn, dtype = self.dropped - self.dropped[0], model.dtype
-        visible = Block(self, 0, len(self.t)).visible
+        visible = Block(self, 0, len(self.t), 0).visible
         ones = torch.ones(1, 2, device=turn.device)
         slopes = model.base_model.build_alibi_tensor(ones, model.config.num_attention_heads, dtype)
         mask = slopes.new_zeros(1, len(slopes), *visible.shape)
@@ -174,7 +162,7 @@ class Block:
         now: [T, S] int64, where each query finds each entry after the sinks.
     """
 
-    def __init__(self, segment: Segment, start: int, stop: int):
+    def __init__(self, segment: Segment, start: int, stop: int, num_recalled: int):
         sizes, self.num_sinks = segment.sizes, segment.num_sinks
         self.queries = slice(start, stop)
         t, dropped, moved = (
@@ -184,15 +172,13 @@ class Block:
         self.window = slice(self.num_sinks + first, self.num_sinks + max(first, end))
         j = segment.oldest + torch.arange(first, max(first, end), device=t.device)
         sinks = torch.arange(self.num_sinks, device=t.device)
-        assert sizes.num_recalled is not None
         # What is recalled takes the places of the window's oldest entries.
-        lost = dropped + sizes.num_recalled * (dropped > 0)
+        lost = dropped + num_recalled * (dropped > 0)
         self.has_lost = bool(lost.any())
         in_window = (j <= t) & (j - lost >= sizes.num_sinks)
         self.visible = torch.cat([sinks <= t, in_window], 1)
-        # What is not visible may lie anywhere.
         self.num_positions = segment.last_position + 1
-        self.now = (j - moved).clamp(0, segment.last_position)
+        self.now = (j - moved).clamp(0, segment.last_position)  # anywhere, if it is not visible
         self._mask: Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:
@@ -202,12 +188,12 @@ class Block:
         return self._mask
 
     def entries(self, x: Tensor) -> Tensor:
-        """Of the segment's [B, H, S', D] those that the block sees, sinks first."""
+        """Return the entries of the segment's [B, H, S', D] that the block sees, sinks first."""
         window = x[:, :, self.window]
         return torch.cat([x[:, :, : self.num_sinks], window], 2) if self.num_sinks else window
 
     def scales(self, tables: Tables) -> tuple[Tensor, Tensor]:
-        """Of keys and of values where each query finds them: [H, 1, T, S]."""
+        """Return the scales of keys and of values where each query finds them: [H, 1, T, S]."""
         return tables.key_scales[:, None, self.now], tables.value_scales[:, None, self.now]
 
     def read(
@@ -219,7 +205,7 @@ class Block:
         tables: Tables,
         key_scales: Tensor,
         value_scales: Tensor,
-        recalled: Recalled | None = None,
+        recalled: Recalled | None,
     ) -> Tensor:
         """Attention of queries [B, H, G, T, D], as they see the sinks and as they see the window,
         over entries [B, H, 1, S', D], each placed where each query finds it.
@@ -234,26 +220,30 @@ class Block:
         weights, given = self.weights(torch.cat([of_sinks, of_window], -1), recalled)
         of_sinks, of_window = weights.split(sizes, -1)
         places = torch.zeros_like(of_position)
-        places = places.scatter_add(-1, now.expand_as(of_window), of_window)
+        places.scatter_add_(-1, now.expand_as(of_window), of_window)
         weights = torch.cat([of_sinks, of_window * value_scales], -1)
-        return weights @ values + places @ value_means + given
+        return _by_head(weights, values) + places @ value_means + given
 
     def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
         """[B, H, G, T, S'] of queries as of `read`, for entries that lie where they are."""
-        sinks, window = keys[..., : self.num_sinks, :], keys[..., self.num_sinks :, :]
-        return torch.cat([placed @ sinks.mT, turned @ window.mT], -1)
+        sinks, window = keys.tensor_split([self.num_sinks], -2)
+        return torch.cat([_by_head(placed, sinks.mT), _by_head(turned, window.mT)], -1)
 
     def give(self, scores: Tensor, values: Tensor, recalled: Recalled | None) -> Tensor:
-        """What attention gives [B, H, G, T, D] for scores as of `scores`."""
+        """Return what attention gives [B, H, G, T, D] for scores as of `scores`."""
         weights, given = self.weights(scores, recalled)
-        return weights @ values + given
+        return _by_head(weights, values) + given
 
     def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
         """Those of entries [B, H, G, T, S'], and what the recalled give [B, H, G, T, D]."""
         scores = scores.masked_fill(~self.visible, -torch.inf)
         if recalled is None:
             return scores.softmax(-1), 0.0
-        sizes = [scores.shape[-1], recalled.scores.shape[-1]]
-        weights = torch.cat([scores, recalled.scores], -1).softmax(-1)
-        weights, of_recalled = weights.split(sizes, -1)
+        both = torch.cat([scores, recalled.scores], -1).softmax(-1)
+        weights, of_recalled = both.tensor_split([scores.shape[-1]], -1)
         return weights, torch.einsum("bhgtr,bhtrd->bhgtd", of_recalled, recalled.values)
+
+
+def _by_head(x: Tensor, y: Tensor) -> Tensor:
+    """x [B, H, G, T, M] @ y [B, H, 1, M, N] as one product a head: broadcast, y would be copied."""
+    return (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvalign.cache.buffer import KV, Part, cat
 from kvalign.cache.step import Step
+from kvalign.foundation.lasting import lasting
 
 
 class Sinks(Part):
@@ -21,6 +22,7 @@ class Sinks(Part):
         self.num_layers, self.num_sinks = num_layers, num_sinks
         self.held: dict[torch.device, KV] = {}
 
+    @lasting()
     def make(self, like: KV) -> None:
         """Have room for those of a layer whose entries [B, H, ?, D] are like these."""
         num_layers, num_sinks = self.num_layers, self.num_sinks
@@ -43,10 +45,12 @@ class Sinks(Part):
             for sinks, x in zip(own, new, strict=True):
                 sinks[row, :, seen : seen + num] = x[row, :, :num].detach()
 
+    @lasting()
     def select(self, rows: Tensor) -> None:
         for device, held in self.held.items():
             self.held[device] = held.map(lambda x: x[:, rows.to(x.device)])
 
+    @lasting()
     def join(self, others: Sequence["Sinks"]) -> None:
         devices = others[0].held
         self.held = {device: cat((x.held[device] for x in others), dim=1) for device in devices}

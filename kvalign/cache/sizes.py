@@ -1,4 +1,4 @@
-"""What a streaming cache keeps, and the one place of its arithmetic.
+"""Sizes of a streaming cache, and the one place of its arithmetic.
 
 places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from kvalign.cache.recall_layers import numbers_in
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import typed
@@ -22,14 +23,23 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, "Tensor")
 Positions = Literal["compact", "keep"]
 RecallBy = Literal["age", "rank"]
-OF_MEMORY = ("memory", "num_recalled", "recall_block", "recall_places")
+OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
 OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
 """Sizes of what keeps its entries in a cache."""
+MOST_RECALLED = 32
+"""Unless asked for more, which gains next to nothing (eval/results/memory.md)."""
+
+
+def usual_recalled(cache_size: int, num_sinks: int) -> int:
+    """Entries that a step takes back where nobody says: a quarter of the cache, `MOST_RECALLED` at
+    most; the window keeps one.
+    """
+    return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """How many entries a cache keeps and drops, and which.
+    """Sizes of a cache: how many entries it keeps and drops, and which.
 
     Attributes:
         cache_size: entries stored between two steps, sinks included; a step sees one more.
@@ -45,10 +55,11 @@ class CacheSizes:
         memory: evicted entries that are kept aside, for each step to take back those that its
             queries ask for; 0: none.
         num_recalled: of the C entries that a step sees, those that it takes back: the window gives
-            them up; None: a quarter of C, in whole blocks.
-        recall_block: neighbours that are taken back together.
+            them up; None: a quarter of C and at most 32.
         recall_places: where what is taken back lies: by `age` or by `rank`; None: by age on rotary
             positions, by rank on learned ones.
+        recall_layers: layers that take back, counted from 0, as `"7,15-29"`: the others have no
+            memory, and keep their whole window; None: all.
 
     Raises:
         UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
@@ -63,8 +74,8 @@ class CacheSizes:
     positions: Positions = "compact"
     memory: int = 0
     num_recalled: int | None = None
-    recall_block: int = 1
     recall_places: RecallBy | None = None
+    recall_layers: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -117,10 +128,9 @@ class CacheSizes:
         if self.recall_places not in (None, *get_args(RecallBy)):
             raise UserError(f"recall_places must be age or rank, got {self.recall_places!r:.80}")
         if not self.memory:
-            if self.num_recalled or self.recall_block != 1 or self.recall_places:
-                raise UserError(
-                    "num_recalled, recall_block and recall_places are of a memory: give memory, too"
-                )
+            if self.num_recalled or self.recall_places or self.recall_layers:
+                names = "num_recalled, recall_places and recall_layers"
+                raise UserError(f"{names} are of a memory: give memory, too")
             object.__setattr__(self, "num_recalled", 0)
             return
         if not self.is_oldest or self.num_evicted != 1:
@@ -128,21 +138,22 @@ class CacheSizes:
                 "memory takes what policy oldest evicts, one entry at a time: leave out policy, "
                 "positions and num_evicted"
             )
-        block = self.recall_block
-        if not 1 <= block < self.window_size:
+        if self.window_size < 2:
             raise UserError(
-                f"recall_block must be between 1 and {self.window_size - 1} with cache_size "
-                f"{self.cache_size} and num_sinks {self.num_sinks}, got {block}"
+                "memory needs a window of at least 2 entries, of which it takes some: cache_size "
+                f"above {self.num_sinks + 1} with num_sinks {self.num_sinks}, got {self.cache_size}"
             )
+        if self.recall_layers is not None:
+            numbers_in(self.recall_layers)
+        most = self.window_size - 1
         if self.num_recalled is None:
-            quarter = min(self.cache_size // 4, self.window_size - 1)
-            object.__setattr__(self, "num_recalled", max(quarter // block, 1) * block)
+            usual = usual_recalled(self.cache_size, self.num_sinks)
+            object.__setattr__(self, "num_recalled", usual)
         assert self.num_recalled is not None
-        if self.num_recalled % block or not block <= self.num_recalled < self.window_size:
+        if not 1 <= self.num_recalled <= most:
             raise UserError(
-                f"num_recalled must be a multiple of recall_block ({block}) below the window "
-                f"({self.window_size} = cache_size {self.cache_size} less num_sinks "
-                f"{self.num_sinks}), got {self.num_recalled}"
+                f"num_recalled must be between 1 and {most} with cache_size {self.cache_size} and "
+                f"num_sinks {self.num_sinks}, got {self.num_recalled}"
             )
         if self.memory < self.num_recalled:
             raise UserError(
@@ -157,7 +168,7 @@ class CacheSizes:
 
     @property
     def is_oldest(self) -> bool:
-        """Whether a slice of the stream is kept and moved: what a sliding buffer does."""
+        """Return whether a slice of the stream is kept and moved: what a sliding buffer does."""
         return self.policy == OLDEST and self.positions == "compact"
 
     @property
@@ -171,8 +182,8 @@ class CacheSizes:
         return self.cache_size + 1
 
     def num_dropped(self, num_entries: N) -> N:
-        """Of so many entries (a number, or an int64 tensor of any shape), how many are dropped so
-        that the rest can be stored: a multiple of `num_evicted`.
+        """Return how many of so many entries (a number, or an int64 tensor of any shape) are
+        dropped so that the rest can be stored: a multiple of `num_evicted`.
         """
         dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
         return dropped * (dropped > 0)

@@ -1,13 +1,16 @@
-"""What one forward pass adds to a cache, and where: the same for all layers."""
+"""One forward pass: what it adds to a cache, and where; the same for all layers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvalign.cache.segments import Segment
 from kvalign.cache.sizes import CacheSizes
+from kvalign.models.architectures import ModelSpec, window_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class Step:
             segment=segment,
         )
 
+    def alike_rows(self) -> list[slice]:
+        """All rows where they find their entries alike, else each."""
+        num = len(self.seen)
+        return [slice(None)] if self.uneven is None else [slice(i, i + 1) for i in range(num)]
+
     @property
     def position(self) -> int:
         """Where the longest row's first new token is computed."""
@@ -127,36 +135,53 @@ class Step:
 
     @property
     def is_even(self) -> bool:
-        """Whether rows have equally many entries."""
+        """Return whether rows have equally many entries."""
         return len(set(self.stored)) == 1
 
     @property
     def evicts(self) -> bool:
-        """Whether an entry goes before the next pass."""
+        """Return whether an entry goes before the next pass."""
         dropped = self.sizes.num_dropped
         return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
 
-    def inputs_of(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """What a model must be told to take one token of rows of unequal lengths: the positions of
-        rows that differ, and a mask over what a shorter one lacks.
+    def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
+        """Return what a model must be told to take one token of rows of unequal lengths: the
+        positions of rows that differ, and a mask over what a shorter one lacks.
         """
-        kind, told = model.config.model_type, {}
+        told: dict[str, Any] = {}
         if len(set(self.positions)) > 1 or not self.is_even:
             told["position_ids"] = torch.tensor(self.positions, device=model.device)[:, None]
         if self.uneven is not None and not self.is_even:
-            visible = self.uneven.visible.to(model.device)
-            hidden = ~visible[:, None, None]
-            told["attention_mask"] = {
-                "bloom": visible.long(),  # from which it counts positions
-                "mpt": hidden,
-            }.get(kind, torch.finfo(model.dtype).min * hidden.to(model.dtype))
+            mask: Any = self._mask(model, spec, self.uneven.visible.to(model.device))
+            if spec.states:  # which go by no mask: each row has its own token
+                mask = dict.fromkeys(model.config.layer_types) | {"full_attention": mask}
+            told["attention_mask"] = mask
         return told
+
+    def _mask(self, model: PreTrainedModel, spec: ModelSpec, visible: Tensor) -> Tensor:
+        """Return the mask that a model takes for what rows see, [B, S] bool."""
+        config = model.config
+        hidden = ~visible[:, None, None]
+        if config.model_type == "mpt":
+            return hidden
+        if spec.family == "alibi":  # from which it counts positions
+            return visible.long()
+        if window_of(config) is not None:  # which it adds to a mask of all its positions
+            return pad(visible.long(), (self.position - self.num_before, 0))
+        return torch.finfo(model.dtype).min * hidden.to(model.dtype)
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether it is over one token a row, and no segment."""
+        return self.num_new == 1 and self.segment is None
 
     @property
     def is_decode(self) -> bool:
-        """Whether it can be the usual pass: one token in rows alike that have their sinks."""
+        """Return whether it can be the usual pass: one token in rows alike that have their
+        sinks.
+        """
         is_alike = self.uneven is None and min(self.seen) >= self.sizes.num_sinks
-        return self.num_new == 1 and is_alike and self.segment is None
+        return self.is_single and is_alike
 
     def as_decode(self, slot: int) -> DecodeStep:
         """The usual pass, which writes this slot of the buffers."""

@@ -11,6 +11,7 @@ the sinks written in front again. The next position stays in range however long 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +24,40 @@ from kvalign.cache.segments import Segment
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.step import Step
 from kvalign.cache.window_layer import WindowLayer
+from kvalign.models.architectures import ModelSpec
 from kvalign.models.attention import install, own_mask
 
 
+class Ahead(NamedTuple):
+    """Entries that a cache has read beyond its last token: they lie after its own, and do not count
+    until their tokens come.
+
+    Attributes:
+        ids: the tokens.
+        logits: [T, V] float32, after each of them.
+    """
+
+    ids: list[int]
+    logits: Tensor
+
+
 class StreamingCache(FixedSizeCache):
-    """Sinks and a window; arguments and errors as of `FixedSizeCache`."""
+    """Sinks and a window; arguments and errors as of `FixedSizeCache`.
 
-    layers: list[WindowLayer]
+    Attributes:
+        ahead: what `read_ahead` has read, as long as nothing else has come; None: nothing.
+    """
 
-    def _make_layers(self, num_layers: int) -> list[WindowLayer]:
-        self.sinks = Sinks(num_layers, self.sizes.num_sinks)
-        return [WindowLayer(self, i, self.sinks, self.sizes) for i in range(num_layers)]
+    attention: list[WindowLayer]
+    ahead: Ahead | None
+
+    def _make_layers(self, spec: ModelSpec) -> list[WindowLayer]:
+        self.sinks = Sinks(spec.num_layers, self.sizes.num_sinks)
+        return [WindowLayer(self, i, self.sinks, self.sizes) for i in spec.attention]
 
     def _hold(self, seen: list[int]) -> None:
         super()._hold(seen)
+        self.ahead = None
         # Places by which the entries of each row have been moved.
         self._moved = [self.frame.num_moved(n) for n in seen]
 
@@ -44,26 +65,27 @@ class StreamingCache(FixedSizeCache):
         return [self.sinks, *self.layers]
 
     def _buffers(self) -> Iterator[KVBuffer]:
-        return (buffer for layer in self.layers for buffer in layer.buffers)
+        return (buffer for layer in self.attention for buffer in layer.buffers)
 
     def index(self, row: int = 0) -> Tensor:
-        """Of a row's entries, the places of their tokens in the stream, counted from 0: [S]."""
+        """Return the positions in the stream of a row's entries, counted from 0: [S]."""
         seen = self.seen[row] if self.seen else 0
         tokens, dropped = torch.arange(seen), self.sizes.num_dropped(seen)
         first = self.sizes.num_sinks
         return tokens if not dropped else torch.cat([tokens[:first], tokens[first + dropped :]])
 
     def _bring(self, step: Step) -> Step:
+        self.ahead = None
         self._move_back(step)
         if step.num_new == 1:
             for buffer in self._buffers():
                 buffer.make_room(step.num_before, 1)
         if self.sizes.num_sinks and any(map(self.sizes.num_dropped, step.seen)):
             self._write_sinks(step)
-        self.realigner.prepare(len(self.layers))
-        if not step.is_decode or not self.layers[0].is_filled:
+        self.realigner.prepare(len(self.attention))
+        if not step.is_decode or not self.attention[0].is_filled:
             return step
-        return replace(step, decode=step.as_decode(self.layers[0].entries.end))
+        return replace(step, decode=step.as_decode(self.attention[0].entries.end))
 
     def _move_back(self, step: Step) -> None:
         """At the end of a frame, bring the entries after the sinks nearer to the start."""
@@ -71,15 +93,15 @@ class StreamingCache(FixedSizeCache):
         shifts = [now - before for now, before in zip(moved, self._moved, strict=True)]
         self._moved = moved
         if any(shifts) and (self.realigner.moves or self.realigner.runs_on):
-            for layer in self.layers:
+            for layer in self.attention:
                 layer.move(step, shifts)
 
     def _write_sinks(self, step: Step) -> None:
         """Put the sinks in front of the window again, turned to follow it."""
         for device, (keys, values) in self.sinks.held.items():
             if self.realigner.rotation is not None:
-                keys = self.realigner.rotation.shift(keys, -step.behind_rows)
-            for layer in self.layers:
+                keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
+            for layer in self.attention:
                 if layer.device == device:
                     layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))
 
@@ -122,3 +144,47 @@ class StreamingCache(FixedSizeCache):
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
+
+    def read_ahead(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """Take in the first of ids [1, T] and read the others, which are guessed, in the same pass;
+        only where `is_exact`, with at most `most_at_once` of them.
+
+        The cache is then as if the first had been fed alone: what was read lies beyond the end of
+        its buffers. `take_ahead` makes it count, anything else writes over it.
+
+        Returns:
+            logits [1, V] after the first.
+        """
+        num = ids.shape[1]
+        with self.changing():
+            for buffer in self._buffers():  # what leaves the window meanwhile may have to come back
+                buffer.make_room(self.num_stored, num)
+            logits = self.feed_segment(model, ids).float()
+            self._count(1 - num)
+        self.ahead = Ahead(ids[0, 1:].tolist(), logits[0, 1:])
+        return logits[:, 0]
+
+    def take_ahead(self, token: int) -> Tensor | None:
+        """Take in a token that has been read: logits [1, V] after it; None if it has not been."""
+        if self.ahead is None or self.ahead.ids[:1] != [token]:
+            return None
+        ids, logits = self.ahead
+        with self.changing():
+            self._count(1)
+            self.ahead = Ahead(ids[1:], logits[1:])
+        return logits[:1]
+
+    @property
+    def most_at_once(self) -> int:
+        """Tokens of a segment that are all stored after it, whatever it evicts; none before the
+        sinks are there.
+        """
+        sizes = self.sizes
+        has_sinks = min(self.seen, default=0) >= sizes.num_sinks
+        return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
+
+    def _count(self, num: int) -> None:
+        """Have seen so many tokens more, or fewer, whose entries are in the buffers."""
+        for buffer in self._buffers():
+            buffer.end += num
+        self.seen = [n + num for n in self.seen]

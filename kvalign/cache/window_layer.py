@@ -58,7 +58,7 @@ class WindowLayer(StreamingLayer):
         # 1. What is kept of the new entries.
         self.sinks.add(self.layer_idx, step, new)
         if segment is not None:
-            new = KV(segment.turned(new.keys), new.values)
+            new = KV(segment.turned(self.layer_idx, new.keys), new.values)
         stored = self.without_position(step, new) if realigner.reads else new
         # 2. What attention sees of a prefill chunk: all that was there, and all of the chunk.
         found = None
@@ -97,8 +97,8 @@ class WindowLayer(StreamingLayer):
         return found
 
     def pieces(self, step: Step) -> list[KV]:
-        """Of rows that are alike: sinks and window, at the positions to which the new ones have run
-        on.
+        """Return the pieces that attention reads, of rows that are alike: sinks and window, at the
+        positions to which the new ones have run on.
         """
         realigner, num = self.cache.realigner, step.stored[0]
         num_sinks, first = min(num, step.sizes.num_sinks), step.first_place

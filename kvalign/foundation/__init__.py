@@ -1,1 +1,1 @@
-"""What all parts stand on and what knows no model: errors, settings, files, runs, progress."""
+"""Foundation of all parts, which knows no model: errors, settings, files, runs, progress."""

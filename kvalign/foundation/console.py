@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -91,6 +93,25 @@ def print_table(
     if title:  # over the console's width, not the table's
         console.print(Text(escape_controls(title), "bold"))
     console.print(table)
+
+
+def print_cards(titles: Sequence[str], rows: Sequence[Sequence[Entry]], console: Console) -> None:
+    """Print a card a row: what it is of, and below it the rest by its titles, without empty ones.
+    For tables that are wider than the console.
+    """
+    for name, *entries in rows:
+        console.print(Text(escape_controls(name.line), "bold"))
+        pairs = zip(titles[1:], entries, strict=True)
+        facts = [f"{title} {' '.join(x.line.split())}" for title, x in pairs if x.line]
+        lines = [""]
+        for fact in facts:  # whole, where a line has room for it
+            joined = f"{lines[-1]} · {fact}" if lines[-1] else fact
+            if lines[-1] and cell_len(joined) > console.width - 2:
+                lines.append(fact)
+            else:
+                lines[-1] = joined
+        for line in lines:
+            console.print(Padding(Text(escape_controls(line)), (0, 0, 0, 2), expand=False))
 
 
 def _text(cell: Entry | str) -> Text:

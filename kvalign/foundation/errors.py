@@ -13,8 +13,8 @@ _TOO = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
 def is_of_a_path(error: BaseException) -> bool:
-    """Whether it is of a path that the user gave: there is nothing, it is of another kind, it is
-    not theirs, its name is too long, a link leads nowhere.
+    """Return whether the error is about a path that the user gave: there is nothing, it is of
+    another kind, it is not theirs, its name is too long, a link leads nowhere.
     """
     return isinstance(error, _OF_PATHS) or (isinstance(error, OSError) and error.errno in _TOO)
 
@@ -43,6 +43,10 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, kept: str, to_go_on: str = ""):
         super().__init__(kept)
         self.to_go_on = to_go_on
+
+
+class Killed(KeyboardInterrupt):
+    """Stopped by `kill`, which no one has to be asked about twice."""
 
 
 class RunError(RuntimeError):

@@ -184,6 +184,18 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
         lock.release()
 
 
+def check_not_locked(folder: Path) -> None:
+    """Raise UserError if a run that is going on has a folder `locked`."""
+    if not (folder / LOCK).exists():
+        return
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            pass
+    except Timeout:
+        remedy = "end that, or work on a copy elsewhere"
+        raise UserError(f"{folder} is in use by a run that writes to it: {remedy}") from None
+
+
 def _remove(paths: Iterable[Path]) -> None:
     """Files and folders, those of them that there are."""
     for path in paths:

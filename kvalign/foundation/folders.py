@@ -2,21 +2,48 @@
 
     kvalign-data/MODEL/caches   what `kvalign gen-data` records of a model
     kvalign-data/MODEL/KIND     its aligner of a kind, from `kvalign train`
+    kvalign-data/MODEL/sweep-KV a sweep of `kvalign tune`
 
+What is of another corpus than the default has it in its name: `caches-wikitext`, `table-wikitext`.
 MODEL is the last part of the model's name: `distilgpt2` of `distilbert/distilgpt2`, `my-model` of
 `files/my-model.gguf`.
 """
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path("kvalign-data")
-RECORDING = "caches"
+RECORDING, MANIFEST = "caches", "manifest.json"
+DEFAULT_CORPUS = ("python-docs",)
+_MOST_CHARS = 80  # of a corpus in a folder's name
 
 
 def folder_of(model: str) -> Path:
     """The folder of what is made for a model, given its name or its own folder."""
     return ROOT / os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
+
+
+def of_corpus(name: str, corpus: Sequence[str]) -> str:
+    """A folder's name with that of the corpus, unless it is the default."""
+    if tuple(corpus) == DEFAULT_CORPUS:
+        return name
+    return f"{name}-{re.sub(r'[^A-Za-z0-9._]+', '-', '-'.join(corpus))[:_MOST_CHARS].strip('-')}"
+
+
+def beside(recording: Path, name: str) -> Path:
+    """The folder of a name beside a recording, with its corpus where its name has that."""
+    _, _, corpus = recording.name.partition(f"{RECORDING}-")
+    return recording.parent / "-".join(filter(None, [name, corpus]))
+
+
+def recording_or_default(data: Path | None, model: str) -> Path:
+    """The folder of a recording: as named, of the newest of a model, or where one would be."""
+    if data is not None:
+        return data
+    found = newest_first(model, MANIFEST)
+    return found[0].parent if found else folder_of(model) / RECORDING
 
 
 def newest_first(model: str, file_name: str) -> list[Path]:

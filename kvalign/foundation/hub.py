@@ -1,14 +1,34 @@
-"""Whether the Hugging Face hub answers, asked once: without it, its clients retry for half a minute
-before they fail.
+"""Test of the Hugging Face hub, made once: without it, its clients retry for half a minute before
+they fail.
 """
 
 import os
+import re
 import socket
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 3.0
 _PORTS = {"http": 80, "socks5": 1080, "socks5h": 1080}
+
+
+def why_not() -> str:
+    """Why the hub was not asked, in a clause that goes on with its name; "" where it was."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return ", which HF_HUB_OFFLINE keeps from being asked"
+    return "" if is_reachable() else ", which does not answer"
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can be no hub id, or begins with a folder that is here: what it names
+    is then a file or a folder.
+    """
+    is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
+    folder, slash, _ = name.partition("/")
+    return not is_id or (bool(slash) and Path(folder).is_dir())
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""How much memory is free, and whether what is about to be allocated can fit at all."""
+"""Free memory, and whether what is about to be allocated can fit at all."""
 
 import os
 from pathlib import Path

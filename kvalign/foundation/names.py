@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvalign.foundation.errors import KeywordError
 
-# What other programs call it, where its letters do not tell.
+# What other programs call it, where its letters do not tell (`difflib` finds the others).
 _ALIASES = {
     "max_new_tokens": "max_tokens max_length max_len max_completion_tokens n_predict num_predict",
     "no_do_sample": "greedy no_sample no_sampling",
@@ -15,32 +15,32 @@ _ALIASES = {
     "temperature": "temp",
     "top_k": "k",
     "top_p": "p nucleus",
-    "repetition_penalty": "frequency_penalty presence_penalty rep_pen",
-    "no_repeat_ngram_size": "ngram_size",
+    "repetition_penalty": "rep_pen",
     "no_stop_at_end": "ignore_eos",
     "stop_at_end": "stop_on_eos eos",
     "stop_strings": "stop stop_sequences stop_words",
+    "lookup": "prompt_lookup_num_tokens prompt_lookup speculative speculative_decoding",
     "seed": "random_seed random_state rng manual_seed sampling_seed generator",
     "cache_size": "cache_len max_cache_len cache_length kv_size window window_size window_length "
     "n_ctx num_ctx ctx_size context_size context_length",
     "cache_sizes": "cache_len cache_lens kv_size window_size context_length",
-    "num_sinks": "sinks sink_size attention_sinks attention_sink_size num_sink_tokens n_keep",
+    "num_sinks": "sink_size attention_sinks attention_sink_size num_sink_tokens n_keep",
     "num_evicted": "evict evict_size",
     "num_tokens": "max_tokens",
     "aligner": "adapter checkpoint",
     "dtype": "torch_dtype precision",
+    "weights": "quantization quantize quantized load_in_4bit load_in_8bit",
     "float32": "fp32 f32",
     "float16": "fp16 f16 half",
-    "bfloat16": "bf16",
-    "out": "output output_dir out_dir save_dir",
+    "int8": "8bit q8_0 w8",
+    "int4": "4bit q4_0 q4_1 w4",
+    "out": "output_dir out_dir save_dir",
     "corpus": "dataset data_set text",
     "lr": "learning_rate",
-    "stream_to": "streamer",
     "max_rows": "batch_size",
     "system": "system_prompt",
     "say": "message",
     "state": "session",
-    "model": "model_name",
 }
 
 

@@ -129,15 +129,22 @@ class Bar(tqdm):
                             self.refresh(nolock=True)
 
 
+@contextmanager
+def _line_of_its_own() -> Iterator[None]:
+    """Within it stderr is at the beginning of a line, also where a bar is drawn."""
+    if _bar is None or _bar.is_line or not _bar.drawn_at:
+        yield
+        return
+    with _bar.get_lock():
+        _bar.clear(nolock=True)
+        yield
+
+
 class LogHandler(logging.StreamHandler):
     """Logs to stderr, on lines of their own where a bar is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _bar is None or _bar.is_line or not _bar.drawn_at:
-            super().emit(record)
-            return
-        with _bar.get_lock():
-            _bar.clear(nolock=True)
+        with _line_of_its_own():
             super().emit(record)
 
 
@@ -188,3 +195,9 @@ def phase(doing: str) -> None:
     """Say what is being done."""
     if _bar is not None:
         _bar.phase(doing)
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, above the bar."""
+    with _line_of_its_own():
+        print(line, file=sys.stderr, flush=True)

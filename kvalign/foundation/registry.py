@@ -36,7 +36,9 @@ class Registry(UserDict[str, T], Generic[T]):
         return value
 
     def find(self, name: str) -> T:
-        """What a name stands for; UserError, with the nearest and all known, if it is unknown."""
+        """Return what a name stands for; UserError, with the nearest and all known names, if it is
+        unknown.
+        """
         if name not in self:
             raise UserError(unknown(self.what, name, self))
         return self[name]

@@ -49,7 +49,7 @@ class ResumableRun:
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
     def state(self) -> State:
-        """Whether the folder has nothing yet, a part of this very run, or all of it.
+        """Return whether the folder has nothing yet, a part of this very run, or all of it.
 
         Raises:
             ExistsError: it holds another run, or files that are no run.
@@ -81,7 +81,7 @@ class ResumableRun:
         write_json(self.result_path, result)
 
     def result(self) -> dict[str, Any]:
-        """What `finish` wrote; empty if the run is unfinished."""
+        """Return what `finish` wrote; empty if the run is unfinished."""
         return read_json(self.result_path) if self.result_path.exists() else {}
 
 

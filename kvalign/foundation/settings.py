@@ -16,7 +16,7 @@ import tempfile
 import types
 import typing
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,9 +38,11 @@ MOST_SEED = 2**63 - 1
 MOST_RATE = 1e3  # of learning, of decay
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("auto", *DTYPES, "int8", "int4")
 Output = Literal["file", "folder"]
 
 S = TypeVar("S", bound="Settings")
+Result = TypeVar("Result")
 
 
 def option(
@@ -52,19 +54,22 @@ def option(
     above: float | None = None,
     choices: Collection[str] | None = None,
     positional: bool = False,
+    repeats: bool = False,
     writes: Output | None = None,
 ) -> Any:
     """A dataclass field that the command line offers as `--name`.
 
     Whole numbers are at most `MOST` where nothing else is said. A field without a default must be
     given, a positional one without a flag. A tuple is given comma-separated or by repeating the
-    flag. A path that is written says what it will be.
+    flag; one that `repeats` by that alone, its commas are its own. A path that is written says what
+    it will be.
     """
     limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
-    more = dict(positional=positional, writes=writes)
-    return dataclasses.field(default=default, metadata={"help": help, **limits, **more})
+    more = dict(help=help, positional=positional, repeats=repeats, writes=writes)
+    return dataclasses.field(default=default, metadata=limits | more)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of all settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`.
 
@@ -77,7 +82,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
-        for field in fields_of(type(self)):
+        for field in fields(self):
             value, hint = getattr(self, field.name), without_none(hints[field.name])
             if value is None and hint is not hints[field.name]:
                 continue
@@ -94,34 +99,33 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        values = {field.name: getattr(self, field.name) for field in fields_of(type(self))}
-        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in vars(self).items()}
 
     @classmethod
     def flags(cls) -> set[str]:
         """The command-line flags of the fields."""
-        return {flag(field.name) for field in fields_of(cls) if not field.metadata["positional"]}
+        return {flag(field.name) for field in fields(cls) if not field.metadata["positional"]}
 
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, by field."""
-        values = {field: getattr(self, field.name) for field in fields_of(type(self))}
-        return {field.name: value for field, value in values.items() if value != field.default}
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
         """The shell command that makes these settings, with what differs from the defaults."""
         words = ["kvalign", *command.split()]
-        for field in fields_of(type(self)):
-            value = getattr(self, field.name)
-            if value == field.default or value is None or field.name in leave_out:
+        repeated = {field.name for field in fields(self) if field.metadata["repeats"]}
+        for name, value in self.changed().items():
+            if value is None or name in leave_out:
                 continue
-            name = flag(field.name)
-            if field.metadata["positional"]:
+            if flag(name) not in self.flags():  # positional
                 words.append(str(value))
             elif isinstance(value, bool):
-                words.append(name if value else f"--no-{name[2:]}")
+                words.append(flag(name if value else f"no_{name}"))
             else:
-                items = value if isinstance(value, tuple) else (value,)
-                words += [name, ",".join(map(str, items))]
+                items = [str(item) for item in (value if isinstance(value, tuple) else (value,))]
+                for one in items if name in repeated else [",".join(items)]:
+                    words += [flag(name), one]
         return shlex.join(words)
 
 
@@ -130,21 +134,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def fields_of(cls: type) -> tuple[dataclasses.Field, ...]:
-    """The fields of a `Settings` class, in the order of its flags."""
-    return dataclasses.fields(cls)
-
-
 def without_none(hint: Any) -> Any:
     """T of `T | None`, any other hint as it is."""
-    if isinstance(hint, types.UnionType):
-        arms = (arm for arm in typing.get_args(hint) if arm is not type(None))
-        return functools.reduce(operator.or_, arms)
-    return hint
-
-
-def _is_finite(x: Any) -> bool:
-    return bool(abs(x) <= sys.float_info.max)  # a whole number may be no float
+    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    return functools.reduce(operator.or_, arms) if isinstance(hint, types.UnionType) else hint
 
 
 def _has_bytes(x: str | Path) -> bool:
@@ -154,10 +147,11 @@ def _has_bytes(x: str | Path) -> bool:
         return False
 
 
+_LARGEST: Any = sys.float_info.max  # a whole number may be above it
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, numbers.Integral)),
-    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and _is_finite(x)),
+    float: ("a finite number", lambda x: isinstance(x, numbers.Real) and abs(x) <= _LARGEST),
     str: ("a text", lambda x: isinstance(x, str)),
     Path: ("a path", lambda x: isinstance(x, str | Path) and x != "" and _has_bytes(x)),
 }
@@ -216,7 +210,7 @@ def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
 
 def check_outputs(settings: Settings) -> None:
     """Raise UserError for a path in settings that cannot be written, before there is any work."""
-    for field in fields_of(type(settings)):
+    for field in fields(settings):
         path, output = getattr(settings, field.name), field.metadata["writes"]
         if output and path is not None:
             check_output(path, output, flag(field.name))
@@ -230,9 +224,9 @@ def check_output(path: Path, output: Output, name: str = "--out") -> None:
         raise UserError(f"{name} {str(path)!r:.80} is blank or has controls: name it otherwise")
     if path.absolute() == Path(path.absolute().anchor):
         raise UserError(f"{name} {path} is the root of all files: name a folder in it")
-    if output == "file" and path.is_dir():
-        raise UserError(f"{name} {path} is a folder: name a file in it")
     if output == "file" and path.exists() and not path.is_file():  # it would be replaced
+        if path.is_dir():
+            raise UserError(f"{name} {path} is a folder: name a file in it")
         raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, no file")
     folder = (path if output == "folder" else path.parent).absolute()
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
@@ -244,9 +238,6 @@ def check_output(path: Path, output: Output, name: str = "--out") -> None:
     except OSError as error:
         reason = f"{there} is not yours to write in ({error.strerror})"
         raise UserError(f"{name} {path} cannot be written: {reason}") from None
-
-
-Result = TypeVar("Result")
 
 
 def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -265,9 +256,9 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
             more = {p.name: keywords.pop(p.name) for p in more_parameters if p.name in keywords}
             if settings is None:
                 check_keywords(call, keywords)
-                for field in fields:
-                    if field.default is dataclasses.MISSING and field.name not in keywords:
-                        raise KeywordError(f"{function.__name__}() needs {field.name}=...")
+                needed = [p.name for p in parameters if p.default is p.empty]
+                if missing := [name for name in needed if name not in keywords]:
+                    raise KeywordError(f"{function.__name__}() needs {missing[0]}=...")
                 settings = cls(**keywords)
                 check_outputs(settings)
             elif keywords or not isinstance(settings, cls):
@@ -275,18 +266,10 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
                 raise TypeError(f"give {cls.__name__} or keywords, not both, got {given:.80}")
             return function(settings, **more)
 
-        fields, hints, empty = fields_of(cls), typing.get_type_hints(cls), inspect.Parameter.empty
-        parameters = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hints[field.name],
-                default=field.default if field.default is not dataclasses.MISSING else empty,
-            )
-            for field in fields
-        ]
+        hints, of_class = typing.get_type_hints(cls), inspect.signature(cls).parameters.values()
+        parameters = [p.replace(annotation=hints[p.name]) for p in of_class]
         call.__signature__ = inspect.Signature([*parameters, *more_parameters])  # type: ignore[attr-defined]
-        lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
+        lines = [f"    {field.name}: {field.metadata['help']}" for field in fields(cls)]
         about = inspect.cleandoc(function.__doc__ or "")
         call.__doc__ = "\n".join([about, "", "Keywords:", *lines])
         return call
@@ -294,12 +277,21 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
     return decorate
 
 
+OF_WEIGHTS = (
+    "how weights are held; int8, int4: packed, on a CPU; auto: int4 if those of all products were "
+    "stored in 4 bits, else float32"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
     """Base of the settings of what streams: the model."""
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
-    dtype: str = option("float32", help="precision of the model", choices=DTYPES)
+    weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
+    dtype: str = option(
+        "float32", help="precision of the model: older name of --weights", choices=DTYPES
+    )
     device: str = option("cpu", help="cpu, cuda, mps, ...")
 
 
@@ -308,12 +300,10 @@ NUM_EVICTED = (
     "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
 )
 POLICY = "which entries are evicted (kvalign policies)"
-NUM_RECENT = (
-    "newest entries that a policy does not evict (default: a quarter of what follows the sinks)"
-)
-MEMORY = "evicted tokens that are kept aside, for steps to take back what they ask for"
-NUM_RECALLED = "of the cache's entries, those that a step takes back (default: a quarter)"
-RECALL_BLOCK = "neighbours that are taken back together"
+NUM_RECENT = "newest entries that are never evicted (default: a quarter of what follows the sinks)"
+MEMORY = "evicted tokens to keep aside; each step takes back what it asks for"
+NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
+RECALL_LAYERS = "layers that take back, counted from 0, as 7,15-29 (default: all)"
 RECALL_PLACES = "where they lie (default: by age on rotary positions, by rank on learned ones)"
 POSITIONS = (
     "compact: entries count as lying where they are among those that are kept; keep: where they "

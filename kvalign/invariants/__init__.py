@@ -1,4 +1,4 @@
-"""What every streaming cache must keep to, measured: the same tokens, another way.
+"""Invariants of a streaming cache, measured: the same tokens, another way.
 
     for outcome in kvalign.verify(model, lambda model: MyCache(...)):
         print(outcome.name, outcome.state, outcome.figure)
@@ -38,6 +38,9 @@ INVARIANTS: Registry[Invariant] = Registry(
         "reorder": "kvalign.invariants.feeding:reorder",
         "repeat": "kvalign.invariants.feeding:repeat",
         "save": "kvalign.invariants.feeding:save",
+        "stored": "kvalign.invariants.remembered:stored",
+        "recalled": "kvalign.invariants.remembered:recalled",
+        "all-recalled": "kvalign.invariants.remembered:all_recalled",
         "half-entries": "kvalign.invariants.long_run:half_entries",
         "half-logits": "kvalign.invariants.long_run:half_logits",
         "kl": "kvalign.invariants.long_run:kl",
@@ -64,7 +67,7 @@ def verify(
         make: given a model, an empty cache for it, or a method of `kvalign.make_method`; it is
             called many times, once with the model in half precision.
         num_steps: tokens of the long stream after the cache is full.
-        half: the precision that is held against float32: bfloat16 or float16.
+        half: the precision to compare with float32: bfloat16 or float16.
         invariants: names of `INVARIANTS`; None: all.
         seed: of the tokens.
 

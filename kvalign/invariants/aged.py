@@ -93,7 +93,7 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
     position, faults = watched.positions[-num_new], []
     for layer, (length, offset) in enumerate(watched.told):
         faults.append(abs(length - watched.found[layer][0].shape[2]))
-        if not getattr(watched.cache.layers[layer], "is_compileable", False):
+        if not getattr(watched.cache.layers[watched.layers[layer]], "is_compileable", False):
             faults.append(abs(offset + length - position - num_new))  # the newest is the last
     if not has_evicted:
         faults.append(abs(position - num_before))
@@ -107,7 +107,7 @@ def tokens_held(watched: Watched) -> list[int | None]:
 
 
 def _num_sinks(watched: Watched) -> int:
-    """How many of the first tokens are all there; 0 where there is no telling."""
+    """Return how many of the first tokens are all there; 0 if that cannot be told."""
     try:
         held = set(tokens_held(watched))
     except NotApplicableError:

@@ -1,24 +1,18 @@
-"""What an invariant is, and what comes out of it."""
-
-from __future__ import annotations
+"""Invariants, and what comes out of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvalign.invariants.subject import Subject
-
-EXACT = 1e-3
-"""What two ways to the same logits may differ by in float32, in standard deviations of them."""
+from kvalign.invariants.subject import EXACT, Subject
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """A measured figure.
 
     Attributes:
         figure: holds if it is at most `bound`; what it is of is said by the invariant.

@@ -1,10 +1,11 @@
-"""What a cache tells transformers after many evictions, and the entries that it holds."""
+"""Invariants of the entries: what a cache tells transformers after many evictions, and what it
+holds.
+"""
 
 import torch
 
 from kvalign.aligners import Move
 from kvalign.cache.base import FixedSizeCache
-from kvalign.cache.memory_cache import MemoryCache
 from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
@@ -79,11 +80,11 @@ def kept(subject: Subject) -> Measured:
 
 
 def aligner_of(cache: FixedSizeCache) -> Realigner | None:
-    """What places a streaming cache's entries, if it is more than rotation."""
+    """Return what places a streaming cache's entries, if it is more than rotation."""
     realigner = cache.realigner
     if isinstance(realigner, OnRead):
         return realigner.moving
-    return realigner if hasattr(realigner, "aligner") else None
+    return realigner if realigner.aligner is not None else None
 
 
 @invariant(
@@ -103,12 +104,12 @@ def moves(subject: Subject) -> Measured:
                 "up"
             )
         return _placed_once(aged, cache, placing)
-    if isinstance(cache, MemoryCache):
-        raise NotApplicableError("what it takes back of its memory differs from head to head")
     if subject.family is None:
         raise NotApplicableError("how this model encodes positions is not known")
     if subject.family == "learned":
         raise NotApplicableError("entries stay as they were written, stale on learned positions")
+    if subject.spec and subject.spec.states:
+        raise NotApplicableError("states beside its entries have seen what was evicted")
     if aged.no_seen:
         raise NotApplicableError(aged.no_seen)
     worst = 0.0
@@ -117,9 +118,8 @@ def moves(subject: Subject) -> Measured:
             subject.model.base_model(input_ids=seen[None], use_cache=False)
             worst = max(worst, difference(hidden, outputs.pop()[0, -1]))
     num = aged.stream.ids.shape[1]
-    return Measured(
-        worst, note=f"the first layer and re-encoded, {len(aged.seen)} times in {num} tokens"
-    )
+    note = f"the first layer and re-encoded, {len(aged.seen)} times in {num} tokens"
+    return Measured(worst, subject.exact, note)
 
 
 @torch.no_grad()
@@ -135,8 +135,9 @@ def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measu
     first = sizes.num_sinks + (0 if turns else behind)
     now = torch.arange(first, first + len(window))
     worst = 0.0
-    for i, layer in enumerate(cache.layers):
-        keys, values = aged.watched.born(i)
+    for order, layer in enumerate(cache.attention):
+        i = layer.layer_idx
+        keys, values = aged.watched.born(order)
         born = keys[:, :, window], values[:, :, window]
         held = placing.anchor(i, *born, births[window], at[window])
         placed = placing.place(i, *held, Move(num, first, now))
@@ -144,7 +145,7 @@ def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measu
         expected = [torch.cat(x, 2) for x in zip(in_front, placed, strict=True)]
         if turns:
             assert rotation is not None
-            expected[0] = rotation.shift(expected[0], -behind)
+            expected[0] = rotation.at(i).shift(expected[0], -behind)
         for found, one in zip((layer.keys, layer.values), expected, strict=True):
             assert found is not None
             worst = max(worst, difference(found, one))

@@ -41,7 +41,7 @@ def dense(subject: Subject) -> Measured:
     ids, stream = subject.ids(1, subject.num_unevicted), subject.stream()
     logits = (stream.feed(token)[0] for token in _parts(ids))
     apart = map(difference, logits, subject.encoded(ids)[0])
-    return Measured(max(apart), note=f"over {subject.num_unevicted} tokens")
+    return Measured(max(apart), subject.exact, note=f"over {subject.num_unevicted} tokens")
 
 
 @invariant(
@@ -56,7 +56,7 @@ def rows(subject: Subject) -> Measured:
 
     tokens = _parts(subject.ids(NUM_ROWS, subject.num_tokens))
     apart = _apart(subject.stream().feed, singly, tokens)
-    return Measured(apart, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
+    return Measured(apart, subject.exact, note=f"{NUM_ROWS} rows, {subject.num_tokens} tokens each")
 
 
 @invariant(
@@ -68,7 +68,9 @@ def chunks(subject: Subject) -> Measured:
     ids, num_in_parts = subject.ids(2, subject.num_tokens), subject.num_unevicted
     parts = [*_parts(ids[:, :num_in_parts], MOST_AT_ONCE), *_parts(ids[:, num_in_parts:])]
     apart = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
-    return Measured(apart, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}")
+    return Measured(
+        apart, subject.exact, note=f"{num_in_parts} tokens in parts of up to {MOST_AT_ONCE}"
+    )
 
 
 @invariant(
@@ -83,7 +85,7 @@ def evicting_chunks(subject: Subject) -> Measured:
         raise NotApplicableError("by design, tokens of one input see what those before them saw")
     parts = _parts(subject.ids(2, subject.num_tokens), MOST_AT_ONCE)
     apart = _apart(stream.feed, subject.stream().feed_singly, parts)
-    return Measured(apart, note=f"parts of up to {MOST_AT_ONCE}")
+    return Measured(apart, subject.exact, note=f"parts of up to {MOST_AT_ONCE}")
 
 
 @invariant(
@@ -93,7 +95,8 @@ def evicting_chunks(subject: Subject) -> Measured:
 def reorder(subject: Subject) -> Measured:
     order, some = [2, 0, 0], [2, 1]
     worst = _changed(subject, 3, order, lambda stream: stream.take_rows(order, "reorder_cache"))
-    return Measured(max(worst, _changed(subject, 3, some, lambda stream: stream.take_rows(some))))
+    worst = max(worst, _changed(subject, 3, some, lambda stream: stream.take_rows(some)))
+    return Measured(worst, subject.exact)
 
 
 @invariant(
@@ -101,7 +104,8 @@ def reorder(subject: Subject) -> Measured:
     look_at="batch_repeat_interleave: each row follows itself (0 0 1 1), and sinks too",
 )
 def repeat(subject: Subject) -> Measured:
-    return Measured(_changed(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2)))
+    worst = _changed(subject, 2, [0, 0, 1, 1], lambda stream: stream.repeat(2))
+    return Measured(worst, subject.exact)
 
 
 @invariant(
@@ -112,13 +116,13 @@ def save(subject: Subject) -> Measured:
     (before, after), stream = _before_and_after(subject, 2), subject.stream()
     stream.feed_singly(before)
     again = stream.loaded(subject.stream().held)
-    return Measured(_apart(again.feed, stream.feed, _parts(after)))
+    return Measured(_apart(again.feed, stream.feed, _parts(after)), subject.exact)
 
 
 def _changed(
     subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
 ) -> float:
-    """What rows are apart from those of a stream that was left alone."""
+    """Return by how much rows differ from those of a stream that was left alone."""
     before, after = _before_and_after(subject, num_rows)
     stream, same = subject.stream(), subject.stream()
     for one in (stream, same):
@@ -139,7 +143,7 @@ def _changed(
 
 
 def _before_and_after(subject: Subject, num_rows: int) -> tuple[Tensor, Tensor]:
-    """What rows are fed before a change and after it."""
+    """Return the ids that rows are fed before a change and after it."""
     num = subject.capacity + 12 if subject.evicts else max(1, subject.capacity - NUM_AFTER)
     ids = subject.ids(num_rows, num + NUM_AFTER if subject.evicts else subject.capacity)
     return ids[:, :num], ids[:, num:]

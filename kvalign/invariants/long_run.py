@@ -25,7 +25,7 @@ _FLOOR = 1e-4  # nats
 
 @dataclass
 class LongRun:
-    """What a long stream gave: [steps] of the stretches.
+    """Figures of a long stream: [steps] of the stretches.
 
     Attributes:
         first_errors, last_errors: of logits in half precision, by their size, while nothing was
@@ -127,10 +127,6 @@ def _error_of(figures: list[float]) -> float:
     return statistics.stdev(figures) / math.sqrt(len(figures))
 
 
-def _mean(figures: list[float]) -> float:
-    return sum(figures) / len(figures)
-
-
 def _comparable(subject: Subject) -> LongRun:
     """Values carry no rotation: one that is far off is another token's."""
     run = long_run(subject)
@@ -168,7 +164,10 @@ def half_logits(subject: Subject) -> Measured:
     run = _comparable(subject)
     if isinstance(subject.stream().cache, MemoryCache):
         raise NotApplicableError("in half precision it takes back other entries of its memory")
-    first, last = _mean(run.first_errors), _mean(run.last_errors)
+    config = subject.model.config
+    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        raise NotApplicableError("in half precision its tokens go to other experts")
+    first, last = statistics.fmean(run.first_errors), statistics.fmean(run.last_errors)
     note = f"errors of {first:.2g} before the first eviction, {last:.2g} after {run.num_steps}"
     return Measured(last / first if first else float("inf"), GROWTH, note + " tokens")
 
@@ -183,7 +182,7 @@ def kl(subject: Subject) -> Measured:
     run = long_run(subject)
     if run.no_kl:
         raise NotApplicableError(run.no_kl)
-    first, last, unread = map(_mean, (run.first_kl, run.last_kl, run.unread_kl))
+    first, last, unread = map(statistics.fmean, (run.first_kl, run.last_kl, run.unread_kl))
     note = f"{first:.2g} early; with nothing but the last token it would be {unread:.2g}"
     error = math.hypot(GROWTH * _error_of(run.first_kl), _error_of(run.last_kl))
     return Measured(last, GROWTH * first + ERRORS * error + _FLOOR, note)

@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
+from kvalign.models.architectures import spec_of
 
 SAME = 1e-4  # of their size, by which values that are the same may be apart
 
@@ -24,9 +26,10 @@ class NotApplicableError(Exception):
 
 
 class Watched:
-    """What a cache is handed and hands out, layer by layer.
+    """A cache that is watched: what it is handed and hands out, by layer with attention.
 
     Attributes:
+        layers: which of the model's they are; below they are counted from 0.
         births: by layer, the keys and values [B, H, T, D] of each input.
         positions: where each token was computed, as the cache told the model.
         told: by layer, what `get_mask_sizes` said before the last input: length and offset.
@@ -35,9 +38,9 @@ class Watched:
             None where they are others in other layers or heads.
     """
 
-    def __init__(self, cache: Cache, num_layers: int):
-        self.cache, self.num_layers = cache, num_layers
-        self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+    def __init__(self, cache: Cache, layers: list[int]):
+        self.cache, self.layers = cache, layers
+        self.births: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         self.positions: list[int] = []
         self.told: list[tuple[int, int]] = []
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -48,16 +51,18 @@ class Watched:
     def before(self, num_new: int) -> None:
         position = int(self.cache.get_seq_length())
         self.positions += range(position, position + num_new)
-        layers = range(self.num_layers)
-        told = [self.cache.get_mask_sizes(num_new, layer) for layer in layers]
+        told = [self.cache.get_mask_sizes(num_new, layer) for layer in self.layers]
         self.told = [(int(length), int(offset)) for length, offset in told]
         if isinstance(self.cache, FixedSizeCache):
             rows = [self.cache.index(row) for row in range(len(self.cache.seen))]
             self.index = [_of_all_heads(index) for index in rows]
 
     def _watch(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        self.births[layer].append((keys.detach().clone(), values.detach().clone()))
-        self.found[layer] = found = self._update(keys, values, layer, *args, **kwargs)
+        born = keys.detach().clone(), values.detach().clone()
+        found = self._update(keys, values, layer, *args, **kwargs)
+        place = self.layers.index(layer)
+        self.births[place].append(born)
+        self.found[place] = found
         return found
 
     @property
@@ -78,12 +83,12 @@ class Stream:
         self.model, self.held = model, held
         self.method = held if isinstance(held, Method) else None
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
-        cache, num_layers = self.cache, model.config.num_hidden_layers
-        self.watched = Watched(cache, num_layers) if cache is not None and is_watched else None
+        cache, layers = self.cache, _with_attention(model)
+        self.watched = Watched(cache, layers) if cache is not None and is_watched else None
 
     @property
     def cache(self) -> Cache | None:
-        """What the model is called with; None of methods that re-encode."""
+        """The cache that the model is called with; None for methods that re-encode."""
         if not isinstance(self.held, Method):
             return self.held
         return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
@@ -121,12 +126,14 @@ class Stream:
         """
         if isinstance(self.held, Reencoding):
             return self.held.rows[row]
+        if isinstance(self.cache, MemoryCache):
+            raise NotApplicableError("what it takes back of its memory differs from head to head")
         places = self.places(row)
         return self.ids[row, [*places, self.ids.shape[1] - 1]]
 
     def places(self, row: int = 0) -> list[int]:
-        """Of the entries that the last token found, the places of their tokens in the stream, in
-        order: each has the value that it had when it was handed in.
+        """Return the positions in the stream of the entries that the last token found, in order:
+        each has the value that it had when it was handed in.
         """
         assert self.watched is not None
         values = self.watched.found[0][1][row, :, : self.watched.num_found]
@@ -182,6 +189,14 @@ class Stream:
         return Stream(self.model, empty)
 
 
+def _with_attention(model: PreTrainedModel) -> list[int]:
+    """The layers of a model that hand entries to a cache; all, of one that is not known."""
+    try:
+        return spec_of(model.config).attention
+    except UserError:
+        return [*range(model.config.num_hidden_layers)]
+
+
 def _of_all_heads(index: Tensor) -> list[int] | None:
     """Tokens [S], or [L, H, S] where layers and heads may differ; None where they do."""
     first = index.flatten(0, -2)[0] if index.ndim > 1 else index
@@ -226,5 +241,5 @@ def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, 
 
 
 def is_exact(stream: Stream) -> bool:
-    """Whether an input of several tokens is meant to count as these one by one."""
+    """Return whether an input of several tokens is meant to count as these one by one."""
     return not isinstance(stream.held, Cached) or stream.held.is_exact

@@ -1,4 +1,4 @@
-"""What is put to the invariants: what makes a cache, and a model."""
+"""Subject of the invariants: what makes a cache, and a model."""
 
 import copy
 from collections.abc import Callable
@@ -13,6 +13,13 @@ from kvalign.foundation.errors import UserError
 from kvalign.invariants.stream import NotApplicableError, Stream
 from kvalign.methods.base import Method
 from kvalign.models.architectures import Family, ModelSpec, spec_of
+from kvalign.models.packed import PACKED, weights_of
+
+EXACT = 1e-3
+"""What two ways to the same logits may differ by in float32, in standard deviations of them."""
+ROUNDED = 0.4
+"""The same with packed weights, whose products round their inputs to bfloat16, and those of many
+tokens their weights, too: what differs by the last digit before comes out as different steps."""
 
 T = TypeVar("T")
 Make = Callable[[PreTrainedModel], Cache | Method]
@@ -28,7 +35,7 @@ class Subject:
         model: a causal LM of transformers; a copy in float32 is used where it is in half precision.
         make: given a model, an empty cache or method for it.
         num_steps: tokens of the long stream.
-        half: the precision that is held against float32.
+        half: the precision to compare with float32.
         seed: of the tokens.
     """
 
@@ -46,7 +53,7 @@ class Subject:
 
     @cached_property
     def spec(self) -> ModelSpec | None:
-        """What is known of the model; None of an architecture that KV-Align does not stream."""
+        """The model's specification; None for an architecture that KV-Align does not stream."""
         try:
             return spec_of(self.model.config)
         except UserError:
@@ -54,7 +61,7 @@ class Subject:
 
     @property
     def family(self) -> Family | None:
-        """How the model encodes positions; None: not known."""
+        """Family of the model's positions; None if it is not known."""
         return self.spec.family if self.spec else None
 
     @property
@@ -63,6 +70,11 @@ class Subject:
         if self.spec:
             return self.spec.context_len
         return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def exact(self) -> float:
+        """Tolerance between two ways to the same logits, in standard deviations of them."""
+        return ROUNDED if weights_of(self.model) in PACKED else EXACT
 
     @property
     def room(self) -> int:

@@ -52,7 +52,7 @@ def check_name(name: str) -> None:
 
 
 class MethodConfig(TypedDict, total=False):
-    """What a method is made with, beside its name and its cache_size: keywords of whatever streams.
+    """Settings of a method, beside its name and its cache_size: keywords of whatever streams.
 
     Attributes:
         num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and num_evicted
@@ -60,7 +60,7 @@ class MethodConfig(TypedDict, total=False):
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
             compact.
-        memory, num_recalled, recall_block, recall_places: for `streaming-llm`, `window` and
+        memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
             `kvalign`: see `CacheSizes`; None: what is evicted is forgotten.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
             shipped one.
@@ -74,8 +74,8 @@ class MethodConfig(TypedDict, total=False):
     positions: str | None
     memory: int | None
     num_recalled: int | None
-    recall_block: int | None
     recall_places: str | None
+    recall_layers: str | None
     aligner: Aligner | str | Path | None
 
 
@@ -84,9 +84,10 @@ def make_method(
     name: str,
     model: PreTrainedModel,
     *,
-    cache_size: int,
+    cache_size: int | None = None,
     compile: bool = False,
     warn: bool = True,
+    num_streams: int = 1,
     **config: Unpack[MethodConfig],
 ) -> Method:
     """Make a method ready to stream; everything that can be wrong is said here, before any work.
@@ -95,47 +96,61 @@ def make_method(
         name: key of `METHODS`; or `auto`, which takes `kvalign` with the aligner that is given or
             ships, else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned
             ones, and logs which.
-        model: a causal LM of transformers.
-        cache_size: see `CacheSizes`.
+        model: a causal LM of transformers, or what wraps one: PEFT's adapters of layers (LoRA),
+            `torch.compile`, DDP.
+        cache_size: see `CacheSizes`; None: what the model and the machine allow
+            (`kvalign.cache.default_size`), and logs which.
         compile: compile the step of a full cache (`Method.compile`).
-        warn: log, once, that a method leaves entries stale on learned positions; False where
-            methods are compared on purpose.
+        warn: log, once, that a method leaves entries stale on learned positions, and that an input
+            is longer than the cache; False where methods are compared on purpose.
+        num_streams: that a cache_size of None leaves memory for.
         config: see `MethodConfig`.
 
     Raises:
         UserError: unknown method, sizes that are no whole numbers or do not fit, no aligner, or
-            another model's.
+            another model's; PEFT's prompt tuning.
         KeywordError: an unknown setting, with the nearest one.
         TypeError: the model is none.
     """
     check_keywords(make_method, config)
-    if not hasattr(model, "config"):
-        raise TypeError(
-            f"the model must be a causal LM of transformers, got {type(model).__name__}: "
-            "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
-        )
+    from kvalign.cache.default_size import default_size
     from kvalign.methods.choice import choose, warn_if_stale
+    from kvalign.models.wrapped import unwrapped
+
+    inner = unwrapped(model)
 
     check_name(name)
-    cache_size, compile = typed("cache_size", cache_size, int), typed("compile", compile, bool)
+    compile = typed("compile", compile, bool)
+    if cache_size is not None:
+        cache_size = typed("cache_size", cache_size, int)
     sizes_asked: dict[str, Any] = {**config}
     aligner = sizes_asked.pop("aligner", None)
     if name == AUTO:
-        name, why = choose(model, cache_size=cache_size, aligner=aligner)
+        name, why = choose(inner, cache_size=cache_size, aligner=aligner)
         log.info("auto takes %s: %s", name, why)
     cls = METHODS[name]
     for size in cls.not_taken():
         if (value := sizes_asked.pop(size, None)) is not None:
             why = "it is for kvalign" if size == "realign_every" else f"it {cls.about}"
             log.warning("%s=%s has no effect on %s: %s", size, value, name, why)
-    if cls.takes_aligner:
-        loaded = _load_aligner(aligner, model)
+    loaded = _load_aligner(aligner, inner) if cls.takes_aligner else None
+    why_size = ""
+    if cache_size is None:
+        cache_size, why_size = default_size(
+            inner,
+            longest=loaded.config.chunk_len - 1 if loaded else None,
+            realign_every=sizes_asked.get("realign_every"),
+            num_streams=num_streams,
+        )
+        log.info("cache_size %s: %s", cache_size, why_size)
+    if loaded:
         sizes = cls.sizes_for(cache_size, aligner=loaded, **sizes_asked)
         method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
     else:
         if aligner is not None:
             log.warning("%s takes no aligner: the one given has no effect", name)
         method = cls(model, cls.sizes_for(cache_size, **sizes_asked))
+    method.why_size, method.warns = why_size, warn
     if warn:
         warn_if_stale(method)
     return method.compile() if compile else method
@@ -145,7 +160,7 @@ def make_method(
 def make_cache(
     model: PreTrainedModel,
     *,
-    cache_size: int,
+    cache_size: int | None = None,
     method: str = AUTO,
     **config: Unpack[MethodConfig],
 ) -> StreamingCache:
@@ -154,8 +169,9 @@ def make_cache(
 
     Args:
         model: a causal LM of transformers.
-        cache_size: entries stored between steps. An input may have one more, a longer one is
-            refused: feed it in parts that fit, or let `kvalign.stream_tokens` do it.
+        cache_size: entries stored between steps; None: as in `make_method`. An input may have one
+            more, a longer one is refused: feed it in parts that fit, or let `kvalign.stream_tokens`
+            do it.
         method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
             first of them that fits the model.
         config: see `MethodConfig`.
@@ -171,6 +187,7 @@ def make_cache(
     streaming = make_method(method, model, cache_size=cache_size, **config)
     if not isinstance(streaming, Cached):
         if method == AUTO:
+            model = streaming.model
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
                 f"no cache stays right on {_described(model)}: {lack}; train one "

@@ -1,8 +1,8 @@
-"""What every streaming method does: take in tokens, give the logits of the next one."""
+"""Base of every streaming method: take in tokens, give the logits of the next one."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,18 +13,22 @@ from kvalign.aligners import Aligner
 from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import OF_POLICY, CacheSizes, num_evicted_of
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
+from kvalign.methods.step_file import has_compiler
 from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
+from kvalign.models.eval_mode import in_eval_mode
+from kvalign.models.wrapped import unwrapped
 
 
-class Method(ABC):
+class Method(NotPickled, ABC):
     """One way to stream; an instance is a batch of streams, its rows.
 
     Rows that begin together are fed together; streams of other lengths are fed alone and `join`.
 
     Args:
-        model: a causal LM of transformers.
+        model: a causal LM of transformers, which may be wrapped (`unwrapped`).
         sizes: from `sizes_for`.
 
     Attributes:
@@ -34,6 +38,7 @@ class Method(ABC):
         UserError: more entries than the model has positions for.
     """
 
+    instead = "a method is not pickled: state() gives its stream's tensors, restore() takes them up"
     name: ClassVar[str]
     about: ClassVar[str]
     default_num_sinks: ClassVar[int] = 4
@@ -44,12 +49,17 @@ class Method(ABC):
     """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
     aligner_name: str | None = None
     """What the aligner is called in a table of results; None for a method without one."""
+    warns: bool = True
+    """Whether a loss that nobody asked for is logged: not where methods are compared."""
+    why_size: str = ""
+    """What a cache_size comes from that nobody named."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
         self.compiled: Any = model if hasattr(model, "_orig_mod") else None
-        self.model: PreTrainedModel = getattr(model, "_orig_mod", model)
-        self.spec, self.sizes = spec_of(model.config), sizes
+        self.model = unwrapped(model)
+        self._modules = [*self.model.modules()]
+        self.spec, self.sizes = spec_of(self.model.config), sizes
         self.on_tokens: Callable[[int], object] = lambda num: None
         sizes.check_fits(self.spec)
 
@@ -82,12 +92,12 @@ class Method(ABC):
 
     @property
     def title(self) -> str:
-        """What a table calls it: `kvalign (table)`."""
+        """Name of the method in a table: `kvalign (table)`."""
         return f"{self.name} ({self.aligner_name})" if self.aligner_name else self.name
 
     @property
     def in_words(self) -> str:
-        """What a command says it is: `kvalign (table), cache of 64 entries, 0 sinks`."""
+        """The method as a command describes it: `kvalign (table), cache of 64 entries, 0 sinks`."""
         sizes = self.sizes
         kept = ", positions kept" if sizes.positions == "keep" else ""
         policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
@@ -97,7 +107,7 @@ class Method(ABC):
 
     @property
     def goes_stale(self) -> bool:
-        """Whether entries that stay after an eviction are wrong where they are then."""
+        """Return whether entries that stay after an eviction are wrong where they are then."""
         return False
 
     @property
@@ -109,6 +119,10 @@ class Method(ABC):
     def fill(self) -> int:
         """Entries that the next token finds: at most cache_size, of `dense` all."""
         raise NotImplementedError(f"{self.name} does not say how full it is")
+
+    def num_forgotten(self, num_tokens: int) -> int:
+        """Return how many tokens of one input are out of reach once it has been read."""
+        return max(0, self.sizes.num_dropped(num_tokens) - self.sizes.memory)
 
     @abstractmethod
     def reset(self) -> None:
@@ -124,8 +138,15 @@ class Method(ABC):
 
     def new(self) -> Self:
         """A method made alike, which has been fed nothing."""
-        method = copy.copy(self)
+        method = object.__new__(type(self))
+        method.__dict__.update(self.__dict__)
         method.reset()
+        return method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Another that goes on alone with the same stream, on the same model."""
+        method = self.new()
+        method.restore({name: x.clone() for name, x in self.state().items()})
         return method
 
     def select(self, rows: Sequence[int]) -> None:
@@ -141,15 +162,21 @@ class Method(ABC):
         """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
     def compile(self, **options: Any) -> Self:
-        """Compile the model for the steps of a full cache, whose shapes never change; the first
-        two of them take long. Inputs of several tokens go through the model as it is.
+        """Compile the model for the steps of a full cache, whose shapes never change. The first of
+        them takes long. Inputs of several tokens go through the model as it is; so does all where
+        there is no C++ compiler.
 
         Args:
             options: of `torch.compile`.
         """
         install(self.model.config)
-        self.compiled = torch.compile(self.model, **options)
+        if options or has_compiler():
+            self.compiled = torch.compile(self.model, **options)
         return self
+
+    def in_eval_mode(self) -> AbstractContextManager[None]:
+        """Around each call of the model: whatever mode it is in, nothing is dropped out."""
+        return in_eval_mode(self._modules)
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
@@ -159,16 +186,17 @@ class Method(ABC):
             if self.compiled is not None and step.decode is not None and is_full:
                 position_ids = step.decode.position_ids
                 return self.forward(ids, cache, self.compiled, position_ids=position_ids)
-            return self.forward(ids, cache, **step.inputs_of(self.model))
+            return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
 
     @torch.no_grad()
     def forward(
-        self, ids: Tensor, cache: Cache, model: PreTrainedModel | None = None, **inputs: Tensor
+        self, ids: Tensor, cache: Cache, model: PreTrainedModel | None = None, **inputs: Any
     ) -> Tensor:
         """One pass of the model, or of one made of it, over ids [B, T]: logits as of `feed`."""
-        out = (self.model if model is None else model)(
-            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
-        )
+        with self.in_eval_mode():
+            out = (self.model if model is None else model)(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+            )
         return out.logits[:, -1].float()
 
     def state(self) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.methods.stored_step import StoredStep
 from kvalign.models.attention import install
 from kvalign.models.input_ids import check_ids
 
@@ -45,14 +46,15 @@ class Cached(Method):
     def _new_cache(self) -> FixedSizeCache:
         if self.sizes.memory:
             of_model = self.model.config, self.num_positions
-            return MemoryCache(self.spec, self.sizes, self.places_by, *of_model)
+            grows = self.compiled is None
+            return MemoryCache(self.spec, self.sizes, self.places_by, *of_model, grows)
         if self.sizes.is_oldest:
             return StreamingCache(self.spec, self.sizes, self.places_by)
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
-        """What keeps entries right for their positions."""
+        """Return what keeps entries right for their positions."""
 
     @property
     def goes_stale(self) -> bool:
@@ -65,14 +67,22 @@ class Cached(Method):
         return None if last is None else last - max(self.cache.seen, default=0)
 
     def compile(self, **options: Any) -> Self:
-        if self.sizes.memory:
-            raise UserError("a memory is not compiled: it grows")
+        """Compile it, and keep it for later starts where that can be (`StoredStep`) and no options
+        are given.
+        """
         if not self.sizes.is_oldest:
             raise UserError(
                 f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
                 "compiled: entries are gathered at each step"
             )
-        return super().compile(**options)
+        if options:
+            super().compile(**options)
+        else:
+            install(self.model.config)
+            self.compiled = StoredStep(self.model)
+        if not self.cache.seen:  # a memory has all its slots from the first, then
+            self.reset()
+        return self
 
     @property
     def fill(self) -> int:
@@ -100,19 +110,21 @@ class Cached(Method):
         window, all of which see what those before them saw.
         """
         check_ids(ids, self.model.config.vocab_size)
+        self.cache.check_rows(len(ids))
         if isinstance(self.cache, AnySlotCache):
             self.cache.check_room(ids.shape[1])
-        if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
-            for i in range(ids.shape[1]):
-                logits = self.feed(ids[:, i : i + 1])
-            return logits
-        while True:
-            num_now = self._chunk_len(ids.shape[1])
-            now, ids = ids[:, :num_now], ids[:, num_now:]
-            logits = self._take(now)
-            self.on_tokens(now.shape[1])
-            if ids.shape[1] == 0:
+        with self.cache.changing():
+            if ids.shape[1] > 1 and len(set(self.cache.seen)) > 1:
+                for i in range(ids.shape[1]):
+                    logits = self.feed(ids[:, i : i + 1])
                 return logits
+            while True:
+                num_now = self._chunk_len(ids.shape[1])
+                now, ids = ids[:, :num_now], ids[:, num_now:]
+                logits = self._take(now)
+                self.on_tokens(now.shape[1])
+                if ids.shape[1] == 0:
+                    return logits
 
     def _take(self, ids: Tensor) -> Tensor:
         if self._fits_at_once(ids.shape[1]):
@@ -128,10 +140,29 @@ class Cached(Method):
             logits [B, T, V] after each of them, or after the last few.
         """
         assert isinstance(self.cache, StreamingCache)
-        return self.cache.feed_segment(self.model, ids, logits_to_keep)
+        with self.in_eval_mode():
+            return self.cache.feed_segment(self.model, ids, logits_to_keep)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Return whether what is read ahead gives what stepping gives, and can be left out
+        again.
+        """
+        return self.is_exact and not self.sizes.memory
+
+    @torch.no_grad()
+    def read_ahead(self, ids: Tensor) -> Tensor:
+        """Take in the first of ids [1, T] and read the others, which are guessed, ahead; only where
+        `reads_ahead`. Logits [1, V] after the first.
+        """
+        assert isinstance(self.cache, StreamingCache)
+        with self.in_eval_mode():
+            return self.cache.read_ahead(self.model, ids)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
-        """Whether the model's own attention does: nothing is dropped between these tokens."""
+        """Return whether the model's own attention does: nothing is dropped between these
+        tokens.
+        """
         seen = max(self.cache.seen, default=0)
         return (
             num_tokens == 1

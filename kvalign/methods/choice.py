@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shlex
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -41,9 +42,10 @@ def choose(
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> Choice:
-    """What `auto` takes: `kvalign` with the aligner that is named, or with the shipped one if it
-    aligns caches of this size (None: of some size); without, the method that needs none and keeps
-    entries right: `streaming-llm` on rotary and ALiBi positions, `discard-half` on learned ones.
+    """Choose the method of `auto`: `kvalign` with the aligner that is named, or with the shipped
+    one if it aligns caches of this size (None: of some size); without, the method that needs none
+    and keeps entries right: `streaming-llm` on rotary and ALiBi positions, `discard-half` on
+    learned ones.
     """
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
@@ -115,6 +117,21 @@ def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used")
     return None
 
 
+def in_figures(folder: Path) -> str:
+    """Return in words how an aligner that was trained here did on held-out text, beside what ships;
+    empty where no stream has judged it.
+    """
+    for part in _config(folder).training.values():
+        try:  # what a config says of training is informative
+            said = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
+            if shipped := part["judged"].get("shipped"):
+                said += f", {math.exp(shipped['val_nll']):.4g} by the shipped {shipped['aligner']}"
+            return said
+        except (TypeError, KeyError, AttributeError, OverflowError):
+            continue
+    return ""
+
+
 def warn_if_stale(method: Method) -> None:
     """Say, once of a method and a model, that the entries which stay are wrong where they are."""
     if method.goes_stale:
@@ -122,6 +139,15 @@ def warn_if_stale(method: Method) -> None:
         _warn_once(
             f"{method.name}: {method.spec.name or 'this model'} has learned positions, so entries "
             f"that stay go stale at each eviction and the text with them; auto takes {better}"
+        )
+
+
+def warn_if_too_long(method: Method, num_tokens: int) -> None:
+    """Say, once of a size, that an input of so many tokens is longer than the cache."""
+    if method.warns and (num := method.num_forgotten(num_tokens)):
+        _warn_once(
+            f"{num} of the input's {num_tokens} tokens are out of the cache of "
+            f"{method.sizes.cache_size} once it is read, and forgotten: a larger cache keeps more"
         )
 
 

@@ -31,10 +31,17 @@ class Dense(Method):
     def fill(self) -> int:
         return self.cache.get_seq_length()
 
+    def num_forgotten(self, num_tokens: int) -> int:
+        return 0
+
     def reset(self) -> None:
-        self.cache = DynamicCache()
+        # Not made from the config but of hybrids: layers that see a window keep every entry, too.
+        self.cache = DynamicCache(config=self.model.config) if self.spec.states else DynamicCache()
+        self._dtype = self.model.dtype
 
     def state(self) -> dict[str, Tensor]:
+        if self.spec.states:
+            return super().state()
         return {
             f"{i}.{name}": getattr(layer, name)
             for i, layer in enumerate(self.cache.layers)
@@ -76,4 +83,15 @@ class Dense(Method):
                 f"{self.spec.name} ({self.spec.context_len}), got {ids.shape[1]}: "
                 "choose a streaming method"
             )
-        return self.forward(ids, self.cache)
+        before, now = [(layer.keys, layer.values) for layer in self.cache.layers], self.model.dtype
+        if before and now != self._dtype:
+            raise UserError(
+                f"this stream's entries are of a model in {self._dtype}, which is in {now} now: "
+                "reset() it, or turn the model back"
+            )
+        self._dtype = now
+        try:
+            return self.forward(ids, self.cache)
+        except BaseException:  # some of the layers may have taken them in
+            self.cache = DynamicCache(before) if before else DynamicCache()
+            raise

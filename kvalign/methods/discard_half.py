@@ -38,51 +38,61 @@ class DiscardHalf(Reencoding):
         return StreamingCache(unbounded, CacheSizes(self.sizes.first_input_len, num_sinks=0))
 
     def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
         self.cache.select(rows)
+        super().select(rows)
 
     def join(self, others: Sequence[Self]) -> None:
-        super().join(others)
+        self.check_alike(others)
         self.cache.join([method.cache for method in others])
+        super().join(others)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {f"cache.{name}": x for name, x in self.cache.state().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        super().restore(state)
+        self.reset()
+        rows = self._rows_of(state)
         held = {name.removeprefix("cache."): x for name, x in state.items() if "." in name}
         self.cache.restore(held, self.model)
-        if self.cache.seen != [len(row) for row in self.rows]:
+        if self.cache.seen != [len(row) for row in rows]:
+            self.reset()
             raise UserError("a stream's entries must be those of its tokens")
+        self.rows = rows
 
     def feed(self, ids: Tensor) -> Tensor:
         """Rows that are full are filled anew, each when it is; the others take their step."""
         seen = self.extend(ids)
         kept = [self.keep(row) for row in seen]
+        with self.cache.changing():
+            logits, self.cache = self._fed(ids, seen, kept)
+            self.rows = kept
+        return logits
+
+    def _fed(
+        self, ids: Tensor, seen: list[Tensor], kept: list[Tensor]
+    ) -> tuple[Tensor, StreamingCache]:
+        """Logits of rows that would see `seen` and see `kept`, and the cache that holds these."""
         full = [i for i, row in enumerate(kept) if row is not seen[i]]
         others = [i for i in range(len(kept)) if i not in full]
         alike = len({len(row) for row in seen}) == 1
         if not full:
-            logits = self._step(self.cache, ids)
-        elif alike:
-            self.cache = self._new_cache()
-            logits = self._step(self.cache, torch.stack(kept))
-        else:
-            logits = ids.new_empty(len(kept), self.model.config.vocab_size, dtype=torch.float32)
-            caches = []
-            if others:
-                self.cache.select(others)
-                logits[others] = self._step(self.cache, ids[others])
-                caches.append(self.cache)
-            for i in full:
-                caches.append(self._new_cache())
-                logits[i] = self._step(caches[-1], kept[i][None])[0]
-            order = others + full
-            self.cache = caches[0]
-            self.cache.join(caches[1:])
-            self.cache.select([order.index(i) for i in range(len(kept))])
-        self.rows = kept
-        return logits
+            return self._step(self.cache, ids), self.cache
+        if alike:
+            cache = self._new_cache()
+            return self._step(cache, torch.stack(kept)), cache
+        logits = ids.new_empty(len(kept), self.model.config.vocab_size, dtype=torch.float32)
+        caches = []
+        if others:
+            self.cache.select(others)
+            logits[others] = self._step(self.cache, ids[others])
+            caches.append(self.cache)
+        for i in full:
+            caches.append(self._new_cache())
+            logits[i] = self._step(caches[-1], kept[i][None])[0]
+        order = others + full
+        caches[0].join(caches[1:])
+        caches[0].select([order.index(i) for i in range(len(kept))])
+        return logits, caches[0]
 
     def _step(self, cache: StreamingCache, ids: Tensor) -> Tensor:
         if ids.shape[1] > 1 and len(set(cache.seen)) > 1:

@@ -25,7 +25,7 @@ class KVAlign(Cached):
             )
         self.aligner = aligner
         super().__init__(model, sizes)
-        aligner.check(model, sizes)
+        aligner.check(self.model, sizes)
         check_realign_every(sizes, self.cache.realigner)
         every = sizes.realign_every
         self.aligner_name = aligner.label if every == 1 else f"{aligner.label}-every-{every}"

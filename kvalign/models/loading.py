@@ -2,6 +2,7 @@
 file, on the hub.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvalign import checkpoints
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import DTYPES, typed
-from kvalign.models import fetched, gguf_file, model_folder
-from kvalign.models.architectures import ModelSpec, rotation_of, spec_of
+from kvalign.foundation.settings import DTYPES, WEIGHTS, typed
+from kvalign.models import fetched, gguf_file, model_folder, packed
+from kvalign.models.architectures import ModelSpec, spec_of
+from kvalign.models.rotation_trial import frequencies
 from kvalign.models.weights import check_finite
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,10 @@ class LoadedModel:
 
 @progress.shown_as("kvalign")
 def load_model(
-    name: str | Path, device: str | torch.device = "cpu", dtype: str = "float32"
+    name: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    weights: str | None = None,
 ) -> LoadedModel:
     """Load a causal LM of transformers with its tokenizer and spec.
 
@@ -35,15 +42,19 @@ def load_model(
         name: a shipped name (`gpt2-mini`, `llama-mini`), one that was fetched (`kvalign models`), a
             hub id, a local folder or a GGUF file.
         device, dtype: as torch names them.
+        weights: how they are held: a dtype, which is then that of the model; `int8` or `int4`,
+            packed (`kvalign.models.packed`), on a CPU, where all else is in float32; `auto`: `int4`
+            if those of all products were stored in 4 bits, as of many GGUF files, else as `dtype`
+            says, which is the default.
 
     Raises:
-        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted.
+        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted,
+            weights that the device or the model cannot have.
     """
     typed("model", name, Path)
     name = os.fspath(name)
     device = str(device) if isinstance(device, torch.device) else typed("device", device, str)
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    dtype, weights = precision_of(device, dtype, weights)
     progress.phase(f"loading {name}")
     source = str(checkpoints.model_path(name) or fetched.model_path(name) or name)
     check_device(device)
@@ -56,11 +67,39 @@ def load_model(
         model, tokenizer = model_folder.read(name, source, config, dtype)
     model.config.name_or_path = name
     spec = spec_of(model.config, name)
-    if rotation := rotation_of(model):
-        check_finite([("rope_parameters: inv_freq", rotation.inv_freq)], f"the config of {name}")
-    model.to(device).eval()
+    turns = ((f"rope_parameters: {path}", x) for path, x in frequencies(model).items())
+    check_finite(turns, f"the config of {name}")
+    model.eval()
+    if weights == "auto":
+        on_cpu = torch.device(device).type == "cpu"
+        weights = "int4" if on_cpu and packed.is_of_4_bits(model) else dtype
+        log.info("weights of %s: %s", name, weights)
+    if weights in packed.PACKED:
+        packed.pack(model, weights)
+    model.to(device)
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
+
+
+def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str]:
+    """The dtype that a model is loaded in, and how its weights are held then; as of `load_model`.
+
+    Raises:
+        UserError: an unknown name, two that contradict, packed weights elsewhere than on a CPU.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    if weights is None:
+        return dtype, dtype
+    if weights not in WEIGHTS:
+        raise UserError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r:.80}")
+    if weights == "auto" and dtype != DTYPES[0]:
+        return dtype, dtype
+    if dtype not in (DTYPES[0], weights):
+        raise UserError(f"weights {weights} and dtype {dtype} contradict: leave out dtype")
+    if weights in packed.PACKED and not device.startswith("cpu"):
+        raise UserError(f"weights of {weights} are multiplied on a cpu only, got device {device}")
+    return (weights if weights in DTYPES else dtype), weights
 
 
 # In torch's reasons that say nothing to a user, or name all that it was ever built for.

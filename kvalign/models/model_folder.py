@@ -2,7 +2,6 @@
 said in one line, before memory is taken for it, and transformers keeps its own words to itself.
 """
 
-import difflib
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,11 +19,13 @@ from kvalign import checkpoints
 from kvalign.foundation import hub
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json
+from kvalign.foundation.names import nearest
 from kvalign.models import fetched
 from kvalign.models.weights import check_header
 
 MOST_LAYERS = 2**10
 _LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+_OF_FILES = (".json", ".jinja", ".model", ".safetensors", ".txt")
 _LONGEST = 300  # characters of a reason
 
 
@@ -37,6 +38,7 @@ def config_of(name: str, source: str) -> PretrainedConfig:
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
             raise UserError(f"cannot load a model from folder {source!r}: it has no config.json")
+        check_files(Path(source))
         values = read_json(path)
         for field in _LAYERS & values.keys():
             check_layers(values[field], f"{path}: {field}")
@@ -79,6 +81,19 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
     with _reading(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False).logits.numel()
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError for what has a file's name in a model's folder and is none: transformers
+    would leave it out without a word, and with it what it says of sampling or of turns.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _OF_FILES and path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "a pipe or a device"
+            raise UserError(
+                f"cannot load a model from folder {str(folder)!r}: {path.name} is no file, but "
+                f"{what}"
+            )
 
 
 def check_layers(num: object, name: str) -> None:
@@ -151,10 +166,14 @@ def _reason(name: str, source: str, error: BaseException) -> str:
         return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
     if name in fetched.MODELS:
         return f"{name} is not here: {fetched.how_to_fetch(name)}"
-    near = difflib.get_close_matches(name, [*checkpoints.MODELS, *fetched.MODELS], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    unasked = "" if hub.is_reachable() else ", which does not answer"
+    if hub.is_path(name):
+        return f"no model {name!r}: there is no such folder or file"
+    near = nearest(name, [*checkpoints.MODELS, *fetched.MODELS])
+    hint = f"; did you mean {near}?" if near else ""
+    if near in fetched.MODELS and not fetched.model_path(near):
+        hint += f" ({fetched.how_to_fetch(near)})"
+    here = [*checkpoints.MODELS, *filter(fetched.model_path, fetched.MODELS)]
     return (
-        f"no model {name!r} here or on the hub{unasked}{hint} (works offline: "
-        f"{', '.join(checkpoints.MODELS)}, or the path of a folder or a GGUF file)"
+        f"no model {name!r} here or on the hub{hub.why_not()}{hint} (works offline: "
+        f"{', '.join(here)}, or the path of a folder or a GGUF file)"
     )

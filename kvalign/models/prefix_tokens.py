@@ -1,4 +1,5 @@
-"""What a tokenizer puts before a text: a beginning-of-text or sink token, as entry 0 of its stream.
+"""Prefix tokens: what a tokenizer puts before a text, a beginning-of-text or sink token, as entry 0
+of its stream.
 
 A sink token (Xiao et al. 2024, section 3.3) is one that a model had before every row of its
 training, so that attention which is not needed elsewhere can go there. It is the tokenizer's

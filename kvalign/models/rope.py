@@ -1,29 +1,137 @@
 """The exact move of rotated keys: rotations add up, so turning a key back moves it to the front.
 
-RoPE (Su et al. 2021) as transformers lays it out: the two numbers of a pair lie half the rotary
-dimensions apart. A model's attention scaling (YaRN, LongRoPE) is in its keys and not applied again.
+RoPE (Su et al. 2021) turns pairs of numbers; which two of a key make a pair is its layout. A
+model's attention scaling (YaRN, LongRoPE) is in its keys and not applied again.
 """
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvalign.foundation.lasting import lasting
+
+NUM_TURNS = 8
+"""Whole numbers of positions whose turns are remembered."""
+
+
+class Layout(NamedTuple):
+    """Where the pairs lie among the D numbers of a key.
+
+    Attributes:
+        split: keys [..., D] and the number of pairs to both numbers of each pair [..., N], and the
+            rest, which is not turned.
+        join: these three to keys.
+    """
+
+    split: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    join: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+LAYOUTS = {
+    # Llama: half the rotary dimensions apart.
+    "halves": Layout(
+        lambda x, n: (x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]),
+        lambda first, second, rest: torch.cat([first, second, rest], -1),
+    ),
+    # GPT-J: side by side.
+    "neighbours": Layout(
+        lambda x, n: (x[..., : 2 * n : 2], x[..., 1 : 2 * n : 2], x[..., 2 * n :]),
+        lambda first, second, rest: torch.cat(
+            [torch.stack([first, second], -1).flatten(-2), rest], -1
+        ),
+    ),
+}
+"""The layouts that a model is tried with."""
+
+
+class Turn(NamedTuple):
+    """The cosines and sines of a move, [rotary_dim / 2] or [..., S, rotary_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+    layout: str = "halves"
+
+    @classmethod
+    def of(cls, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> "Turn":
+        steps = torch.as_tensor(shift, device=inv_freq.device, dtype=torch.float32)
+        angles = -steps[..., None] * inv_freq
+        return cls(angles.cos(), angles.sin(), layout)
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        split, join = LAYOUTS[self.layout]
+        first, second, rest = split(keys, self.cos.shape[-1])
+        first, second = first.float(), second.float()
+        turned = (first * self.cos - second * self.sin).to(keys.dtype)
+        other = (second * self.cos + first * self.sin).to(keys.dtype)
+        return join(turned, other, rest.expand(*turned.shape[:-1], -1))
+
+    def to(self, device: torch.device) -> "Turn":
+        return Turn(self.cos.to(device), self.sin.to(device), self.layout)
+
 
 class Rotation:
-    """How the keys of one rotary model move along positions: by `rerotate` with its `inv_freq`.
+    """Rotation of the keys of one rotary model along positions: by `rerotate` with its `inv_freq`.
 
     Attributes:
         is_bounded: whether it is another rotation, or none, beyond the context length.
+        layout: key of `LAYOUTS`.
     """
 
-    def __init__(self, inv_freq: Tensor, is_bounded: bool = True):
-        self.inv_freq, self.is_bounded = inv_freq, is_bounded
+    def __init__(self, inv_freq: Tensor, is_bounded: bool = True, layout: str = "halves"):
+        self.inv_freq, self.is_bounded, self.layout = inv_freq, is_bounded, layout
+        self._turns: dict[tuple[int, torch.device], Turn] = {}
+
+    def at(self, layer: int) -> "Rotation":
+        """That of a layer's keys."""
+        return self
+
+    def turn(self, shift: Tensor) -> Turn:
+        """Return a function that moves keys so many positions [..., S] towards the start."""
+        return Turn.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
         """Keys [..., S, D] moved `shift` positions towards the start."""
-        return rerotate(keys, shift, self.inv_freq)
+        if isinstance(shift, Tensor):
+            return rerotate(keys, shift, self.inv_freq, self.layout)
+        # All layers of a step ask for the same few.
+        key = shift, keys.device
+        turn = self._turns.get(key)
+        if turn is None:
+            if len(self._turns) >= NUM_TURNS:
+                self._turns.clear()
+            with lasting():
+                inv_freq = self.inv_freq.to(keys.device, torch.float32)
+                turn = self._turns[key] = Turn.of(shift, inv_freq, self.layout)
+        return turn(keys)
+
+    def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
+        """The same for the keys of all layers, which are stacked along `dim`."""
+        return self.shift(keys, shift)
 
 
-def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
+class RotationByLayer(Rotation):
+    """Rotation of a model whose layers differ: some turn faster, or not at all."""
+
+    def __init__(self, layers: Sequence[Rotation]):
+        self.layers, self.is_bounded = layers, any(layer.is_bounded for layer in layers)
+
+    def at(self, layer: int) -> Rotation:
+        return self.layers[layer]
+
+    def turn(self, shift: Tensor) -> Turn:
+        raise TypeError("layers turn differently: ask at(layer)")
+
+    def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
+        raise TypeError("layers turn differently: ask at(layer)")
+
+    def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
+        pairs = zip(self.layers, keys.unbind(dim), strict=True)
+        return torch.stack([layer.shift(x, shift) for layer, x in pairs], dim)
+
+
+def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor, layout: str = "halves") -> Tensor:
     """Move rotated keys `shift` positions towards the start; angles and products in float32.
 
     Args:
@@ -32,19 +140,9 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor) -> Tensor:
             start.
         inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
             (`kvalign.models.rotation_of`).
+        layout: key of `LAYOUTS`.
 
     Returns:
         [..., S, D] in the dtype of `keys`; a shift of 0 gives the very same numbers.
     """
-    inv_freq = inv_freq.to(keys.device, torch.float32)
-    steps = torch.as_tensor(shift, device=keys.device, dtype=torch.float32)
-    angles = -steps[..., None] * inv_freq  # [rotary_dim / 2] or [S, rotary_dim / 2]
-    cos, sin = angles.cos(), angles.sin()
-    num_pairs = inv_freq.shape[0]
-    first, second = keys[..., :num_pairs].float(), keys[..., num_pairs : 2 * num_pairs].float()
-    parts = [
-        (first * cos - second * sin).to(keys.dtype),
-        (second * cos + first * sin).to(keys.dtype),
-    ]
-    rest = keys[..., 2 * num_pairs :].expand(*parts[0].shape[:-1], -1)
-    return torch.cat([*parts, rest], dim=-1)
+    return Turn.of(shift, inv_freq.to(keys.device, torch.float32), layout)(keys)

@@ -61,7 +61,7 @@ def opened(path: Path, what: str) -> Iterator[Any]:
 
 
 def check_header(path: Path, *, any_type: bool = False) -> int:
-    """How many numbers a file has, by its header, which is compared with the file's size.
+    """Return how many numbers a file has, by its header, which is compared with the file's size.
 
     Args:
         any_type: weights are quantised: of any type.

@@ -1,4 +1,4 @@
-"""What every policy does: score the entries that a layer holds. The lowest goes when one must."""
+"""Base of every policy: score the entries that a layer holds. The lowest goes when one must."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass
 class Seen:
-    """What a step has seen, of one layer: S entries a row and head in the order of time, the step's
-    own T last.
+    """The entries that a step has seen in one layer: S a row and head in the order of time, the
+    step's own T last.
 
     Attributes:
         layer: its index.
@@ -48,7 +48,7 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, seen: Seen) -> Tensor:
-        """How much each entry is worth: [B, H, S] float32, higher stays; of equal ones the older
+        """Return the worth of each entry: [B, H, S] float32, higher stays; of equal ones the older
         goes. Sinks and the newest entries stay whatever they score. What a row lacks on the left
         may score anything.
         """

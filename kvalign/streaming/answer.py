@@ -1,19 +1,15 @@
-"""The text of a stream's tokens, in pieces as they come, and where it ends: the one place where
-tokens become text.
-"""
+"""The text of a stream's tokens, in pieces as they come, and where it ends."""
 
 from collections.abc import Collection, Sequence
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from kvalign.streaming.decoder import Decoder
 from kvalign.streaming.sampling import Sampling
-
-_OVERLAP = 16  # tokens that tell a decoder in the middle of a text what came before
 
 
 class Answer:
-    """What follows an input: tokens, their text, and why it ends.
+    """Answer to an input: tokens, their text, and why it ends.
 
     Args:
         tokenizer: a fast one, which decodes token by token.
@@ -37,9 +33,7 @@ class Answer:
         self._pieces: list[str] = []
         self._most, self._end_ids = sampling.max_new_tokens, end_ids
         self._stops = StopStrings(sampling.stop_strings)
-        self._tokenizer, self._decoder = tokenizer, DecodeStream(skip_special_tokens=True)
-        for token in before[-_OVERLAP:]:
-            self._decode(token)
+        self._decoder = Decoder(tokenizer, before)
 
     def take(self, token: int) -> tuple[str, str]:
         """Go on with a token.
@@ -49,7 +43,7 @@ class Answer:
             shown of all so far where stop strings, and what may be the beginning of one, are not.
         """
         self.token_ids.append(token)
-        piece = self._decode(token)
+        piece = self._decoder.step(token)
         self._pieces.append(piece)
         shown = "" if self.has_end_token else self._stops.read(piece)
         return piece, shown + self._stops.rest() if self.finish else shown
@@ -71,9 +65,6 @@ class Answer:
             return "stop"
         return "length" if self._most and len(self.token_ids) >= self._most else ""
 
-    def _decode(self, token: int) -> str:
-        return self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
-
 
 class StopStrings:
     """Looks for texts in a text that comes in pieces; what may be the beginning of one waits.
@@ -87,7 +78,7 @@ class StopStrings:
         self._longest = max(map(len, strings), default=1)
 
     def read(self, piece: str) -> str:
-        """What can be shown now: up to the first of them."""
+        """Return what can be shown now: text up to the first stop string."""
         text, self._held = self._held + piece, ""
         places = [place for string in self._strings if (place := text.find(string)) >= 0]
         if places:
@@ -100,6 +91,6 @@ class StopStrings:
         return text
 
     def rest(self) -> str:
-        """What waited, once nothing more comes."""
+        """Return what waited, once nothing more comes."""
         text, self._held = self._held, ""
         return text

@@ -18,6 +18,7 @@ from kvalign.foundation.names import spelled_out
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods import AUTO, make_method
 from kvalign.methods.base import Method
+from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.choosing import Chooser
@@ -32,7 +33,7 @@ def stream_batch(
     prompts: Iterable[str],
     *,
     method: str = AUTO,
-    cache_size: int = 128,
+    cache_size: int | None = None,
     max_rows: int | None = None,
     **config: Unpack[StreamConfig],
 ) -> Iterator[tuple[int, str]]:
@@ -41,7 +42,7 @@ def stream_batch(
     Row i gives the text that `kvalign.stream` of its prompt alone gives with seed + i.
 
     Args:
-        model: a causal LM of transformers, in eval mode.
+        model: a causal LM of transformers, or what wraps one: see `kvalign.make_method`.
         tokenizer: its tokenizer.
         prompts: texts of any lengths; each is read when there is room for it.
         method, cache_size: as in `kvalign.make_method`.
@@ -57,17 +58,21 @@ def stream_batch(
         KeywordError: an unknown setting, with the nearest one.
     """
     sampling, rest = Sampling.of(stream_batch, config)
+    if sampling.lookup:
+        raise UserError("lookup is for one stream: rows of a batch are stepped together")
     check_fast(tokenizer)
     if isinstance(prompts, str):
         raise UserError("prompts must be several texts; for one there is kvalign.stream")
     expect("prompts", prompts, Iterable, "several texts")
-    streaming = make_method(method, model, cache_size=cache_size, **rest)
-    ends = end_ids(model.generation_config) if sampling.stop_at_end else []
+    num_streams = max(1, typed("max_rows", max_rows or 1, int))
+    streaming = make_method(method, model, cache_size=cache_size, num_streams=num_streams, **rest)
+    ends = end_ids(streaming.model.generation_config) if sampling.stop_at_end else []
     answers: list[Answer] = []
 
     def ids_of() -> Iterator[list[int]]:
         for prompt in prompts:
-            ids = encoded(prompt, tokenizer, model)
+            ids = encoded(prompt, tokenizer, streaming.model)
+            warn_if_too_long(streaming, len(ids))
             answers.append(Answer(tokenizer, ids, sampling, ends))
             yield ids
 

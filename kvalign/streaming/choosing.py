@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from kvalign.foundation.lasting import lasting
 from kvalign.methods.base import Method
 from kvalign.streaming.health import most_likely, no_token
 
@@ -52,6 +53,7 @@ class Chooser:
         endless stream is not copied at each token.
         """
         if self._len == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
+            with lasting():
+                self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
         self._ids[:, self._len] = token
         self._len += 1

@@ -18,6 +18,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
@@ -27,8 +28,10 @@ from kvalign.foundation.names import check_keywords, nearest, spelled_out
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods import AUTO, MethodConfig, make_method
 from kvalign.methods.base import Method
+from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_ids
 from kvalign.streaming.choosing import Chooser
+from kvalign.streaming.lookup import Lookup, check_lookup
 
 
 @torch.no_grad()
@@ -44,6 +47,7 @@ def stream_tokens(
     generator: torch.Generator | None = None,
     before: Tensor | None = None,
     mask: Tensor | None = None,
+    lookup: int = 0,
 ) -> Iterator[Tensor]:
     """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
     row has ended.
@@ -61,15 +65,24 @@ def stream_tokens(
             processors and criteria see it too. The prompt then begins with the last token that was
             yielded: that one has not been fed. None begins a new stream.
         mask: [B, T], 0 where a prompt is padded; None: nowhere.
+        lookup: tokens of one stream that are guessed at most at a time, and read in the same pass
+            (`kvalign.streaming.lookup`): the same tokens, sooner. 0: none.
 
     Raises:
-        UserError: an empty prompt, or one that is padded elsewhere than on the left.
+        UserError: an empty prompt, or one that is padded elsewhere than on the left; lookup for
+            several rows, or a method that cannot take back what was guessed.
         RunError: logits that are no numbers; the message says where they come from.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
     ids = prompt if before is None else torch.cat([before, prompt], 1)
     chooser = Chooser(ids, processors, do_sample, generator)
+    guesser = None
+    if lookup:
+        check_lookup(method)
+        if len(ids) > 1:
+            raise UserError(f"lookup is for one stream, got {len(ids)} rows")
+        guesser = Lookup(lookup, ids[0].tolist())
     ends = torch.tensor(sorted(eos_token_ids), device=prompt.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if len(ends) else 0)
     going = torch.ones(len(prompt), dtype=torch.bool, device=prompt.device)
@@ -86,7 +99,11 @@ def stream_tokens(
             going = going & ~criteria(chooser.ids, None)
         if not going.any() or method.tokens_left == 0:
             return
-        logits = method.feed(token[:, None])
+        if guesser is None:
+            logits = method.feed(token[:, None])
+        else:
+            guesser.append(int(token))
+            logits = guesser.feed(method)
 
 
 @spelled_out(MethodConfig)
@@ -97,7 +114,7 @@ def stream_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     method: str = AUTO,
-    cache_size: int = 128,
+    cache_size: int | None = None,
     compile: bool = False,
     stream_to: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
@@ -111,8 +128,9 @@ def stream_generate(
             hands them over.
         method, cache_size, compile: as in `kvalign.make_method`.
         stream_to: a transformers streamer; `streamer=` of `generate` does the same.
-        stop_strings: refused: `generate` keeps the tokenizer that they need to itself.
-        keywords: those of `MethodConfig`, and what `generate` hands over for the model.
+        stop_strings: texts that end a row; they need tokenizer=..., too.
+        keywords: those of `MethodConfig`, the tokenizer, and what `generate` hands over for the
+            model.
 
     Returns:
         [B, prompt + new tokens] int64.
@@ -122,17 +140,20 @@ def stream_generate(
             ids, another cache or one already filled, dictionaries of scores.
     """
     named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
+    tokenizer = keywords.pop("tokenizer", None)
     for name in keywords.keys() - inspect.signature(model.forward).parameters.keys():
         if nearest(name, inspect.signature(stream_generate).parameters, cutoff=0.75):
             check_keywords(stream_generate, [name])
     config = generation_config or model.generation_config
     if stop_strings is not None:
-        raise UserError(
-            "stop_strings lack a tokenizer here: give stopping_criteria="
-            "[transformers.StopStringCriteria(tokenizer, stop_strings)]"
-        )
+        tokenizer = tokenizer or _given_to_generate("tokenizer")
+        if tokenizer is None:
+            raise UserError("stop_strings need the model's tokenizer: give tokenizer=..., too")
+        ends = StopStringCriteria(tokenizer, stop_strings)
+        stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), ends])
     _refuse(config, model, keywords)
     streaming = make_method(method, model, cache_size=cache_size, compile=compile, **named)
+    warn_if_too_long(streaming, input_ids.shape[1])
     for criterion in stopping_criteria or ():
         if hasattr(criterion, "max_position_embeddings"):
             # It would warn that the context length is exceeded.
@@ -189,14 +210,19 @@ def _feed_rows(method: Method, prompt: Tensor, mask: Tensor) -> Tensor:
 
 
 def _given_to_generate(name: str) -> Any:
-    """What `model.generate`, if it is who calls, was given but hands on to no function; else None.
+    """Return what `model.generate`, if it is the caller, was given but hands on to no function;
+    else None.
 
-    It is in the variables of that call alone.
+    It is in the variables of that call alone, or in those of what decorates it.
     """
     generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
-    return frame.f_locals.get(name) if frame is not None else None
+    if frame is None:
+        return None
+    around = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
+    given = around.get(name) if isinstance(around, dict) else None
+    return frame.f_locals.get(name, given)
 
 
 def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:

@@ -19,7 +19,9 @@ def most_likely(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def no_token(logits: Tensor, method: Method) -> RunError:
-    """What to raise where no token can be chosen, of logits [B, V] that the method gave."""
+    """Return the error to raise where no token can be chosen, from logits [B, V] that the method
+    gave.
+    """
     if logits.isfinite().all():
         return RunError(
             "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"

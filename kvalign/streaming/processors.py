@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NoRepeatedNGrams(transformers.LogitsProcessor):
-    """What `NoRepeatNGramLogitsProcessor` of transformers gives."""
+    """Same result as `NoRepeatNGramLogitsProcessor` of transformers."""
 
     def __init__(self, size: int):
         self.size, self.num_read = size, 0
@@ -35,8 +35,8 @@ class NoRepeatedNGrams(transformers.LogitsProcessor):
 
 
 class RepetitionPenalty(transformers.LogitsProcessor):
-    """What `RepetitionPenaltyLogitsProcessor` of transformers gives: the score of every token that
-    was there before, in the prompt, generated or evicted, is divided by the penalty if it is
+    """Same result as `RepetitionPenaltyLogitsProcessor` of transformers: the score of every token
+    that was there before, in the prompt, generated or evicted, is divided by the penalty if it is
     positive, and multiplied by it if not ([Keskar et al. 2019](https://arxiv.org/abs/1909.05858)).
     """
 

@@ -1,4 +1,4 @@
-"""How the next token of a stream is chosen."""
+"""Sampling: how the next token of a stream is chosen."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ DRAWS = ("temperature", "top_k", "top_p", "min_p")
 OF_MODEL = ("do_sample", *DRAWS, "repetition_penalty")
 # Beyond these logits overflow.
 COLDEST, HOTTEST, MOST_PENALTY = 1e-6, 1e6, 1e3
+MOST_GUESSED = 64  # tokens of a pass: their logits are held
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("at least 1", lambda x: x >= 1),
     "temperature": (
@@ -43,6 +44,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: all(isinstance(text, str) and text for text in x),
     ),
     "seed": ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
+    "lookup": (f"at least 0 and at most {MOST_GUESSED}", lambda x: 0 <= x <= MOST_GUESSED),
 }
 
 
@@ -60,6 +62,7 @@ class SamplingConfig(TypedDict, total=False):
     stop_at_end: bool
     stop_strings: str | Sequence[str] | None
     seed: int | None
+    lookup: int
 
 
 class StreamConfig(MethodConfig, SamplingConfig, total=False):
@@ -72,8 +75,8 @@ class StreamConfig(MethodConfig, SamplingConfig, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: penalties, then temperature, top_k, top_p and min_p, in the
-    order and with the names of transformers.
+    """Choice of the next token: penalties, then temperature, top_k, top_p and min_p, in the order
+    and with the names of transformers.
 
     Attributes:
         max_new_tokens: tokens after each input; None: without end.
@@ -81,13 +84,15 @@ class Sampling:
         temperature: divides the logits.
         top_k: draw from the k most likely; 0: from all.
         top_p: draw from the fewest tokens whose probabilities add up to this; 1: from all.
-        min_p: draw from tokens of at least this times the most likely one's probability; 0: all.
+        min_p: draw from tokens with at least this share of the highest probability; 0: all.
         repetition_penalty: above 1, what was there before is less likely: in the whole history,
             prompt and evicted tokens included; 1 for off.
         no_repeat_ngram_size: over the whole history, 0 for off.
         stop_at_end: end at the model's end token.
         stop_strings: end with the first of these texts, one or several, that was generated.
         seed: of the draws; None becomes a random one, which is then read here.
+        lookup: tokens that are guessed at most at a time, from what followed the same words before,
+            and checked in one pass: the same text, sooner where it repeats itself; 0: none.
 
     Raises:
         UserError: a value of another type or out of range.
@@ -104,6 +109,7 @@ class Sampling:
     stop_at_end: bool = False
     stop_strings: str | Sequence[str] | None = ()
     seed: int | None = None
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         if self.seed is None:
@@ -125,8 +131,8 @@ class Sampling:
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
-        """What the keywords of a function say of it, and the others; KeywordError for one that the
-        function does not have.
+        """Return the sampling of a function's keywords, and its other keywords; KeywordError for
+        one that the function does not have.
         """
         check_keywords(function, keywords)
         own = {field.name for field in fields(cls)} & keywords.keys()
@@ -135,7 +141,7 @@ class Sampling:
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
-        """What a model's generation_config says of it, by field."""
+        """Return the sampling that a model's generation_config asks for, by field."""
         said = config.to_diff_dict()
         return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
 
@@ -174,7 +180,7 @@ class Sampling:
         return torch.Generator(device).manual_seed(self.seed + row)
 
     def chooser(self, ids: torch.Tensor, row: int = 0) -> Chooser:
-        """What chooses so after ids [1, T] of row i."""
+        """Return a function that chooses tokens after ids [1, T] of row i."""
         from kvalign.streaming.choosing import Chooser
 
         generator = self.generator(ids.device, row)

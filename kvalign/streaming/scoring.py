@@ -141,7 +141,8 @@ def score_windows(
     num_told = 0
     for batch in periods.split(batch_size):
         inputs = torch.cat([sinks.expand(len(batch), -1), windows[batch]], 1)  # [periods, C + 1]
-        logits = method.model(input_ids=inputs, use_cache=False, logits_to_keep=k).logits
+        with method.in_eval_mode():
+            logits = method.model(input_ids=inputs, use_cache=False, logits_to_keep=k).logits
         logits = logits.flatten(0, 1).float()  # [periods * k, V]
         of = (batch[:, None] * k + torch.arange(1 - k, 1, device=ids.device)).flatten()
         inside = (of >= 0) & (of < num_labels)

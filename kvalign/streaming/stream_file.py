@@ -21,20 +21,23 @@ from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
+from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
+_CHECKSUM = "sha256"
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class SavedStream(BaseModel):
-    """What a file says of its stream, beside its tensors.
+    """Information of a file on its stream, beside its tensors.
 
     Attributes:
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
         embedding_fingerprint: of the base model (`probe` in files of version 0.1).
+        weights: how the model's were held, as `load_model` names it; None in files of before.
         tokenizer: SHA-256 of its vocabulary; None in files of before.
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
@@ -53,8 +56,8 @@ class SavedStream(BaseModel):
     positions: str = "compact"
     memory: Count = 0
     num_recalled: Count = 0
-    recall_block: Count = 1
     recall_places: str | None = None
+    recall_layers: str | None = None
     aligner: str | None
     base_model: str
     embedding_fingerprint: Annotated[
@@ -64,22 +67,48 @@ class SavedStream(BaseModel):
     device: str
     num_fed: Count
     num_new: Count
+    weights: str | None = None
     tokenizer: str | None = None
     notes: dict[str, str] = {}
 
 
-def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> None:
-    """Write a stream; a file of that name is replaced when the new one is whole."""
+def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
+    """Write a stream; a file of that name is replaced when the new one is whole.
+
+    Returns:
+        its checksum, over tokens, cache and what it says of them; see `checksum_of`.
+    """
     metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
+    metadata[_CHECKSUM] = _checksum(metadata["stream"], tensors)
     write_whole(path, lambda partial: save_file(tensors, partial, metadata))
+    return metadata[_CHECKSUM]
 
 
-def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
-    """What a file says of its stream, fields checked, and its tensors.
+def checksum_of(path: Path) -> str:
+    """The checksum that a file has of itself, by which it is told from any other; "" if there is no
+    file, or one of before that has none. Its tensors are not looked at: `read` compares them.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get(_CHECKSUM, "")
+    except FileNotFoundError:
+        return ""
+    except (SafetensorError, OSError):
+        return "damaged"
+
+
+def about(path: Path) -> SavedStream:
+    """Return what a file says of its stream, without its tensors. Raises as `read`."""
+    return read(path, tensors=False)[0]
+
+
+def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tensor]]:
+    """Return what a file says of its stream, fields checked, and its tensors, if they are asked
+    for.
 
     Raises:
         NotFoundError: no such file.
-        UserError: it is not a saved stream.
+        UserError: it is not a saved stream, or not as it was written.
     """
     wrong = f"{path} is not a stream that kvalign saved"
     try:
@@ -94,13 +123,18 @@ def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
-            about = parse_json(metadata.get("stream", ""), wrong)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            said = parse_json(metadata.get("stream", ""), wrong)
+            names = file.keys() if tensors else ()
+            held = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
-    return checked(SavedStream, about, wrong), tensors
+    if tensors:
+        found = _checksum(metadata.get("stream", ""), held)
+        if metadata.get(_CHECKSUM, found) != found:
+            raise UserError(f"{path} is damaged: it is not as it was written")
+    return checked(SavedStream, said, wrong), held
 
 
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
@@ -108,6 +142,11 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     if not has_fingerprint(model, saved.embedding_fingerprint):
         raise UserError(
             f"it is a stream of {saved.base_model}: the embedding weights of this model are others"
+        )
+    if saved.weights not in (None, weights := weights_of(model)):
+        raise UserError(
+            f"it was made with weights of {saved.weights}, those of this model are {weights}: load "
+            f"it with weights={saved.weights} (--weights {saved.weights})"
         )
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
@@ -119,6 +158,15 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
         raise UserError("its numbers of tokens do not fit together")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
+
+
+def _checksum(about: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of what a file says of a stream, and of its tensors with their names and shapes."""
+    digest = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
+        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def aligner_digest(method: Method) -> str | None:

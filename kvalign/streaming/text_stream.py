@@ -17,15 +17,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, embedding_fingerprint
 from kvalign.cache.sizes import CacheSizes
-from kvalign.foundation.errors import KeywordError, RunError, UserError
+from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import spelled_out
+from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import check_output, typed
+from kvalign.foundation.whole import Whole
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
+from kvalign.methods.choice import warn_if_too_long
 from kvalign.models.input_ids import check_fast, encoded
+from kvalign.models.packed import weights_of
+from kvalign.models.wrapped import unwrapped
 from kvalign.streaming import stream_file
 from kvalign.streaming.answer import Answer
 from kvalign.streaming.generation import end_ids, stream_tokens
+from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
 from kvalign.streaming.stream_file import SavedStream
 
@@ -33,7 +39,7 @@ STATE = "method."  # what a tensor of the method's own state is called by in a f
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 
 
-class TextStream:
+class TextStream(NotPickled):
     """Iterate over the text that continues what was fed. `feed` more of it at any time and iterate
     again; leave the loop and come back to it.
 
@@ -48,8 +54,14 @@ class TextStream:
         notes: texts by name that are saved with the stream, for whoever goes on with it.
     """
 
+    instead = (
+        "a stream is neither copied nor pickled: save() it, and kvalign.load_stream() the file"
+    )
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: Method, sampling: Sampling):
         check_fast(tokenizer)
+        if sampling.lookup:
+            check_lookup(method)
         self.tokenizer, self.method, self.sampling = tokenizer, method, sampling
         self.end_ids = end_ids(method.model.generation_config) if sampling.stop_at_end else []
         self.generator = sampling.generator(method.model.device)
@@ -59,10 +71,8 @@ class TextStream:
     def reset(self) -> None:
         """Forget all that was said: the next input begins a text. Draws go on."""
         self.method.reset()
-        self.ids: list[int] = []
-        self.num_fed = 0
-        self._is_whole = True
-        self._begin_answer()
+        self._whole, self.num_fed = Whole(), 0
+        self._begin_answer([])
 
     def feed(self, text: str | Sequence[int]) -> None:
         """Add a text, or its token ids, after what was generated; the next iteration goes on there.
@@ -70,31 +80,38 @@ class TextStream:
         The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
         stream. UserError if there is nothing in it, or it is neither.
         """
-        self.check_whole()
+        self._whole.check()
         ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
         if len(ids) == 0:
             raise UserError("the input is empty: give at least one word")
-        if self._answer.has_end_token:
-            self.ids.pop()  # the end token: it has not been fed, and the stream goes on
-        self.ids += ids
-        self._begin_answer()
+        warn_if_too_long(self.method, len(ids))
+        with self._whole.change():
+            # An end token has not been fed, and the stream goes on.
+            self._begin_answer(self.ids[: len(self.ids) - self._answer.has_end_token] + ids)
+
+    def encode_anew(self, ids: list[int]) -> None:
+        """Let the method hold these tokens of the stream alone, at least one, encoded anew when it
+        is iterated next; `ids`, which tell what was said, stay.
+        """
+        with self._whole.change():
+            self.method.reset()
+            self._tokens, self.num_fed = self._new_tokens(ids), 0
 
     def __iter__(self) -> Iterator[str]:
-        self.check_whole()
+        self._whole.check()
         if not self.ids:
             raise UserError("this stream has no input: begin it with a prompt, or feed it first")
         while not self._answer.finish:
             start = time.perf_counter()
-            self._is_whole = False
-            token = next(self._tokens, None)
-            self._is_whole = True
-            if token is None:
-                return
-            chosen = int(token)  # waits for the device
-            self.times_s.append(time.perf_counter() - start)
-            self.num_fed = len(self.ids)
-            self.ids.append(chosen)
-            piece, _ = self._answer.take(chosen)
+            with self._whole.change():
+                token = next(self._tokens, None)
+                if token is None:
+                    return
+                chosen = int(token)  # waits for the device
+                self.times_s.append(time.perf_counter() - start)
+                self.num_fed = len(self.ids)
+                self.ids.append(chosen)
+                piece, _ = self._answer.take(chosen)
             if piece:
                 yield piece
 
@@ -106,12 +123,14 @@ class TextStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the model's end token or a stop string ends the stream, until it is fed."""
+        """Return whether the model's end token or a stop string ends the stream, until it
+        is fed.
+        """
         return self._answer.finish == "stop"
 
     @property
     def is_cut(self) -> bool:
-        """Whether max_new_tokens ends the stream here, until it is fed."""
+        """Return whether max_new_tokens ends the stream here, until it is fed."""
         return self._answer.finish == "length"
 
     @property
@@ -142,7 +161,7 @@ class TextStream:
         """Write all that going on later needs to one safetensors file; see `load_stream`. A stream
         without input is one, too, and begins when it is fed.
         """
-        self.check_whole()
+        self._whole.check()
         place = Path(typed("path", path, Path))
         check_output(place, "file", "path")
         method, model = self.method, self.method.model
@@ -156,6 +175,7 @@ class TextStream:
             device=model.device.type,
             num_fed=self.num_fed,
             num_new=len(self.token_ids),
+            weights=weights_of(model),
             tokenizer=stream_file.tokenizer_digest(self.tokenizer),
             notes=self.notes,
         )
@@ -164,29 +184,24 @@ class TextStream:
         tensors["generator"] = self.generator.get_state()
         stream_file.write(place, saved, tensors)
 
-    def check_whole(self) -> None:
-        """Raise RunError if an exception ended a step half-way: layers of the cache differ."""
-        if not self._is_whole:
-            todo = "begin a new one or load a saved one"
-            raise RunError(f"this stream was interrupted inside a step and cannot go on: {todo}")
-
     def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
         """Go on where a saved stream of these ids stopped; see `SavedStream`. Its method has been
         restored.
         """
-        self.ids, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
-        self._begin_answer()
+        before, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
+        self._begin_answer(before)
         self.ids, self.num_fed = ids, num_fed
         for token in answer:
             self._answer.take(token)
 
-    def _begin_answer(self) -> None:
+    def _begin_answer(self, ids: list[int]) -> None:
+        """Have these tokens, which an answer follows."""
+        self._answer = Answer(self.tokenizer, ids, self.sampling, self.end_ids)
+        self.ids, self._tokens = ids, self._new_tokens()
         self.times_s: list[float] = []
-        self._answer = Answer(self.tokenizer, self.ids, self.sampling, self.end_ids)
-        self._tokens = self._new_tokens()
 
-    def _new_tokens(self) -> Iterator[Tensor]:
-        ids = torch.tensor([self.ids], device=self.method.model.device)
+    def _new_tokens(self, anew: list[int] | None = None) -> Iterator[Tensor]:
+        ids = torch.tensor([anew or self.ids], device=self.method.model.device)
         yield from stream_tokens(
             self.method,
             ids[:, self.num_fed :],
@@ -195,6 +210,7 @@ class TextStream:
             eos_token_ids=self.end_ids,
             generator=self.generator,
             before=ids[:, : self.num_fed] if self.num_fed else None,
+            lookup=self.sampling.lookup,
         )
 
 
@@ -205,16 +221,19 @@ def stream(
     prompt: str = "",
     *,
     method: str = AUTO,
-    cache_size: int = 128,
+    cache_size: int | None = None,
+    keep: int | str | None = None,
     **config: Unpack[StreamConfig],
 ) -> TextStream:
     """Stream the text that continues a prompt, past the context length.
 
     Args:
-        model: a causal LM of transformers, in eval mode.
+        model: a causal LM of transformers, or what wraps one: see `kvalign.make_method`.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
         method, cache_size: as in `kvalign.make_method`.
+        keep: what is never evicted: `prompt`, all of it, or so many of its first tokens; in place
+            of num_sinks.
         config: num_sinks, num_evicted, ...: see `MethodConfig`; `compile`; max_new_tokens,
             temperature, ...: see `Sampling`. Without max_new_tokens the stream has no end, without
             a seed it draws one: `stream.sampling.seed`.
@@ -224,11 +243,25 @@ def stream(
         KeywordError: an unknown setting, with the nearest one.
     """
     sampling, rest = Sampling.of(stream, config)
+    if keep is not None:
+        if rest.get("num_sinks") is not None:
+            raise UserError("keep and num_sinks say the same: give one of them")
+        rest["num_sinks"] = _num_kept(keep, prompt, model, tokenizer)
     streaming = make_method(method, model, cache_size=cache_size, **rest)
     text_stream = TextStream(tokenizer, streaming, sampling)
     if not (isinstance(prompt, str) and prompt == ""):
         text_stream.feed(prompt)
     return text_stream
+
+
+def _num_kept(
+    keep: int | str, prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    if isinstance(keep, str) and keep != "prompt":
+        raise UserError(f"keep must be 'prompt' or a number of tokens, got {keep!r:.80}")
+    if isinstance(keep, str):
+        return len(encoded(prompt, tokenizer, unwrapped(model)))
+    return typed("keep", keep, int)
 
 
 @spelled_out(SamplingConfig)
@@ -267,7 +300,7 @@ def load_stream(
         asked.pop("seed", None)
     saved, tensors = stream_file.read(Path(typed("path", path, Path)))
     try:
-        stream_file.check_fits(saved, tensors, model)
+        stream_file.check_fits(saved, tensors, unwrapped(model))
         taken = set(_SIZES) - set(METHODS.find(saved.method).not_taken())
         sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
@@ -276,10 +309,11 @@ def load_stream(
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
-        state = {name: x.to(model.device) for name, x in tensors.items() if name.startswith(STATE)}
+        device = method.model.device
+        state = {name: x.to(device) for name, x in tensors.items() if name.startswith(STATE)}
         method.restore({name.removeprefix(STATE): x for name, x in state.items()})
         same_seed = loaded.sampling.seed == saved.sampling.get("seed")
-        if saved.device == model.device.type and same_seed:
+        if saved.device == device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"cannot go on with the stream in {path}: {error}") from error

@@ -7,30 +7,109 @@ A model with a chat template gets its own; any other the plain form of Streaming
     ASSISTANT:
 """
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.escape import check_text
+from kvalign.models.control_tokens import ids_of_masked, masked
 from kvalign.models.input_ids import ids_of
 from kvalign.models.template_trial import fault_of
 
 
 def turn_ids(
-    tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    turn: str,
+    is_first: bool,
+    system: str | None = None,
+    *,
+    special_tokens: bool = False,
 ) -> list[int]:
-    """The tokens of `turn_text`. A template writes the beginning of a text itself."""
-    text = turn_text(tokenizer, turn, is_first, system)
-    special = is_first and not tokenizer.chat_template
+    """The tokens of `turn_text`, as of `message_ids`."""
+    messages = _messages(turn, is_first, system)
+    return message_ids(tokenizer, messages, goes_on=not is_first, special_tokens=special_tokens)
+
+
+def message_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    goes_on: bool,
+    special_tokens: bool = False,
+) -> list[int]:
+    """The tokens of `messages_text`. A template writes the beginning of a text itself.
+
+    Args:
+        special_tokens: those in contents steer the model, as the template's do; without, they are
+            text: a message cannot end itself and begin another.
+    """
+    special = not goes_on and not tokenizer.chat_template
+    masks: dict[str, str] = {}
+    if not special_tokens:
+        contents, masks = masked([message["content"] for message in messages], tokenizer)
+        both = zip(messages, contents, strict=True)
+        messages = [{**message, "content": content} for message, content in both]
+    text = messages_text(tokenizer, messages, goes_on=goes_on)
     if not text.strip():
         raise UserError("the chat template of this model leaves out what is said")
+    if masks:
+        return ids_of_masked(text, masks, tokenizer, special)
     return ids_of(text, tokenizer, special)
 
 
-def opening_len(tokenizer: PreTrainedTokenizerBase, system: str | None) -> int:
+def opening_len(
+    tokenizer: PreTrainedTokenizerBase, system: str | None, *, special_tokens: bool = False
+) -> int:
     """Tokens of a conversation before the user's first word: what sinks should keep."""
-    one, other = (turn_ids(tokenizer, turn, True, system) for turn in ("?", "0"))
+    return _num_alike(tokenizer, True, system, special_tokens)
+
+
+def asked_from(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[int],
+    system: str | None,
+    *,
+    special_tokens: bool = False,
+) -> list[int]:
+    """Where the user's words begin in turns: behind what asks for them, of the first turn behind
+    the opening.
+
+    Args:
+        turns: the tokens that came before each; the first of a conversation has none.
+    """
+    num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
+    num_asking = _num_alike(tokenizer, False, None, special_tokens)
+    return [turn + (num_asking if turn else num_opening) for turn in turns]
+
+
+def first_that_fits(
+    begins: Sequence[int], num_tokens: int, num_opening: int, size: int, num_answer: int
+) -> int:
+    """The first of turns from which on a conversation fits in a cache with its last one, or else
+    the last.
+
+    Args:
+        begins: of each turn, as of `asked_from`.
+        num_tokens: of the conversation, its last turn included.
+        num_opening: tokens before the user's first word, which stay.
+        size: entries of the cache.
+        num_answer: tokens that may be answered; room is left for them, up to half the cache.
+    """
+    room = size - num_opening - min(num_answer, size // 2)
+    fits = (i for i, begin in enumerate(begins) if num_tokens - begin <= room)
+    return next(fits, len(begins) - 1)
+
+
+def _num_alike(
+    tokenizer: PreTrainedTokenizerBase, is_first: bool, system: str | None, special_tokens: bool
+) -> int:
+    """Tokens of a turn before the user's first word."""
+    one, other = (
+        turn_ids(tokenizer, turn, is_first, system, special_tokens=special_tokens)
+        for turn in ("?", "0")
+    )
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return sum(1 for _ in alike)
 
@@ -38,7 +117,7 @@ def opening_len(tokenizer: PreTrainedTokenizerBase, system: str | None) -> int:
 def turn_text(
     tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
 ) -> str:
-    """What is fed before the model answers a user's turn; the answer before it has been fed.
+    """Return what is fed before the model answers a user's turn; the answer before it has been fed.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
@@ -49,15 +128,13 @@ def turn_text(
     Raises:
         UserError: a template that fails, or takes no such conversation.
     """
-    told = [] if system is None or not is_first else [{"role": "system", "content": system}]
-    user = {"role": "user", "content": turn}
-    return messages_text(tokenizer, [*told, user], goes_on=not is_first)
+    return messages_text(tokenizer, _messages(turn, is_first, system), goes_on=not is_first)
 
 
 def messages_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, goes_on: bool
 ) -> str:
-    """What is fed of several messages, the last of which is a user's, before it is answered.
+    """Return what is fed of several messages, the last of which is a user's, before it is answered.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
@@ -79,6 +156,11 @@ def messages_text(
         what = "the chat template of this model changes earlier turns"
         raise UserError(f"{what}: they cannot be streamed")
     return whole.removeprefix(known)
+
+
+def _messages(turn: str, is_first: bool, system: str | None) -> list[dict[str, str]]:
+    told = [] if system is None or not is_first else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": turn}]
 
 
 def _plain(message: dict[str, str]) -> str:

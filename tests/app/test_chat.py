@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 
 import pytest
+from helpers.served import serving
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
@@ -44,6 +46,126 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, monkeypatch, capsys):
         assert chat("--json", "--state", "talk.safetensors", "--say", turn) == 0
         one_by_one += answers(capsys)
     assert one_by_one == at_once
+
+
+def test_every_turn_that_is_said_is_answered(capsys, monkeypatch):
+    turns = ["Who, if any?", "Why?", "When?"]
+    said = [word for turn in turns for word in ("--say", turn)]
+    assert chat("--json", *said) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["turn"] for one in document["answers"]] == turns
+    assert document["settings"]["say"] == turns
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
+    assert chat("--json") == 0
+    assert answers(capsys) == [one["text"] for one in document["answers"]]
+    assert chat(*said) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("> ")] == [
+        f"> {turn}" for turn in turns
+    ]
+
+
+def test_the_file_names_the_model(tmp_path, capsys):
+    path = str(tmp_path / "talk.safetensors")
+    how = ["--model", "llama-mini", "--weights", "int8"]
+    assert chat(*how, "--state", path, "--say", "Who?") == 0
+    capsys.readouterr()
+    assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
+    used = json.loads(capsys.readouterr().out)["settings"]
+    assert (used["model"], used["weights"]) == ("llama-mini", "int8")
+    assert main(["chat", "--state", path, "--say", "Why?", "--model", "gpt2-mini"]) == 2
+    assert "it is a stream of llama-mini" in capsys.readouterr().err
+
+
+def test_answers_are_calm_where_nobody_says(capsys):
+    assert chat("--say", "Who?", "--json") == 0
+    used = json.loads(capsys.readouterr().out)["settings"]
+    assert (used["temperature"], used["top_p"], used["do_sample"]) == (0.3, 0.9, True)
+    assert chat("--say", "Who?", "--json", "--temperature", "1") == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["temperature"] == 1
+
+
+def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = "Who?\nWhy?\nWhen?\n/save talk\n/memory\n/reset\n/memory\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert chat("--method", "streaming-llm") == 0
+    err = capsys.readouterr().err
+    marks = [line for line in err.splitlines() if line.startswith("[the first")]
+    assert marks == ["[the first turn is out of the cache]"]
+    assert "in the cache: 40 tokens, of 40 at most; the first 4 never go\n" in err
+    assert "tokens (the first turn is out of the cache)\nin a memory: none; kvalign chat --m" in err
+    assert "said: 3 turns, " in err and "said: 0 turns, 0 tokens" in err
+    stream = said("talk", load_model("gpt2-mini"))
+    begins = list(map(int, stream.notes["turns"].split()))
+    gone = [place for place in range(stream.num_fed) if place not in stream.method.cache.index()]
+    assert {*range(4, begins[1])} <= {*gone} and not {*range(4, begins[2])} <= {*gone}
+
+    assert main(["chat", "--state", "talk", "--json", "--say", "Where?", "--say", "Who?"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["num_forgotten_turns"] for one in document["answers"]] == [2, 3]
+
+
+def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhy?\nWhen?\n/memory\n"))
+    assert chat("--model", "llama-mini", "--memory", "100") == 0
+    err = capsys.readouterr().err
+    assert "[the first turn is out of the cache, in the memory]" in err
+    assert re.search(r"in the memory: \d+ tokens, of 100 at most", err)
+
+
+def test_what_is_kept_never_goes(tmp_path, capsys):
+    path, loaded = tmp_path / "talk", load_model("gpt2-mini")
+    for keep, num in (("system", opening_len(loaded.tokenizer, None)), ("9", 9)):
+        path.unlink(missing_ok=True)
+        turns = ["--say", "Who?", "--say", "Why?", "--say", "When?"]
+        assert chat("--keep", keep, "--state", str(path), *turns) == 0
+        stream = said(path, loaded)
+        assert stream.method.sizes.num_sinks == num and stream.num_evicted
+        assert stream.method.cache.index()[:num].tolist() == list(range(num))
+    assert "(known" not in capsys.readouterr().err
+
+
+TURNS = ("Who?", "Why?", "Where? " * 4, "When?", "So?", "And why?")
+
+
+@pytest.mark.parametrize("model", ["gpt2-mini", "llama-mini"])
+def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", model, "--cache-size", "100", "--max-new-tokens", "14", "--evict", "turns"]
+    say = [word for turn in TURNS for word in ("--say", turn)]
+    chat = ["chat", *flags, "--temperature", "0", "--system", "You know islands.", "--json"]
+    assert main([*chat, *say]) == 0
+    document = json.loads(capsys.readouterr().out)
+    texts = [one["text"] for one in document["answers"]]
+    gone = [one["num_forgotten_turns"] for one in document["answers"]]
+    assert gone[0] == 0 and gone == sorted(gone) and len({*gone}) > 2
+
+    loaded, served = load_model(model), []
+    messages = [{"role": "system", "content": "You know islands."}]
+    with serving(loaded, cache_size=100, evict="turns") as server, server.client() as client:
+        for turn in TURNS:
+            messages.append({"role": "user", "content": turn})
+            reply = client.chat.completions.create(
+                model=model, messages=messages, temperature=0, max_tokens=14
+            )
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            served.append(reply.choices[0].message.content)
+    assert texts == served
+
+    one_by_one = []
+    for number, turn in enumerate(TURNS):  # the file keeps --evict turns
+        begin = chat if not number else ["chat", "--json"]
+        assert main([*begin, "--state", "talk", "--say", turn]) == 0
+        one_by_one += answers(capsys)
+    assert one_by_one == texts
+    stream = said("talk", loaded)
+    assert len(stream.ids) > 100 + 14 and stream.method.fill <= 100
+    monkeypatch.setattr("sys.stdin", io.StringIO("/memory\n/reset\n/memory\n"))
+    assert main(["chat", "--state", "talk"]) == 0
+    err = capsys.readouterr().err
+    assert f"(the first {gone[-1]} turns are out of the cache)" in err
+    assert "said: 0 turns, 0 tokens" in err and err.count("out of the cache)") == 1
 
 
 def test_answers_are_printed_as_text(capsys):
@@ -78,8 +200,11 @@ def test_the_system_prompt_stays(tmp_path):
         (["--say", " "], "--say is empty"),
         (["--say", "a", "--num-sinks", "few"], "--num-sinks must be auto or a number, got 'few'"),
         (["--say", "a", "--system", "word " * 60], "--system takes"),
+        (["--say", "a", "--keep", "all"], "--keep must be system or a number of tokens, got 'all'"),
+        (["--say", "a", "--keep", "41"], "--keep takes 41 entries, so --cache-size must be above"),
+        (["--say", "a", "--keep", "4", "--num-sinks", "4"], "say the same: give one of them"),
         (["--say", "a", "--method", "sinks"], "unknown method 'sinks'"),
-        (["--say", "a", "--top-p", "2"], "--top-p must be at most 1, got 2"),
+        (["--say", "a", "--top-p", "2"], "--top-p must be above 0 and at most 1, got 2"),
         (["--say", "a", "--state", "talk", "--num-evicted", "5"], "has its own --num-evicted"),
         (["--say", "a", "--state", "talk", "--system", "b"], "has its own --system"),
         (["--say", "a", "--state", "talk", "--method", "window"], "has its own --method"),
@@ -107,13 +232,27 @@ def _read_until(fd, pattern, timeout_s=60):
         got += os.read(fd, 4096)
 
 
-def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
+@contextmanager
+def _terminal(*flags):
+    """A chat in a terminal of its own: its process, and our end."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvalign", "chat", "--max-new-tokens", "1000000"]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        [sys.executable, "-m", "kvalign", "chat", *flags],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     try:
+        yield process, ours
+    finally:
+        process.kill()
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
+    with _terminal("--max-new-tokens", "1000000") as (process, ours):
         _read_until(ours, b"> ")
         os.write(ours, b"Who?\n")
         _read_until(ours, ANSWER_BEGINS)
@@ -121,10 +260,26 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
         _read_until(ours, rb"(?s)tokens by kvalign.*\n> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        os.close(ours)
-        os.close(theirs)
+
+
+def _interrupt(process, ours, pattern):
+    """Ctrl-C at a prompt, which readline shows before it waits: in between, the next wakes it."""
+    for _ in range(6):
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        with suppress(AssertionError):
+            return _read_until(ours, pattern, timeout_s=10)
+    raise AssertionError(f"no {pattern!r}")
+
+
+def test_a_first_ctrl_c_at_an_idle_prompt_warns_and_a_second_one_leaves():
+    with _terminal("--max-new-tokens", "3") as (process, ours):
+        for typed in ("", "Who?\n"):
+            os.write(ours, typed.encode())
+            _read_until(ours, rb"\n(\x1b\[\?2004h)?> ")
+            _interrupt(process, ours, rb"(?s)Ctrl-C once more leaves, as Ctrl-D does.*> ")
+        _interrupt(process, ours, rb"kvalign chat: interrupted")
+        assert process.wait(timeout=60) == 130
 
 
 def said(path, loaded):
@@ -137,7 +292,7 @@ def test_a_conversation_takes_new_sampling_flags_and_keeps_them(tmp_path, capsys
     path, loaded = tmp_path / "talk.safetensors", load_model("gpt2-mini")
     flags = ["--state", str(path), "--say"]
     assert chat(*flags, "Who?") == 0
-    assert chat(*flags, "Why?", "--top-p", "0.5", "--max-new-tokens", "200", "--seed", "7") == 0
+    assert chat(*flags, "Why?", "--top-p", "0.5", "--max-new-tokens", "9", "--seed", "7") == 0
     for _ in range(2):
         sampling = said(path, loaded).sampling
         assert (sampling.top_p, sampling.seed) == (0.5, 7)
@@ -145,7 +300,7 @@ def test_a_conversation_takes_new_sampling_flags_and_keeps_them(tmp_path, capsys
         capsys.readouterr()
         assert main(["chat", *flags, "When?"]) == 0
         assert "--top-p 0.5 --seed 7; kept in" in capsys.readouterr().err
-    assert said(path, loaded).sampling.max_new_tokens == 200
+    assert said(path, loaded).sampling.max_new_tokens == 9
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +330,17 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     greedy = answers(capsys)
     assert chat(*options, "--temperature", "0", "--seed", "9", "--json") == 0
     assert answers(capsys) == greedy
+
+
+def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
+    for command in (["chat", "--say", "Who?"], ["generate", "--prompt", "Who?"]):
+        assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
+        err = capsys.readouterr().err
+        said = "cache of 511 entries: what the context length 512 has room for (--cache-size names"
+        assert err.count(said) == 1
+        assert main([*command, "--max-new-tokens", "2"]) == 0
+        err = capsys.readouterr().err
+        assert "cache of 128 entries, " in err and "cache of 128 entries:" not in err
 
 
 def test_generate_has_defaults_of_its_own(warm_model, capsys):
@@ -254,7 +420,7 @@ def test_the_document_of_a_conversation_that_goes_on_has_its_own_settings(tmp_pa
     begun = json.loads(capsys.readouterr().out)
     assert main(["chat", "--state", path, "--say", "Why?", "--json"]) == 0
     resumed = json.loads(capsys.readouterr().out)
-    assert begun["settings"] | {"say": "Why?"} == resumed["settings"]
+    assert begun["settings"] | {"say": ["Why?"]} == resumed["settings"]
     used = resumed["settings"]
     assert (used["cache_size"], used["system"], used["method"]) == (40, "You know.", "discard-half")
     opening = opening_len(load_model("gpt2-mini").tokenizer, "You know.")
@@ -298,8 +464,44 @@ def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.err.splitlines()[0] == (
         "gpt2-mini by streaming-llm, cache of 40 entries, 4 sinks; "
-        "--max-new-tokens 12 --top-k 20 --seed 0; kept in talk"
+        "--max-new-tokens 12 --temperature 0.3 --top-k 20 --top-p 0.9 --seed 0; kept in talk"
     )
     assert "\x1b" not in printed.out.splitlines()[0]
     assert chat("--state", "talk", "--say", "Why?") == 0
     assert "; kept in talk, " in capsys.readouterr().err
+
+
+def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "talk"
+    assert chat("--say", "Who?", "--state", str(path)) == 0
+    others = []
+
+    def lines():
+        assert chat("--say", "Why?", "--state", str(path)) == 0
+        others.append(path.read_bytes())
+        yield "When?"
+
+    monkeypatch.setattr(
+        "kvalign.app.sessions.conversation.turns", lambda say: iter(say) if say else lines()
+    )
+    assert chat("--state", str(path)) == 1
+    error = f"this answer is not kept: {path} was changed by another program since"
+    assert error in capsys.readouterr().err
+    assert [path.read_bytes()] == others
+
+
+def test_kill_at_an_idle_prompt_is_asked_about_nothing(monkeypatch, capsys):
+    from kvalign.app.sessions.conversation import turns
+    from kvalign.foundation.errors import Killed
+
+    def stopped(by):
+        def read(_):
+            raise by
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            next(turns())
+        return capsys.readouterr().err.count("Ctrl-C once more leaves")
+
+    assert (stopped(Killed), stopped(KeyboardInterrupt)) == (0, 1)

@@ -2,8 +2,10 @@
 code 2.
 """
 
+import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -11,9 +13,10 @@ import pytest
 from helpers.results_example import write_folder
 from helpers.smaller import INSIDE, example, smaller
 
+from kvalign.app.cli import help
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS, Command
 from kvalign.app.cli.main import main
-from kvalign.foundation.settings import fields_of, flag
+from kvalign.foundation.settings import flag
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -21,11 +24,39 @@ def test_help_names_every_flag(command, capsys):
     for kind, cls in Command(command).all_settings().items():
         assert main([*command.split(), *(["--aligner-kind", kind] if kind else []), "--help"]) == 0
         out = capsys.readouterr().out
-        for field in fields_of(cls):
+        for field in dataclasses.fields(cls):
             positional = field.metadata["positional"]
             assert (field.name.upper() if positional else flag(field.name)) in out
         assert "example:\n  kvalign" in out
+        assert all(len(line) <= 80 for line in out.splitlines()) and "default: True" not in out
         assert all(about.count("(default") <= 1 for about in out.split("\n  --"))
+
+
+def test_the_flags_of_what_streams_stand_in_groups(capsys):
+    for command in ("generate", "chat", "serve"):
+        assert main([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        titles = [line for line in out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]
+        assert titles == [f"{title}:" for title in (*help.TITLES, "example")]
+        groups = dict(zip(titles, re.split(r"(?m)^[a-z ]+:$", out)[1:], strict=True))
+        for title, flags in {
+            "text:": "temperature top-p seed",
+            "cache:": "cache-size memory num-sinks",
+            "method:": "method aligner policy",
+            "expert:": "num-evicted realign-every positions weights lookup",
+            "with any command:": "help json debug" if command != "serve" else "help debug",
+        }.items():
+            for name in flags.split():
+                assert f"--{name} " in groups[title], (command, name)
+
+
+def test_an_example_is_broken_so_that_a_shell_takes_it():
+    command = (
+        'kvalign chat --say "Who lived here -- and why?" --state talk.safetensors --seed 1 --json'
+    )
+    lines = help.example(command)
+    assert all(len(line) <= 80 for line in lines.splitlines()) and "\n" in lines
+    assert shlex.split(lines.replace("\\\n", " ")) == shlex.split(command)
 
 
 def test_usage_has_every_command_under_one_heading(capsys):
@@ -33,7 +64,9 @@ def test_usage_has_every_command_under_one_heading(capsys):
         assert main(words) == 0
         out = capsys.readouterr().out
         for name, about in COMMANDS.items():
-            assert out.count(f"\n  {name} ") == 1 and about in out
+            assert out.count(f"\n  {name} ") == 1 and about in " ".join(out.split())
+        assert all(len(line) <= 80 for line in out.splitlines())
+    assert len(GROUPS) == 3
     assert [f"{group}:" in out for group in GROUPS] == [True] * len(GROUPS)
     assert sum(map(len, GROUPS.values())) == len(COMMANDS)
 
@@ -48,7 +81,8 @@ def test_a_first_word_alone_lists_its_commands(capsys):
     listed = [line for line in printed.splitlines() if line.startswith("  eval ")]
     assert len(listed) == len(names)
     for name in names:
-        assert any(line.startswith(f"  {name} ") and COMMANDS[name] in line for line in listed)
+        assert any(line.startswith(f"  {name} ") for line in listed)
+        assert COMMANDS[name] in " ".join(printed.split())
 
 
 def test_help_does_not_import_torch():
@@ -107,15 +141,23 @@ WRONG = [
     ),
     (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
+    (["chat", "--say", "x", "--weights", "q4_0"], "got 'q4_0': did you mean int4?"),
+    (["chat", "--say", "x", "--weights", "int4", "--dtype", "bfloat16"], "contradict: leave out d"),
+    (["generate", *PROMPT, "--weights", "int4", "--device", "cuda"], "on a cpu only, got device c"),
     (
         ["generate", *PROMPT, "--top-k", "-1"],
-        "--top-k must be at least 0, got -1: 0 draws from all",
+        "--top-k must be at least 0 (0 draws from all), got -1",
     ),
-    (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be at least 0, got -1"),
+    (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be 0, or at least 1e-06"),
+    (["generate", *PROMPT, "--lookup", "99"], "--lookup must be at least 0 and at most 64, got 99"),
+    (["generate", *PROMPT, "--lookup", "8", "--memory", "99"], "lookup is not for kvalign (table"),
     (["generate", *PROMPT, "--max-tokens", "5"], "--max-tokens 5; did you mean --max-new-tokens?"),
     (["generate", *PROMPT, "--greedy"], "did you mean --no-do-sample?"),
-    (["generate", *PROMPT, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
-    (["generate", *PROMPT, "--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+    (["generate", *PROMPT, "--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
+    (
+        ["generate", *PROMPT, "--repetition-penalty", "0"],
+        "--repetition-penalty must be at least 0.001",
+    ),
     (
         ["generate", *PROMPT, "--cache-size", "512", "--method", "window"],
         "at most 511 for gpt2-mini (its",
@@ -143,7 +185,10 @@ WRONG = [
     (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
     (["eval", "perplexity", "--corpus", "short.txt"], "so say text:short.txt"),
     (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
-    (["eval", "perplexity", "--corpus", "text:short.txt"], "or smaller --cache-sizes"),
+    (
+        ["eval", "perplexity", "--corpus", "text:short.txt"],
+        "name a longer text, or smaller --num-tokens or --cache-sizes",
+    ),
     (["eval", "perplexity", "--methods", "window,sink"], "unknown method 'sink'"),
     (["eval", "perplexity", "--methods", ","], "--methods needs at least one value"),
     (["eval", "perplexity", "--cache-sizes", "32,600"], "--cache-sizes must be at most"),
@@ -257,7 +302,7 @@ def test_half_of_the_window_is_evicted_by_any_command(capfd):
     sizes = ["--method", "streaming-llm", "--cache-size", "16", "--num-evicted"]
     texts = {"half": [], "6": [], "1": []}
     for num, found in texts.items():
-        flags = [*sizes, num, "--max-new-tokens", "40", "--seed", "0", "--json"]
+        flags = [*sizes, num, "--max-new-tokens", "24", "--seed", "0", "--json"]
         for command in (["generate", *PROMPT], ["chat", "--say", "Who?"]):
             assert main([*command, *flags]) == 0
             document = json.loads(capfd.readouterr().out)
@@ -291,12 +336,13 @@ def test_text_comes_on_stdout_timing_on_stderr(capfd):
     assert texts[0] == texts[1]
 
 
-def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd):
+def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd, caplog):
     argv = ["generate", "--prompt", "The island " * 50, "--max-new-tokens", "3"]
     assert main([*argv, "--cache-size", "16"]) == 0
-    lines = capfd.readouterr().err.splitlines()[1:]
-    assert re.match(r"\d+ of the prompt's \d+ tokens are out of the cache already", lines[0])
-    num_evicted, num_prompt = map(int, re.findall(r"\d+", lines[0]))
+    lines = capfd.readouterr().err.splitlines()
+    (said,) = caplog.messages
+    assert re.match(r"\d+ of the input's \d+ tokens are out of the cache of 16 once", said)
+    num_evicted, num_prompt, _ = map(int, re.findall(r"\d+", said))
     assert num_prompt >= 100 and num_prompt - num_evicted == 16
     assert "3 tokens by kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
 

@@ -12,6 +12,7 @@ from helpers.smaller import INSIDE, examples, output_of, run_cell, smaller
 
 from kvalign import checkpoints
 from kvalign.app.cli.catalogue import COMMANDS
+from kvalign.eval.evaluations.perplexity.imported import MODES
 
 # What each reads that another writes.
 NEEDS = {"train": ["gen-data"], "tune": ["gen-data"], "report": ["eval run"]}
@@ -45,6 +46,7 @@ def run_example(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("examples")
     write_published(folder)
+    write_losses(folder / "nglls_gpt2")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in INSIDE.items():
             patch.setattr(name, value)
@@ -59,6 +61,13 @@ def write_published(folder):
     for name, hidden in (("keys", (256, 64)), ("values", (64, 128))):
         network = random_network(*hidden, num_layers=6, num_heads=4, head_dim=64, num_positions=256)
         torch.save(network, folder / f"{name}_network_distilgpt2.pth")
+
+
+def write_losses(folder):
+    """What the example of eval import-losses names."""
+    folder.mkdir()
+    for mode in MODES:
+        torch.save(torch.ones(300), folder / f"nglls_mode_{mode}_tokens_300_cache_size_32.pt")
 
 
 @pytest.mark.parametrize(("command", "number"), EXAMPLES)

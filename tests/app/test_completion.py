@@ -1,5 +1,6 @@
 """TAB offers every command, flag and name, and imports nothing heavy."""
 
+import dataclasses
 import io
 import os
 import shutil
@@ -17,7 +18,7 @@ from kvalign.app.cli.main import main
 from kvalign.app.commands.completion import CompletionSettings
 from kvalign.app.inventory.listing import suites
 from kvalign.data_gen.hub_dataset import HUB
-from kvalign.foundation.settings import fields_of, flag
+from kvalign.foundation.settings import flag
 from kvalign.methods import AUTO, METHODS
 from kvalign.models import fetched
 
@@ -108,7 +109,9 @@ def test_every_flag_is_offered(command, monkeypatch):
     one, offered = Command(command), {"--help", "--debug"}
     for cls in one.all_settings().values():
         offered |= cls.flags()
-        bools = [f for f in fields_of(cls) if "bool" in str(f.type) and f.default is not False]
+        bools = [
+            f for f in dataclasses.fields(cls) if "bool" in str(f.type) and f.default is not False
+        ]
         offered |= {"--no-" + flag(f.name)[2:] for f in bools}
     offered |= {"--json"} if one.has_json else set()
     assert offers(f"kvalign {command} --", monkeypatch) == offered
@@ -116,7 +119,7 @@ def test_every_flag_is_offered(command, monkeypatch):
 
 def test_every_field_with_names_is_one_of_a_command():
     classes = [cls for c in COMMANDS for cls in Command(c).all_settings().values()]
-    assert _names().keys() <= {field.name for cls in classes for field in fields_of(cls)}
+    assert _names().keys() <= {field.name for cls in classes for field in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize("shell", SHELLS)

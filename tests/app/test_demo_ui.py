@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from importlib import resources
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,6 +16,7 @@ from helpers.browser import DESKTOP, PHONE, faults, watched
 from helpers.smaller import example
 
 from kvalign.app.cli.main import main
+from kvalign.app.pages.page import PROMPT
 from kvalign.foundation.escape import escape_controls
 
 pytestmark = pytest.mark.browser
@@ -63,11 +64,14 @@ def opened(browser, address):
     """Opens pages; afterwards: they asked nobody else for anything and complained of nothing."""
     visits = []
 
-    def open_page(**context):
+    def open_page(stops=True, **context):
         visits.append(watched(browser.new_context(**context)))
         page = visits[-1][0]
         page.goto(address)
-        page.locator("#start:enabled").wait_for()
+        page.locator("#stage .cards").wait_for()  # it opens on texts that are being written
+        if stops:
+            page.click("#stop")
+            page.locator("#start:enabled").wait_for()
         return page
 
     yield open_page
@@ -136,6 +140,7 @@ def counts(page):
 
 def watch_counts(page):
     """Have the page note `counts` whenever it changes; ask it for `window.seen`."""
+    page.locator("#stage").wait_for(state="attached")
     page.evaluate(
         """() => {
           window.seen = [];
@@ -254,10 +259,10 @@ def test_wrong_settings_are_one_line(page):
         finish(page)
 
 
-def test_first_start_shows_stale_entries_fail(opened):
-    """The page as it comes: nothing is set but Start."""
-    page = opened(**DESKTOP)
-    start(page)
+def test_it_opens_on_stale_entries_that_fail(opened):
+    """The page as it comes: nothing is pressed."""
+    page = opened(stops=False, **DESKTOP)
+    page.locator(".verdict").wait_for(timeout=180_000)
     finish(page)
     names = page.locator(".card h2").all_inner_texts()
     assert names == ["streaming-llm", "kvalign (table-kl)", "discard-half"]
@@ -268,6 +273,10 @@ def test_first_start_shows_stale_entries_fail(opened):
     assert said.startswith("Read again, the text of kvalign (table-kl) surprises the model least")
     assert not any(mark in text for text in texts(page) for mark in ("@-@", "@,@", " ,", "<unk>"))
     assert "seed 3" in page.locator(".legend").inner_text()
+    # As the page says: "They begin alike, until the cache is full."
+    assert "begin alike" in page.locator("#about").inner_text()
+    alike = takewhile(lambda three: len({*three}) == 1, zip(*texts(page), strict=False))
+    assert len([*alike]) > len(PROMPT) + 100
     assert faults(page) == []
 
 
@@ -303,7 +312,10 @@ def test_lane_follows_the_settings(page):
     choose(page, ["window"], **{"Cache size": 8, "Evicted at once": 2})
     page.get_by_role("tab", name="The cache").click()
     frame = page.frame_locator("#lane iframe")
-    frame.locator("#about", has_text="window").wait_for()
+    page.wait_for_function(  # the last of the changes has come
+        "() => document.querySelector('#lane iframe')"
+        "?.contentDocument.querySelector('#num_evicted')?.value === '2'"
+    )
     frame.locator("#method").filter(visible=True).wait_for()
     values = [
         frame.locator(f"#{name}").input_value()
@@ -342,6 +354,46 @@ def test_policies_and_positions(page):
     pick(page, "Positions", "compact")
 
 
+def test_memory_is_switched_on_and_off(page):
+    """A card says what it has, or why it has none; the lane shows it."""
+    switch = page.locator("#memory input")
+    assert not switch.is_checked()
+    switch.check()
+    run(page, ["streaming-llm", "kvalign", "recompute"], **{"New tokens": 30})
+    line = page.locator(".card [role=alert]").inner_text()
+    assert line.startswith("memory is not for gpt2-mini without an aligner") and "\n" not in line
+    refusing, aligned, again = page.locator(".card .note").all_inner_texts()
+    assert aligned.endswith("; memory of 100000 tokens, 4 taken back")
+    assert "memory of" not in refusing + again
+    assert counts(page) == [30, 30]
+    choose(page, ["kvalign"], **{"Cache size": 8})
+    page.get_by_role("tab", name="The cache").click()
+    frame = page.frame_locator("#lane iframe")
+    frame.locator("#recalls:visible").wait_for()
+    assert frame.locator(".cell.recalled").count() == 2
+    switch.uncheck()
+    frame.locator("#recalls").wait_for(state="hidden")
+    page.get_by_role("tab", name="Side by side").click()
+    run(page, ["kvalign"], **{"New tokens": 10})
+    assert "memory" not in page.locator(".card .note").inner_text()
+
+
+def test_memory_may_be_on_from_the_first():
+    """`--memory` and `--num-recalled` set what the switch on the page switches."""
+    from kvalign.app.pages.page import build
+
+    switches = {
+        memory: next(
+            block
+            for block in build(["llama-mini"], memory=memory, num_recalled=3).blocks.values()
+            if getattr(block, "label", None) == "Memory"
+        )
+        for memory in (None, 500)
+    }
+    assert [switches[memory].value for memory in (None, 500)] == [False, True]
+    assert "100000 evicted tokens" in switches[None].info and "500 e" in switches[500].info
+
+
 def test_another_model_brings_its_aligners(page):
     pick(page, "Model", "llama-mini")
     page.wait_for_function(
@@ -374,8 +426,10 @@ def test_phone_has_room(opened):
     ("wrong", "expected"),
     [
         (["--port", "PORT"], "is taken: name another with --port, or 0"),
-        (["--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1"),
+        (["--host", "192.0.2.1", "--without-key"], "cannot listen at --host 192.0.2.1"),
         (["--aligner", "kvalign-llama-mini-table"], "was made for"),
+        (["--memory", "0"], "--memory must be at least 1, got 0"),
+        (["--num-recalled", "0"], "--num-recalled must be at least 1, got 0"),
     ],
 )
 def test_wrong_flags_are_one_line(wrong, expected, address, capfd):

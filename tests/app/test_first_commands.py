@@ -16,9 +16,12 @@ from kvalign.aligners import Aligner
 from kvalign.app.cli import standard_input
 from kvalign.app.cli.main import main
 from kvalign.app.commands.generate import PROMPT
+from kvalign.app.sessions.marks import BEYOND, tokens_past
+from kvalign.training.settings import TuneSettings
 
 COMMANDS = ["gen-data", "train --target key", "generate --method kvalign"]
 NETWORK = "kvalign-data/gpt2-mini/network"
+SHIPPED = "kvalign-gpt2-mini-table-kl"
 TAKE = f"kvalign generate --method kvalign --aligner {NETWORK}"
 
 
@@ -59,7 +62,12 @@ def test_the_three_commands_in_an_empty_folder(tmp_path):
     assert f"aligner: {NETWORK}\n" in trained
     assert to_stream.endswith(f"next: kvalign train --target value\nnext: {TAKE}\n")
     assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
-    assert f"--aligner {NETWORK} takes it in place of the shipped" in at_last
+    assert "perplexity of " in trained and "keys realigned\n" in trained
+    taken = f"{NETWORK}, trained here, is taken: perplexity "
+    assert at_last.startswith(taken) and "by the shipped kvalign-gpt2-mini-table-kl; " in at_last
+    marks = ("[token 129: the cache of 128 entries is full", "[token 513: the context of 512")
+    for mark in marks:
+        assert mark in at_last
     assert at_last.splitlines()[-1].startswith("next: kvalign eval perplexity ")
 
 
@@ -87,6 +95,58 @@ def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
         assert again.out == before.out and "finished" in again.err
         assert len(says_next(again)) == 1, "with both networks there, only to stream is left"
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+
+
+def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
+    """It says how that compares; `auto` takes what ships, and so does what changes nothing."""
+    config = tmp_path / NETWORK / "config.json"
+    Aligner.from_pretrained("kvalign-gpt2-mini-network").save_pretrained(config.parent)
+    written = json.loads(config.read_text())
+    judged = {"val_nll": 4.0, "shipped": {"aligner": SHIPPED, "val_nll": 3.0}}
+    for judge, said in (
+        (judged, "perplexity 54.6 of held-out text, 20.09 by the shipped"),
+        ({}, ""),
+    ):
+        written["training"]["key"]["judged"] = judge
+        config.write_text(json.dumps(written))
+        printed = kvalign("generate --method kvalign --max-new-tokens 5")
+        assert printed.err.startswith(
+            f"{NETWORK}, trained here, is taken: {said or 'not compared'}"
+        )
+        assert f"--aligner {SHIPPED} takes that\n" in printed.err
+        assert "by kvalign (network)" in printed.err
+    assert "by kvalign (table-kl)" in kvalign("generate --max-new-tokens 5").err
+    for part in written["training"].values():
+        part["used"] = False
+    config.write_text(json.dumps(written))
+    assert "(table-kl)" in kvalign("generate --method kvalign --max-new-tokens 5").err
+
+
+def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
+    printed = kvalign("generate --cache-size 32")
+    assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
+    assert "[token 513: the context of 512 tokens ends here, the stream goes on]" in printed.err
+    assert "[token" not in kvalign("generate --max-new-tokens 20").err
+    assert tokens_past(None, 5) is None is tokens_past(8192, 5)
+    assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND
+
+
+def test_another_corpus_has_folders_of_its_own(kvalign, tmp_path):
+    (tmp_path / "my text.txt").write_text(TEXT[:12_000])
+    kvalign("gen-data --num-tokens 2560")
+    text = ["--corpus", "text:my text.txt"]
+    assert main(["gen-data", "--num-tokens", "2560", *text]) == 0
+    printed = kvalign("train --target key --max-steps 2")
+    assert "recording: kvalign-data/gpt2-mini/caches-text-my-text.txt\n" in printed.err
+    assert "not judged by streams: corpus 'text:my text.txt' has" not in printed.err
+    assert "aligner: kvalign-data/gpt2-mini/network-text-my-text.txt\n" in printed.out
+    table = ["train", "--num-tokens", "6000", "--chunk-len", "48", *text]
+    assert main(table) == 0
+    assert (tmp_path / "kvalign-data/gpt2-mini/table-text-my-text.txt/config.json").exists()
+    sweep = TuneSettings(target="value")
+    assert str(sweep.folder) == "kvalign-data/gpt2-mini/sweep-value-text-my-text.txt"
+    sweep = TuneSettings(target="value", data=tmp_path / "data")
+    assert sweep.folder == tmp_path / "sweep-value"
 
 
 def test_json_is_machine_clean(kvalign):

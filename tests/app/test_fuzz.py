@@ -1,9 +1,10 @@
-"""Ten thousand almost right inputs, over every boundary: each is taken, or refused in one line and
+"""Thousands of almost right inputs, over every boundary: each is taken, or refused in one line and
 in seconds, and leaves nothing. A case that is found becomes a row of a table of the hostile tests.
 
 KVALIGN_FUZZ_SEED repeats a run; it is printed with what was found.
 """
 
+import dataclasses
 import json
 import os
 import secrets
@@ -32,7 +33,7 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.perplexity import PerplexitySettings
 from kvalign.eval.report.results_folder import read
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.settings import fields_of, flag
+from kvalign.foundation.settings import flag
 from kvalign.methods import make_method
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.turns import turn_ids
@@ -41,12 +42,12 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
 CASES = {
-    "flags": 4500,
+    "flags": 3000,
     "sampling": 1500,
     "suites": 1000,
     "results": 600,
     "aligners": 600,
-    "templates": 40,  # a process each
+    "templates": 16,  # a process each
     "calls": 600,
     "prompts": 400,
     "streams": 300,
@@ -114,11 +115,11 @@ KINDS = [(c, k, cls) for c in COMMANDS for k, cls in Command(c).all_settings().i
 def test_flags(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command, _, cls = data.draw(st.sampled_from(KINDS))
-    names = [f.name for f in fields_of(cls)]
+    names = [f.name for f in dataclasses.fields(cls)]
     words = []
     for name in data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []:
         words.append(f"{flag(name)}={data.draw(VALUES)}")
-    for f in fields_of(cls):
+    for f in dataclasses.fields(cls):
         if "MISSING" in repr(f.default) and data.draw(st.integers(0, 9)):
             value = data.draw(VALUES)
             words += [value] if f.metadata["positional"] else [f"{flag(f.name)}={value}"]
@@ -312,6 +313,7 @@ def test_streams(data, talk):
         if data.draw(st.booleans()):
             about = json.loads(values["__metadata__"]["stream"])
             values["__metadata__"]["stream"] = json.dumps(data.draw(changed(about)))
+            values["__metadata__"].pop("sha256", None)  # it would end what is looked at
             talk.write_bytes(header(values, kept[8 + length :])(None))
         else:
             talk.write_bytes(almost(kept, data.draw))

@@ -20,6 +20,8 @@ COMMANDS_OF = {
     "readability": ["eval", "readability"],
     "streameval": ["eval", "streameval"],
     "recall": ["eval", "recall"],
+    "needle": ["eval", "needle"],
+    "told": ["eval", "told"],
     "attention": ["eval", "attention"],
     "eval chat": ["eval", "chat"],
     "eval run": ["eval", "run", "quick", "--out", "o"],
@@ -116,6 +118,17 @@ recall --num-questions 0 {big} 100000000000
 recall --num-streams 0 1000000 {big}
 recall --cache-sizes 1 2 3 64,3
 recall --seed -1 {big}
+needle --distances -1 {big} 100000 4,-1
+needle --num-needles 0 -1 145 {big}
+needle --gap -1 100000 {big}
+needle --num-streams 0 {big} 10000000
+needle --cache-sizes 0 {big}
+needle --seed -1 {big}
+told --talk -1 {big} 100000 4,-1
+told --passage-len 0 -1 100000 {big}
+told --num-conversations 0 {big} 10000000
+told --cache-sizes 0 {big}
+told --seed -1 {big}
 attention --num-texts 1 {big} 100000000000
 attention --num-steps 0 {big}
 eval chat --num-turns 0 {big}

@@ -161,6 +161,8 @@ RESULTS = [
     ("perplexity", placed(REMOVED, "rows", 0, "bigrams", 1, "ratio"), "bigrams"),
     ("perplexity", placed(REMOVED, "rows", 0, "bigrams", 1), "bigrams"),
     ("perplexity", placed("near", "rows", 0, "bigrams", 1, "to"), "bigrams"),
+    ("perplexity", placed(REMOVED, "rows", 0, "tokens", 1, "ratio"), "tokens"),
+    ("perplexity", placed(REMOVED, "rows", 0, "tokens", 1), "tokens"),
     ("perplexity", placed(0, "rows", 0, "cache_size"), "cache_size"),
     ("perplexity", placed("64", "rows", 0, "cache_size"), "cache_size"),
     ("perplexity", placed(10**30, "rows", 0, "cache_size"), "cache_size"),

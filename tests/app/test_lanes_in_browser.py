@@ -13,6 +13,8 @@ from helpers.real_frames import ANY, NUM_TOKENS, real_frames
 from helpers.tiny_models import KINDS
 
 from kvalign.app.pages.lanes import FAMILIES, MAX_CACHE_SIZE, page
+from kvalign.cache.recall import Asking
+from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.methods import METHODS, make_method
@@ -29,6 +31,16 @@ SIZES = [
     if num_sinks < cache_size and num_evicted <= cache_size - num_sinks
 ]
 SIZE_NAMES = ("cache_size", "num_sinks", "num_evicted")
+MEMORIES = [
+    dict(cache_size=cache_size, num_sinks=num_sinks, memory=memory, num_recalled=num_recalled)
+    for cache_size in (2, 3, 7, 12)
+    for num_sinks in (0, 1, 4)
+    for memory in (3, 9, 100)
+    for num_recalled in (None, 1, 2, 5)
+    if num_sinks < cache_size - 1 and (num_recalled or 1) < min(cache_size - num_sinks, memory + 1)
+]
+MEMORY = dict(method="streaming-llm", family="rotary", cache_size=8, num_sinks=2, memory=6)
+NUMBERS = "found => found.map((one) => one.lastChild.textContent)"
 # Figure 4 of StreamingLLM (Xiao et al. 2024): the cached tokens and token 9, with positions.
 FIGURE_4 = [[0, 0], [1, 1], [2, 2], [3, 3], [6, 4], [7, 5], [8, 6], [9, 7]]
 
@@ -40,7 +52,7 @@ def opened(browser, tmp_path):
 
     def open_page(*, width=1280, scheme="light", motion="no-preference", **settings):
         path = tmp_path / f"{len(addresses)}.html"
-        path.write_text(page(**settings), encoding="utf-8")
+        path.write_text(page(**{"method": "streaming-llm"} | settings), encoding="utf-8")
         context = browser.new_context(
             color_scheme=scheme, reduced_motion=motion, viewport={"width": width, "height": 800}
         )
@@ -58,10 +70,10 @@ def opened(browser, tmp_path):
 
 
 def shown(tab):
-    """[token, born, now] of the cells."""
+    """[token, born, now or away] of the cells."""
     return tab.evaluate(
-        """[...document.querySelectorAll(".cell:not(.gone)")].map((cell) =>
-          [".token", ".born b", ".now b"].map((part) =>
+        """[...document.querySelectorAll(".cell:not(.gone, .sinking)")].map((cell) =>
+          [".token", ".born b", ".now b, .away b"].map((part) =>
             Number(cell.querySelector(part).lastChild.textContent)))"""
     )
 
@@ -110,6 +122,121 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
     assert len(shown(tab)) == 7 and tab.locator("#evicts").input_value() == "before"
     tab.locator("#cache_size").fill("2")
     assert [tab.locator(f"#{name}").input_value() for name in SIZE_NAMES] == ["2", "0", "1"]
+
+
+def lost_by_the_cache(sizes, token):
+    """The tokens that a memory may give to a token."""
+    asking = Asking(sizes, torch.tensor([[token]]), torch.tensor([token + 1]), RECENCY_BY_AGE)
+    lost = asking.lost(num_slots=64, group=32, device=torch.device("cpu"))
+    tokens = token - lost.ages(torch.arange(64))
+    return sorted(tokens[lost.worth.isfinite()].tolist())
+
+
+def test_script_takes_back_what_the_memory_can_give(opened):
+    """Which ones, chance says; how many, of which, and where they stand, the cache's sums."""
+    settings = [
+        dict(method=method, family=family, num_evicted=1, **sizes)
+        for method, family in (("streaming-llm", "rotary"), ("kvalign", "learned"))
+        for sizes in MEMORIES
+    ]
+    found = opened().evaluate(
+        """([settings, numTokens]) =>
+          JSON.stringify(settings.map((some) => laneFrames(some, numTokens)))""",
+        [settings, NUM_TOKENS],
+    )
+    for some, frames in zip(settings, json.loads(found), strict=True):
+        sizes = CacheSizes(**{name: some[name] for name in MEMORIES[0]})
+        num_sinks, num_back = sizes.num_sinks, sizes.num_recalled
+        by_age = some["family"] == "rotary"
+        places = RecallPlaces(sizes, 10**9, by_age=by_age, is_free=by_age)
+        before = []
+        for token, frame in enumerate(frames):
+            seen = [entry["index"] for entry in frame["seen"]]
+            assert len(seen) == min(token, sizes.cache_size) + 1
+            assert [entry["now"] for entry in frame["seen"]] == list(range(len(seen)))
+            assert frame["lost"] == before == lost_by_the_cache(sizes, token)
+            if token <= sizes.cache_size:
+                assert seen == list(range(token + 1))
+            else:
+                back = seen[num_sinks : num_sinks + num_back]
+                assert set(back) <= set(before) and back == sorted(set(back))
+                assert seen[:num_sinks] == list(range(num_sinks))
+                rest = range(token - sizes.num_in_sight, token + 1)
+                assert seen[num_sinks + num_back :] == list(rest)
+                entries = [entry for entry in frame["seen"] if "away" in entry]
+                assert [entry["index"] for entry in entries] == back
+                ages = torch.tensor([entry["away"] for entry in entries])
+                assert ages.tolist() == [token - index for index in back]
+                if by_age:
+                    assert (places.near + places.beyond(ages)).tolist() == ages.tolist()
+                else:
+                    now = [entry["now"] for entry in entries]
+                    assert places.at(ages, sizes.cache_size).tolist() == now
+            before = [*before, *frame["going"]][-sizes.memory :]
+            if frame["going"]:
+                stored = [(entry["index"], entry["now"]) for entry in frame["stored"]]
+                kept = range(token + 1 - sizes.num_in_sight, token + 1)
+                at = range(sizes.cache_size - sizes.num_in_sight, sizes.cache_size)
+                sinks = [(index, index) for index in range(num_sinks)]
+                assert stored == [*sinks, *zip(kept, at, strict=True)]
+
+
+def test_memory_is_seen(opened):
+    tab = opened(**MEMORY)
+    back = [int(text) for text in tab.locator(".recalled .token").evaluate_all(NUMBERS)]
+    assert [int(text) for text in tab.locator("#lost .back").all_inner_texts()] == back
+    assert len(back) == 2 and tab.locator(".cell").count() == 9
+    assert "2 of them taken back from the memory: tokens " in said(tab)
+    assert tab.locator(".zone").all_inner_texts() == ["sinks", "taken back", "window", "new"]
+    (aside,) = tab.locator(".aside .token").evaluate_all(NUMBERS)
+    lost = tab.locator("#lost b").all_inner_texts()
+    before = lost, said(tab), shown(tab)
+    tab.get_by_role("button", name="Step forward").click()
+    assert said(tab).startswith(f"Entry {aside} goes to the memory. What was taken back stays")
+    assert tab.locator("#lost b").all_inner_texts() == [*lost, str(aside)][-6:]
+    assert tab.locator(".cell.recalled:not(.sinking)").count() == 0
+    tab.get_by_role("button", name="Step back").click()
+    assert (tab.locator("#lost b").all_inner_texts(), said(tab), shown(tab)) == before
+    assert "depends on its queries" in " ".join(tab.locator("#recalls").inner_text().split())
+    assert tab.locator("#buffer:visible").count() == 0
+    tab.locator("#speed").fill("4")
+    tab.get_by_role("button", name="Restart").click()
+    assert tab.locator("#kept").inner_text() == "nothing is lost yet."
+    for _ in range(60):
+        tab.keyboard.press("ArrowRight")
+    assert "6 tokens, as many as it has room for" in tab.locator("#kept").inner_text()
+
+
+def test_memory_where_it_can_be(opened):
+    tab = opened(**MEMORY)
+    memory, says = tab.locator("#memory"), tab.locator("output[for=memory]")
+    for family, method, lack in [
+        ("rotary", "window", ""),
+        ("rotary", "kvalign", ""),
+        ("learned", "kvalign", ""),
+        ("learned", "streaming-llm", "not on learned positions"),
+        ("alibi", "kvalign", "not on alibi positions"),
+        ("rotary", "recompute", "not for recompute"),
+        ("rotary", "dense", "not for dense"),
+    ]:
+        tab.locator("#family").select_option(family)
+        tab.locator("#method").select_option(method)
+        assert memory.is_disabled() == bool(lack) and says.inner_text() == (lack or "6"), method
+        assert tab.locator("#recalls:visible").count() == (not lack)
+        assert tab.locator(".recalled .now, .recalled .away").count() == (0 if lack else 2)
+        assert (tab.locator(".recalled .away").count() > 0) == (family == "rotary" and not lack)
+    tab.locator("#method").select_option("streaming-llm")
+    assert tab.locator("#num_evicted").is_disabled() and not memory.is_disabled()
+    tab.locator("#num_recalled").fill("5")
+    assert tab.locator(".cell.recalled").count() == 5
+    tab.locator("#num_sinks").fill("7")
+    assert says.inner_text() == "needs a window of 2" and memory.is_disabled()
+    tab.locator("#num_sinks").fill("2")
+    memory.fill("0")
+    assert tab.locator(".cell.recalled").count() == 0
+    assert not tab.locator("#num_evicted").is_disabled()
+    tab.get_by_role("button", name="with a memory").click()
+    assert tab.locator(".cell.recalled").count() == 2 and memory.input_value() == "30"
 
 
 def test_script_writes_where_the_cache_writes(opened):
@@ -306,9 +433,12 @@ def test_runs_inside_another_page(opened):
     assert frame.locator("#says").inner_text().startswith("Entry 4 is evicted")
 
 
-@pytest.mark.parametrize("cache_size", [1, 7, MAX_CACHE_SIZE])
-def test_nothing_is_wider_than_a_phone(cache_size, opened):
-    tab = opened(width=320, cache_size=cache_size, num_sinks=0)
+@pytest.mark.parametrize(
+    ("cache_size", "memory"), [(1, 0), (7, 0), (7, 100), (MAX_CACHE_SIZE, 0), (MAX_CACHE_SIZE, 100)]
+)
+def test_nothing_is_wider_than_a_phone(cache_size, memory, opened):
+    tab = opened(width=320, family="rotary", cache_size=cache_size, num_sinks=0, memory=memory)
+    tab.evaluate("show(moments.length - 2, false)")
     assert tab.evaluate("document.documentElement.scrollWidth") == 320
     newest = tab.locator(".cell.new").bounding_box()
     assert newest["x"] > 0 and newest["x"] + newest["width"] < 320
@@ -326,3 +456,5 @@ def test_no_serious_accessibility_fault(scheme, opened):
         tab.locator("#method").select_option(name)
         tab.locator("#family").select_option(family)
         assert faults(tab, impacts=("minor", "moderate", "serious", "critical")) == []
+    tab.get_by_role("button", name="with a memory").click()
+    assert faults(tab, impacts=("minor", "moderate", "serious", "critical")) == []

@@ -2,10 +2,14 @@
 
 import json
 import logging
+import re
+import subprocess
+import sys
 
 import pytest
 from helpers.hub_cache import put_into_cache
 from helpers.tiny_models import tiny_model
+from transformers import AutoConfig
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
@@ -73,6 +77,31 @@ def test_rows_say_what_the_configs_say():
     assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
 
 
+def test_models_are_listed_without_torch():
+    """It takes seconds to import; configs of what ships tell all without it."""
+    code = (
+        "import sys; from kvalign.app.cli.main import main; main(['models'])\n"
+        "assert not {'torch', 'transformers'} & {*sys.modules}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in checkpoints.MODELS)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt"])
+def test_a_config_says_the_same_with_and_without_transformers(model_type, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path)
+    config, plain = AutoConfig.from_pretrained(tmp_path), listing._model_config(tmp_path)
+    assert isinstance(plain, type(config)) is (model_type == "opt")
+    assert spec_of(plain, "x") == spec_of(config, "x")
+    path = tmp_path / "config.json"  # as of before transformers 5: much is left to defaults
+    said = json.loads(path.read_text())
+    for name in ("rope_parameters", "head_dim", "n_head"):
+        said.pop(name, None)
+    path.write_text(json.dumps(said))
+    assert isinstance(listing._model_config(tmp_path), type(config))
+
+
 def test_models_of_the_cache_are_listed_if_they_can_be_streamed(cache, tmp_path):
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path / "own")
@@ -129,11 +158,18 @@ def test_text_is_a_line_each_and_json_one_document(command, tables, capsys):
         assert [line.split()[0] for line in lines] == [next(iter(row.values())) for row in rows]
 
 
-def test_a_narrow_terminal_gets_whole_words_and_the_names_of_what_is_left_out(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["models", "aligners"])
+def test_a_narrow_terminal_gets_a_card_each_with_all_of_it(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["models"]) == 0
+    assert main([command]) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
-    assert (
-        out.count("architecture") == 2 and "left out at 80 columns: purpose; default aligner" in out
-    )
+    assert "left out" not in out
+    first, *_ = getattr(listing, command)()
+    _, card, _ = re.split(r"(?m)^(?=\S)", out, maxsplit=2)
+    assert card.splitlines()[0] == first["name"] and len(card.splitlines()) <= 4
+    facts = " · ".join(line.strip() for line in card.splitlines()[1:]).split(" · ")
+    told = {name.replace("_", " "): value for name, value in first.items() if name != "name"}
+    for name, value in told.items():
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        assert value is None or f"{name} {text}" in facts

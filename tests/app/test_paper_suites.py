@@ -25,10 +25,10 @@ from kvalign.eval.report.sweeps import Sweep, tables
 
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
-    "--max-steps 3 --chunk-len 96 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
+    "--max-steps 3 --chunk-len 66 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
     "--max-new-tokens 5 --num-trials 1 --generate 3 --trial-len 2"
 )
-SMALL_ON_HUB = f"{SMALL} --num-tokens 1200 --num-turns 2 --num-lines 20 --distances 0"
+SMALL_ON_HUB = f"{SMALL} --num-tokens 680 --num-turns 2 --num-lines 20 --distances 0"
 
 
 def run_here(command, out):
@@ -131,6 +131,7 @@ def hub(tmp_path, monkeypatch):
     """The working folder, with folders that stand for what the suites take from the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_here)
+    monkeypatch.setattr("kvalign.training.judge.ROW_LABELS", 80)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints.model_path("gpt2-mini"))
     sizes = {"vocab_size": len(tokenizer)}
     for model, kind, length in (

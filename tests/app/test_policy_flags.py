@@ -62,9 +62,9 @@ def test_the_end_of_kept_positions_is_said(capfd):
     keep = (
         "--method streaming-llm --policy key-norm --positions keep --max-new-tokens 600 --top-k 1"
     )
-    assert main([*GENERATE.split(), *keep.split()]) == 0
+    assert main([*GENERATE.replace("gpt2-mini", "recall-gpt2").split(), *keep.split()]) == 0
     said = capfd.readouterr().err
-    assert "the stream ends here: the model has no position left\n512 tokens by streaming" in said
+    assert "the stream ends here: the model has no position left\n256 tokens by streaming" in said
 
 
 def test_policies_are_listed(capfd):

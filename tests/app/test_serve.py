@@ -102,6 +102,21 @@ def test_several_prompts_and_answers(client):
     assert other[0].text != alone[0].text
 
 
+def test_what_an_answer_repeats_may_be_looked_up(client, loaded):
+    """Answers are the same, alone and beside others, in sessions that go on."""
+    asked = dict(max_tokens=90, temperature=0)
+    prompts = ["The king. The king. The", "In the year"]
+    with serving(loaded, cache_size=48, max_streams=8, lookup=8) as one, one.client() as other:
+        for turn in ("Who? Who?", "And the other? Who?"):
+            texts = [content(say(x, turn, "talk-looked-up", **asked)) for x in (client, other)]
+            assert texts[0] == texts[1] != ""
+        several, alone = (
+            x.completions.create(model="gpt2-mini", prompt=prompts, **asked).choices
+            for x in (client, other)
+        )
+        assert [choice.text for choice in several] == [choice.text for choice in alone]
+
+
 def test_stop_strings_are_not_shown(client):
     asked = dict(model="gpt2-mini", prompt="The history of the", temperature=0, max_tokens=30)
     text = client.completions.create(**asked).choices[0].text
@@ -166,8 +181,15 @@ def test_the_system_prompt_stays(client, server, loaded):
         say(client, too_long)
 
 
+def test_methods_of_other_lengths_of_system_prompts_do_not_add_up(client, server):
+    for i in range(12):
+        told = {"role": "system", "content": "x " * i + "Know."}
+        say(client, [told, {"role": "user", "content": "Who?"}], max_tokens=1)
+    assert server.service._blank.cache_info().currsize <= 8
+
+
 def test_rows_together_are_rows_alone(server, loaded):
-    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(8)}
+    talks = {f"t{i}": [f"{'Who lived ' * i}there?", "Why?" * (i + 1), "And?"] for i in range(5)}
 
     def hold(name, prefix, answers):
         with server.client() as client:
@@ -234,7 +256,8 @@ def test_least_recently_used_sessions_go(loaded):
         for name in ("a", "b", "a", "c"):
             say(client, "Who?", name, max_tokens=2)
         assert list(server.service.sessions._by_id) == ["a", "c"]
-        assert say(client, "Why?", "b").usage.prompt_tokens_details.cached_tokens == 0
+        with pytest.raises(openai.APIStatusError, match="kept no longer"):
+            say(client, "Why?", "b")
 
 
 def test_a_full_queue_is_429_and_others_go_on(loaded):
@@ -324,18 +347,49 @@ def test_whole_turns_go(loaded, monkeypatch):
         (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
         (["--evict", "all"], "--evict must be one of entries, turns"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "a", "--without-key"], "--without-key and a key contradict"),
         (["--sessions", "held"], "another run is writing to held"),
-        (["--sessions", "foreign"], "is not a stream that kvalign saved"),
+        (["--keep-unnamed"], "--keep-unnamed needs a folder to keep them in: --sessions DIR"),
     ],
 )
 def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "a.safetensors").write_text("nothing")
     with locked(tmp_path / "held"):
         assert main(["serve", "--port", "0", *flags]) == 2
     error = capsys.readouterr().err.splitlines()
     assert message in error[-1] and error[-1].startswith("kvalign serve: error: ")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.7.7", "example.org", "127.0.0.1.nip"])
+def test_others_are_let_in_with_a_key(host, monkeypatch, capsys):
+    monkeypatch.delenv("KVALIGN_API_KEY", raising=False)
+    monkeypatch.setattr(ServeSettings, "load", lambda settings: pytest.fail("it loads a model"))
+    assert main(["serve", "--host", host, "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--api-key" in error and "--without-key" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--host", "0.0.0.0", "--api-key", "secret"], "secret"),
+        (["--host", "0.0.0.0"], "of the environment"),
+        (["--host", "0.0.0.0", "--without-key"], None),
+        (["--host", "127.0.0.2"], None),
+        (["--host", "::1"], None),
+        (["--host", "localhost"], None),
+    ],
+)
+def test_who_is_let_in(flags, key, monkeypatch):
+    served = []
+    monkeypatch.setattr("kvalign.app.commands.demo_ui.free_port", lambda host, port: 1)
+    monkeypatch.setattr(ServeSettings, "load", lambda settings: None)
+    monkeypatch.setattr("kvalign.app.serve.server.serve", lambda *given: served.append(given[0]))
+    monkeypatch.delenv("KVALIGN_API_KEY", raising=False)
+    if key == "of the environment":
+        monkeypatch.setenv("KVALIGN_API_KEY", key)
+    assert main(["serve", *flags]) == 0
+    assert [settings.api_key for settings in served] == [key]
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ def says(role, content):
 BODIES = [
     (CHAT, b"{", 400, "not JSON"),
     (CHAT, b"", 400, "not JSON"),
-    (CHAT, b"[" * 100_000, 400, "JSON"),
+    (CHAT, b"[" * 3_000, 400, "JSON"),
+    (CHAT, b"[" * 100_000, 400, "too many values"),
     (CHAT, b"\xff\xfe", 400, "not JSON"),
     (CHAT, b'"text"', 400, "the body"),
     (CHAT, b'{"model": "gpt2-mini", "messages": []}', 400, "messages"),
@@ -152,6 +153,44 @@ def test_addresses(server):
             assert client.get(path).status_code == 404
         assert client.get("/health", headers={"Authorization": ""}).status_code == 200
         assert client.get("/metrics", headers={"Authorization": ""}).status_code == 401
+
+
+def test_heads_and_slashes(server):
+    """Watchdogs ask with HEAD, and with a slash at the end."""
+    with httpx.Client(base_url=server.address) as client:
+        for path in ("/health", "/health/"):
+            assert client.get(path).json() == {"status": "ok"}
+            reply = client.head(path)
+            assert (reply.status_code, reply.content) == (200, b"")
+        assert client.head("/v1/models/").status_code == 401
+        assert client.head("/v1/models/", headers=KEY).status_code == 200
+        assert client.get("/v1/models/gpt2-mini/", headers=KEY).json()["id"] == "gpt2-mini"
+        path, body = chat()
+        assert client.post(f"{path}/", json=body, headers=KEY).status_code == 200
+        is_form(client.get("//", headers=KEY), 404, "no such address")
+
+
+def test_origins(server):
+    """A page's Origin is this very host, or one that is allowed: an extension of the browser."""
+    extension = "chrome-extension://abcdefghijklmnopabcdefghijklmnop"
+    here = server.address.removeprefix("http://")
+    path, body = chat()
+
+    def status(address, origin, method="POST", **headers):
+        given = {**KEY, "Origin": origin, **headers}
+        return httpx.request(method, f"{address}{path}", json=body, headers=given)
+
+    for origin in (f"http://{here}", f"https://{here}"):
+        assert status(server.address, origin).status_code == 200
+    for origin in (extension, f"chrome-extension://{here}", f"file://{here}", "null", ""):
+        is_form(status(server.address, origin), 403, "may not ask here")
+    with serving(load_model("gpt2-mini"), allowed_origins=(extension,)) as other:
+        reply = status(other.address, extension)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == extension
+        asking = {"Access-Control-Request-Method": "POST"}
+        assert status(other.address, extension, "OPTIONS", **asking).status_code == 200
+        is_form(status(other.address, f"{extension}x"), 403, "may not ask here")
 
 
 def raw(server, request, wait_s=5.0):

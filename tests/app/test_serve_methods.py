@@ -2,16 +2,20 @@
 rows, both families of positions.
 """
 
+import itertools
 import queue
+import secrets
+from contextlib import contextmanager
 
 import pytest
 from helpers.pairwise import one_of_each
 
 import kvalign
 from kvalign.app.serve.answers import End, Piece
+from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.wire import Chat
+from kvalign.app.serve.wire import Chat, Sent
 from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
@@ -39,7 +43,8 @@ def asked(service, turn, name, **more):
     """The queue to which a turn's events come."""
     events = queue.Queue()
     fields = dict(model="any", messages=[{"role": "user", "content": turn}], session=name)
-    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), events.put)
+    sent = Sent(key=secrets.token_hex(8))  # a turn that is said twice is no turn sent again
+    service.chat(Chat(**fields, temperature=0, max_tokens=6, **more), sent, events.put)
     return events
 
 
@@ -49,6 +54,22 @@ def text_of(events):
         assert isinstance(event, Piece), event
         text += event.text
     return text
+
+
+def last_of(events):
+    """How a turn has ended."""
+    while isinstance(event := events.get(timeout=60), Piece):
+        pass
+    return event
+
+
+@contextmanager
+def removed(hook):
+    """A hook until the end of the block."""
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
@@ -80,6 +101,39 @@ def test_sessions_are_their_streams(number, name, models):
             assert text == "".join(stream)
 
 
+@pytest.mark.parametrize("number", [0, 3, 4, 5])
+def test_a_step_that_fails_ends_its_turns_and_nothing_else(number, models, caplog):
+    """Asked again, sessions go on from where they were, and so do those that come later."""
+    method, loaded = METHODS[number], models["gpt2-mini"]
+    service = Service(ServeSettings(model="gpt2-mini", cache_size=24, **method), loaded)
+    service.start()
+    layer, texts = loaded.model.transformer.h[1], {}
+    try:
+        for failing in (False, True):
+            for name in ("a", "b"):
+                text_of(asked(service, "Who lived there?", f"{name}{failing}"))
+            names, failed = [f"{x}{failing}" for x in "abc"], range(3)
+            if failing:
+                calls = itertools.count()
+
+                def fail(*args, calls=calls):
+                    if next(calls) == 4:
+                        raise RuntimeError("planted")
+
+                with removed(layer.register_forward_pre_hook(fail)):
+                    waiting = [asked(service, "Why?", name) for name in names]
+                    ends = [last_of(events) for events in waiting]
+                failed = [i for i, end in enumerate(ends) if isinstance(end, RequestError)]
+                assert failed and {ends[i].code for i in failed} == {"stream_failed"}
+            waiting = {i: asked(service, "Why?", names[i]) for i in failed}
+            texts[failing] = {i: text_of(events) for i, events in waiting.items()}
+    finally:
+        service.stop()
+    assert texts[True].items() <= texts[False].items()
+    assert service.engine.num_rows == 0
+    assert "planted" in caplog.text
+
+
 def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
     """Another row is stepped between two parts; what is said is that of a stream."""
     loaded = models["gpt2-mini"]
@@ -91,13 +145,15 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
         fields = dict(model="any", temperature=0, max_tokens=40)
         hello = [{"role": "user", "content": "Hello"}]
         service.chat(
-            Chat(messages=hello, **fields), lambda e: (order.append("short"), short.put(e))
+            Chat(messages=hello, **fields), Sent(), lambda e: (order.append("short"), short.put(e))
         )
         assert isinstance(short.get(timeout=60), Piece)  # it is being stepped
         text = "the king of the island had a ship and " * 400
         long = [{"role": "user", "content": text}]
         events = queue.Queue()
-        service.chat(Chat(messages=long, **fields), lambda e: (order.append("long"), events.put(e)))
+        service.chat(
+            Chat(messages=long, **fields), Sent(), lambda e: (order.append("long"), events.put(e))
+        )
         answer = text_of(events)
     finally:
         service.stop()

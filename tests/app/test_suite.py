@@ -116,7 +116,7 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     assert main(["eval", "run", "own.yaml", "--out", "results"]) == 1
     error = capfd.readouterr().err
     assert (
-        "name a longer text, or --num-tokens" in error
+        "name a longer text, or smaller --num-tokens" in error
         and "error: exit code 2 of kvalign eval" in error
     )
     assert error.endswith("; finished cells are kept\n")

@@ -29,7 +29,7 @@ def make(model):
 
 number = 3
 '''
-FEW = ["--model", "llama-mini", "--invariants"]
+FEW = ["--model", "recall-llama", "--invariants"]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_cache_of_the_users_own(folder, capsys):
     ],
 )
 def test_wrong_use_is_one_line(words, message, folder, capsys):
-    model = [] if "--cache-size" in words else ["--model", "llama-mini"]
+    model = [] if "--cache-size" in words else ["--model", "recall-llama"]
     assert main(["verify", *model, *words]) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert message in err[-1]

@@ -8,7 +8,7 @@ from helpers.methods import CACHE_SIZE, make, step, tables
 from helpers.pairwise import one_of_each
 from helpers.tiny_models import CONTEXT_LEN, ROTARY_KINDS, SCALINGS, tiny_model
 
-from kvalign.models.architectures import spec_of
+from kvalign.models.architectures import rotation_of, spec_of
 
 
 @pytest.fixture
@@ -17,6 +17,7 @@ def positions(monkeypatch):
     told = []
 
     def record(model):
+        rotation_of(model)  # which is measured, once
         rotary = model.base_model.rotary_emb
         encode = rotary.forward
 

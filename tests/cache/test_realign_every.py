@@ -123,6 +123,22 @@ def test_scoring_is_stepping(num_evicted, realign_every, models, ids):
         assert torch.allclose(score(method, ids[:1]), expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("aligner", [*ALIGNERS])
+def test_rows_of_unequal_length_on_alibi(aligner, models, ids):
+    """Positions have run on by others in each row, and a mask goes by places."""
+    model, lens = models["bloom"], (4, 27)
+    batch = KVAlign(model, CacheSizes(CACHE_SIZE, 4, 1, 3), aligner=ALIGNERS[aligner](model))
+    alone, others = ([batch.new() for _ in lens] for _ in range(2))
+    for one, other, row, num in zip(alone, others, ids, lens, strict=True):
+        one.feed(row[None, :num])
+        other.feed(row[None, :num])
+    batch.join(others)
+    for i in range(20):
+        tokens = torch.stack([row[num + i] for row, num in zip(ids, lens, strict=True)])[:, None]
+        expected = [one.feed(token[None]) for one, token in zip(alone, tokens, strict=True)]
+        assert torch.allclose(batch.feed(tokens), torch.cat(expected), atol=1e-4)
+
+
 def test_it_changes_what_is_seen(models, ids):
     model, logits = models["gpt2"], []
     for realign_every in (1, 3):

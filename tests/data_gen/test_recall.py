@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from kvalign.data_gen.corpora import texts, token_pieces
+from kvalign.data_gen.corpus import RECALL_LEN
 from kvalign.data_gen.facts import (
     ANSWER,
     END,
+    NUM_KEYS,
     NUM_VALUES,
     QUESTION,
     WORDS,
@@ -16,7 +18,6 @@ from kvalign.data_gen.facts import (
     ages,
     recall_tokenizer,
 )
-from kvalign.data_gen.recall import NUM_TOKENS
 
 
 def test_answers_are_the_values_that_keys_were_given_last():
@@ -70,8 +71,25 @@ def test_the_corpus_is_tokens_of_its_own():
     tokenizer = recall_tokenizer(256)
     (text,) = texts("recall", "test")
     ids = list(chain(*token_pieces("recall", tokenizer, "test")))
-    assert len(ids) == NUM_TOKENS["test"] and max(ids) < len(WORDS) - 1
+    assert len(ids) == RECALL_LEN["test"] and max(ids) < len(WORDS) - 1
     assert text.split() == [WORDS[i] for i in ids]
     assert tokenizer.decode(ids[:9]) == " ".join(WORDS[i] for i in ids[:9])
     assert tokenizer("k7=3 island")["input_ids"] == [7 * 8 + 3, WORDS.index(END)]
     assert text[:100] not in next(texts("recall", "train"))
+
+
+@pytest.mark.parametrize(("max_age", "num_resting"), [(256, 4), (1024, 16), (4096, 32)])
+def test_keys_that_rest_are_asked_for_once_at_all_ages(max_age, num_resting):
+    rows = FactStreams(3, 4, max_age, resting=True).take(8192).tolist()
+    found = np.array([age for row in rows for age in ages(row) if age])
+    assert found.max() > 0.9 * max_age
+    # In time: as often in the last octave as in the one before it.
+    bands = [((found > low) & (found <= 2 * low)).sum() for low in (max_age // 4, max_age // 2)]
+    assert min(bands) > 40 and max(bands) < 2 * min(bands)
+    for row in rows:
+        told = [token // NUM_VALUES for token in row if token < QUESTION]
+        asked = [token - QUESTION for token in row if QUESTION <= token < ANSWER]
+        for key in range(NUM_KEYS - num_resting, NUM_KEYS):
+            assert abs(told.count(key) - asked.count(key)) <= 1
+    plain = FactStreams(3, 4, max_age).take(8192).tolist()
+    assert max_age == 256 or max(age for row in plain for age in ages(row)) < 0.9 * max_age

@@ -47,6 +47,8 @@ SMALLER_PYTHON = {
     "max_new_tokens=2000": "max_new_tokens=80",
     "max_new_tokens=500": "max_new_tokens=80",
     "range(1000)": "range(300)",
+    "num_tokens=100_000": "num_tokens=2_600",
+    "cache_sizes=[32, 64]": "cache_sizes=[32], num_tokens=12",
 }
 # Names on the hub, and the architecture of the random model of that name.
 HUB = {
@@ -62,12 +64,13 @@ TEXTS = ("wikitext-2/test.txt", "wikitext-2/valid.txt")
 PUBLISHED = ("keys_network_distilgpt2.pth", "values_network_distilgpt2.pth")
 # Lines of a shell that are not run, and why.
 NOT_RUN = {
-    r"make (demo|test|test-slow|lint|format|docs|coverage)": "sets up an environment",
     r"make results PART=\S+": "sets up an environment; tests/scripts/test_results.py",
     r"pip install .+": "sets up an environment; .ci/run installs the wheel",
+    r"python tests/scripts/memory_layers.py .+": "takes long; tests/scripts/test_memory_layers.py",
+    r"python tests/scripts/step_parts.py .+": "compiles, with a model of the index",
     r"hf upload \S+ \S+": "writes to the hub; here a copy of the folder takes its name",
 }
-# Pages whose sections begin in folders of their own: README's results come from elsewhere.
+# Pages whose sections begin in folders of their own, as a reader may begin at any.
 BY_SECTION = ("README.md",)
 LONG = ("README.md", "docs/evaluation.md", "docs/tutorials/report.md")  # they run whole suites
 LONG += ("docs/footguns.md", "docs/verify.md")

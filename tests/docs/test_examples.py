@@ -35,6 +35,8 @@ MARKS = {
     "serve_sessions": pytest.mark.slow,
     "serve_on_ray": pytest.mark.ray,
 }
+# Ray Serve gives its proxy 15 seconds to start: too few beside the other workers' tests.
+PATIENCE = ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,10 @@ MARKS = {
 def test_script_runs(path, tmp_path, monkeypatch, capsys):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
+    if path.stem == "serve_on_ray":
+        for name in PATIENCE:
+            monkeypatch.setenv(name, "300")
+        monkeypatch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 300)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("sys.argv", [str(path)])
     exec(compile(smaller(path.read_text()), path, "exec"), {"__name__": "__main__"})

@@ -1,7 +1,8 @@
 """What CONTRIBUTING counts: a method, a policy, a kind of aligner, an evaluation and a corpus are a
-file and a line each, a family of positions a module and lines of one other file.
+file and a line each, a layout of rotary keys a module and lines of one other file.
 
-Each of `extensions/` is added to a copy of the package and used there through the command line.
+Each of `extensions/` is added to one copy of the package and used there through the command line,
+in one process for all: none knows of the others.
 """
 
 import json
@@ -18,17 +19,27 @@ import kvalign
 SOURCE = Path(kvalign.__file__).parent
 EXTENSIONS = Path(__file__).with_name("extensions")
 pytestmark = pytest.mark.slow
-RUN = """
+# Runs Python that it is sent, line by line of JSON, and sends back what `printed` is then.
+SERVANT = """
 import contextlib, io, json, shlex, sys
 from kvalign.app.cli.main import main
+from kvalign.training import judge
 
-printed = []
-for command in sys.argv[1:]:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        if code := main(shlex.split(command)):
-            sys.exit(code)
-    printed.append(out.getvalue())
-print(json.dumps(printed))
+judge.ROW_LABELS = 80  # an aligner is judged by so little text
+
+def run(*commands):
+    printed = []
+    for command in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            if code := main(shlex.split(command)):
+                sys.exit(code)
+        printed.append(out.getvalue())
+    return printed
+
+for line in sys.stdin:
+    printed = None
+    exec(json.loads(line))
+    print(json.dumps(printed), flush=True)
 """
 
 
@@ -37,6 +48,7 @@ class Copy:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
         skip = shutil.ignore_patterns("__pycache__", "checkpoints", "results")
         shutil.copytree(SOURCE, folder / "kvalign", ignore=skip)
         (folder / "kvalign" / "checkpoints").symlink_to((SOURCE / "checkpoints").resolve())
@@ -54,31 +66,53 @@ class Copy:
         path.write_text(text.replace(after, after + "".join(f"{line}\n" for line in lines)))
 
     def run(self, *commands: str) -> list[str]:
-        """What each command prints, one after the other in one process."""
-        return json.loads(self.python("-c", RUN, *commands))
+        """What each command prints."""
+        return self.python(f"printed = run(*{commands!r})")
 
-    def python(self, *words: str) -> str:
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+    def python(self, code: str) -> list[str]:
+        """What `printed` is after this code; a process that it ends has a successor."""
+        complaints = self.folder / "stderr.txt"
+        if self.process is None:
+            with complaints.open("w") as stderr:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", SERVANT],
+                    cwd=self.folder,
+                    env=os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+        self.process.stdin.write(json.dumps(code) + "\n")
+        self.process.stdin.flush()
+        if not (line := self.process.stdout.readline()):
+            self.end()
+            pytest.fail(complaints.read_text()[-3000:])
+        return json.loads(line)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+            self.process = None
 
 
-@pytest.fixture
-def copy(tmp_path):
-    return Copy(tmp_path)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """With all extensions."""
+    copy = Copy(tmp_path_factory.mktemp("copy"))
+    for add in (add_method, add_policy, add_aligner, add_evaluation, add_corpus, add_layout):
+        add(copy)
+    yield copy
+    copy.end()
 
 
-def test_a_method_is_a_file_and_a_line(copy):
+def add_method(copy):
     copy.add("unmoved.py", "methods/unmoved.py")
     line = '        "unmoved": "kvalign.methods.unmoved:Unmoved",'
     copy.insert("methods/__init__.py", '"kvalign.methods.window:Window",\n', line)
+
+
+def test_a_method_is_a_file_and_a_line(copy):
     methods, document = copy.run(
         "methods",
         "eval perplexity --methods unmoved,streaming-llm --cache-sizes 32 --num-tokens 20 --json",
@@ -89,10 +123,13 @@ def test_a_method_is_a_file_and_a_line(copy):
     assert rows[0]["nll_nats"] == pytest.approx(rows[1]["nll_nats"])  # learned positions
 
 
-def test_a_policy_is_a_file_and_a_line(copy):
+def add_policy(copy):
     copy.add("value_norm.py", "policies/value_norm.py")
     line = '        "value-norm": "kvalign.policies.value_norm:ValueNorm",'
     copy.insert("policies/__init__.py", '"kvalign.policies.h2o:H2O",\n', line)
+
+
+def test_a_policy_is_a_file_and_a_line(copy):
     flags = "--methods kvalign --policy oldest,value-norm --cache-sizes 32 --num-tokens 20"
     policies, document = copy.run("policies", f"eval perplexity {flags} --json")
     assert "the entry whose value has the smallest norm goes" in policies
@@ -101,10 +138,13 @@ def test_a_policy_is_a_file_and_a_line(copy):
     assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])
 
 
-def test_an_aligner_kind_is_a_file_and_a_line(copy):
+def add_aligner(copy):
     copy.add("centred.py", "training/kinds/centred.py")
     line = '        "centred": "kvalign.training.kinds.centred:CentredAligner",'
     copy.insert("aligners/kinds.py", '"kvalign.aligners.table:TableAligner",\n', line)
+
+
+def test_an_aligner_kind_is_a_file_and_a_line(copy):
     sizes, trials = "--cache-sizes 32", "--aligner-kinds centred --num-trials 1 --trial-len 2"
     about, _, document, _ = copy.run(
         "train --aligner-kind centred --help",
@@ -116,10 +156,13 @@ def test_an_aligner_kind_is_a_file_and_a_line(copy):
     assert json.loads(document)["rows"][0]["aligner_label"] == "centred"
 
 
-def test_an_evaluation_is_a_file_and_a_line(copy):
+def add_evaluation(copy):
     copy.add("variety.py", "eval/evaluations/variety.py")
     line = '    "variety": "how many different tokens a method writes",'
-    copy.insert("eval/evaluations/__init__.py", 'each answer judged",\n', line)
+    copy.insert("eval/evaluations/__init__.py", 'judge each answer",\n', line)
+
+
+def test_an_evaluation_is_a_file_and_a_line(copy):
     suite = copy.folder / "mine.yaml"
     command = "eval variety --methods window,streaming-llm --cache-sizes 32 --num-tokens 20"
     suite.write_text(f"title: Mine\ncells:\n  - name: mine\n    command: {command}\n")
@@ -132,42 +175,67 @@ def test_an_evaluation_is_a_file_and_a_line(copy):
     assert "variety" in shown
 
 
-def test_a_corpus_is_a_file_and_a_line(copy):
+def add_corpus(copy):
     copy.add("numbers.py", "data_gen/numbers.py")
     line = '        "numbers": "kvalign.data_gen.numbers:Numbers",'
     copy.insert("data_gen/corpora.py", '"kvalign.data_gen.python_docs:PythonDocs",\n', line)
+
+
+def test_a_corpus_is_a_file_and_a_line(copy):
     flags = "--methods window --cache-sizes 32 --num-tokens 20"
     corpora, _ = copy.run("corpora", f"eval perplexity --corpus numbers {flags}")
     assert "the numbers from 0 on" in corpora
 
 
-def test_a_family_of_positions_is_a_module_and_lines_of_one_file(copy):
-    copy.add("rope_interleaved.py", "models/rope_interleaved.py")
-    models = "models/architectures.py"
-    copy.insert(models, '    "mpt": "alibi",\n', '    "gptj": "interleaved",')
+def add_layout(copy):
+    copy.add("rope_last.py", "models/rope_last.py")
+    turns = "models/rope.py"
     copy.insert(
-        models,
-        "from kvalign.models.rope import Rotation\n",
-        "import torch\nfrom kvalign.models.rope_interleaved import InterleavedRotation",
+        turns,
+        "        lambda first, second, rest: torch.cat(\n"
+        "            [torch.stack([first, second], -1).flatten(-2), rest], -1\n"
+        "        ),\n"
+        "    ),\n}\n",
+        "",
+        "from kvalign.models.rope_last import LAST  # noqa: E402",
+        "",
+        'LAYOUTS["last"] = LAST',
     )
-    copy.insert(
-        models,
-        "        is_bounded=_rope_kind(model.config) in _LENGTH_ROPE,\n    ),\n",
-        '    "interleaved": lambda model: InterleavedRotation(',
-        "        10_000 ** -(torch.arange(0, model.config.rotary_dim, 2) / 8)",
-        "    ),",
-    )
-    copy.python("-c", REENCODED)
 
 
+def test_a_layout_of_rotary_keys_is_a_module_and_lines_of_one_file(copy):
+    copy.python(REENCODED)
+
+
+# Llama, of whose keys the last 4 of 8 numbers are turned, under a name that no line has.
 REENCODED = """
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 import kvalign
+from kvalign.models import rotation_of
 
-sizes = dict(n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
-config = AutoConfig.for_model("gptj", vocab_size=96, bos_token_id=0, eos_token_id=0, **sizes)
-model = AutoModelForCausalLM.from_config(config).eval()
+right = modeling_llama.apply_rotary_pos_emb
+
+def last(q, k, cos, sin):
+    turned = right(q[..., 4:], k[..., 4:], cos, sin)
+    return [torch.cat([x[..., :4], y], -1) for x, y in zip((q, k), turned)]
+
+modeling_llama.apply_rotary_pos_emb = last
+
+class Config(LlamaConfig):
+    model_type = "turned-last"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+torch.manual_seed(0)
+sizes |= dict(vocab_size=96, max_position_embeddings=64, rope_parameters=rope)
+model = Model(Config(**sizes)).eval()
+model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(2) / 2)
+assert rotation_of(model).layout == "last"
 ids = torch.randint(2, 96, (1, 90))
 method = kvalign.make_method("streaming-llm", model, cache_size=20)
 for i in range(ids.shape[1]):
@@ -178,4 +246,5 @@ with torch.no_grad():
     kept = dict(input_ids=ids[:, cache.index()], position_ids=positions[None])
     clean = model(**kept, use_cache=True).past_key_values
 assert torch.allclose(cache.layers[0].keys, clean.layers[0].keys, atol=2e-5)
+modeling_llama.apply_rotary_pos_emb = right
 """

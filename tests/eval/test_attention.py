@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.methods import STREAMING, make, step, tables
-from helpers.tiny_models import KINDS, ROTARY_KINDS, tiny_model
+from helpers.tiny_models import KINDS, REGISTERED_KINDS, ROTARY_KINDS, tiny_model
 
 from kvalign.app.cli.main import main
 from kvalign.eval import attention
@@ -25,7 +25,6 @@ from kvalign.eval.protocol.conclusions import sinks
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.methods import make_method
-from kvalign.models.attention import REGISTERED
 from kvalign.models.loading import load_model
 
 SIZE, STEPS = 30, 2
@@ -77,7 +76,7 @@ def test_a_window_of_rotary_keys_is_that_of_recompute_in_the_first_layer(kind, i
     assert not torch.allclose(found[0][:, 1], found[1][:, 1], atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", REGISTERED)
+@pytest.mark.parametrize("kind", REGISTERED_KINDS)
 def test_what_is_placed_on_read_is_placed_before_for_the_same_logits(kind, ids):
     model = tiny_model(kind)
     methods = [

@@ -4,6 +4,7 @@ The clock of most tests is moved by the model alone, a second a token, so a row'
 equalities.
 """
 
+import functools
 import json
 from itertools import groupby, islice
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import EVALUATION
 from kvalign.eval.evaluations.latency import models as latency_models
 from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.timing import memory_of
 from kvalign.eval.protocol.evaluation import SIZES
 from kvalign.methods import make_method
 from kvalign.methods.cached import Cached
@@ -42,6 +44,13 @@ def run(capsys):
         return json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def run_tiny(run, monkeypatch):
+    """The same with a model of one small layer, for what no weight changes."""
+    monkeypatch.setitem(latency_models.SHAPES, "tiny", TINY)
+    return functools.partial(run, "--model", "shape:tiny")
 
 
 @pytest.fixture
@@ -73,9 +82,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_kind_is_timed_beside_the_reference(run):
+def test_every_kind_is_timed_beside_the_reference(run_tiny):
     kinds = ["--aligner-kinds", "table,network,anchored"]
-    rows = run(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
+    rows = run_tiny(*TWO_SIZES, *kinds, "--methods", "streaming-llm,kvalign,recompute")["rows"]
     kinds = [f"untrained {kind}" for kind in ("table", "network", "anchored")]
     names = ["bare", "streaming-llm", *kinds, "recompute"]
     assert [row["aligner"] or row["method"] for row in rows] == names * 2
@@ -93,9 +102,9 @@ def test_every_kind_is_timed_beside_the_reference(run):
 
 
 @pytest.mark.slow
-def test_batches_are_groups_of_their_own(run, calls):
+def test_batches_are_groups_of_their_own(run_tiny, calls):
     flags = ["--batch-sizes", "1,3", "--num-evicted", "2", "--methods", "streaming-llm,kvalign"]
-    rows = run(*TWO_SIZES, *flags, "--aligner-kinds", "table")["rows"]
+    rows = run_tiny(*TWO_SIZES, *flags, "--aligner-kinds", "table")["rows"]
     assert [(row["cache_size"], row["batch_size"]) for row in rows] == [
         (cache_size, batch_size) for cache_size in (12, 20) for batch_size in (1, 3) for _ in "bsk"
     ]
@@ -155,12 +164,12 @@ def test_figures_are_those_of_the_clock(run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_whole_periods_are_timed(run, clock):
+def test_whole_periods_are_timed(run_tiny, clock):
     """A refill of discard-half is in the figures as often as in a stream: once a period P it reads
     the C + 2 - P tokens that stay. A period that no number of turns divides is rounded up to.
     """
     flags = ["--batch-sizes", "2", "--num-trials", "3", "--trial-len", "5", "--cache-sizes", "45"]
-    rows = run(*flags, "--methods", "streaming-llm,discard-half,recompute")["rows"]
+    rows = run_tiny(*flags, "--methods", "streaming-llm,discard-half,recompute")["rows"]
     period = (45 - 4) // 2
     refill = 45 + 2 - period
     half = np.array([refill] + [1] * (period - 1))
@@ -185,10 +194,10 @@ def test_whole_periods_are_timed(run, clock):
     ("cache_size", "trial_len"),
     [(9, 7), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((20, 1), (20, 11)))],
 )
-def test_refills_have_their_share_at_any_length(run, clock, cache_size, trial_len):
+def test_refills_have_their_share_at_any_length(run_tiny, clock, cache_size, trial_len):
     flags = ["--cache-sizes", f"{cache_size}", "--num-trials", "3", "--trial-len", f"{trial_len}"]
     flags += ["--num-evicted", "1,3", "--reference", "discard-half"]
-    rows = run(*flags, "--methods", "discard-half,streaming-llm,recompute")["rows"]
+    rows = run_tiny(*flags, "--methods", "discard-half,streaming-llm,recompute")["rows"]
     period = (cache_size - 4) // 2
     half = next(row for row in rows if row["method"] == "discard-half")
     assert half["mean_ms"] == pytest.approx(1e3 * (cache_size + 1) / period)
@@ -276,28 +285,28 @@ def test_first_tokens_follow_the_prompts_in_turn(run, calls, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_batch_sizes_are_drawn_against_tokens_a_second(run, tmp_path):
+def test_several_batch_sizes_are_drawn_against_tokens_a_second(run_tiny, tmp_path):
     """A panel a cache size, batches on x; the floor is dashed. Of one batch size: the time per
     token over cache sizes.
     """
     flags = [*TWO_SIZES, "--methods", "streaming-llm", "--plot", f"{tmp_path}/plot.svg"]
-    document = run(*flags, "--batch-sizes", "1,2")
+    document = run_tiny(*flags, "--batch-sizes", "1,2")
     assert "batch size (streams)" in (tmp_path / "plot.svg").read_text()
     figure, *_ = EVALUATION.batches_figure(document)
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["gpt2-mini, C = 12", "gpt2-mini, C = 20"]
+    assert titles == ["shape:tiny, C = 12", "shape:tiny, C = 20"]
     for axes, rows in zip(figure.axes, (document["rows"][:4], document["rows"][4:]), strict=True):
         assert axes.get_xscale() == axes.get_yscale() == "log"
         assert [line.get_linestyle() for line in axes.lines] == ["--", "-"]
         for line, own in zip(axes.lines, (rows[::2], rows[1::2]), strict=True):
             assert list(line.get_xdata()) == [1, 2]
             assert list(line.get_ydata()) == [row["tokens_per_s"] for row in own]
-    assert EVALUATION.batches_figure(run(*flags)) is None
+    assert EVALUATION.batches_figure(run_tiny(*flags)) is None
     assert "cache size (entries)" in (tmp_path / "plot.svg").read_text()
 
 
-def test_the_floor_is_marked_as_one_and_never_the_best(run):
-    document = run("--cache-sizes", "12", "--methods", "streaming-llm,recompute")
+def test_the_floor_is_marked_as_one_and_never_the_best(run_tiny):
+    document = run_tiny("--cache-sizes", "12", "--methods", "streaming-llm,recompute")
     _, fast, slow = document["rows"]
     slow |= {name: 2 * x for name, x in fast.items() if name.endswith(("_ms", "ratio"))}
     (table,) = EVALUATION.tables(document)
@@ -310,9 +319,55 @@ def test_the_floor_is_marked_as_one_and_never_the_best(run):
     ]
 
 
+def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
+    """On a clock that a step moves by a second, and by one for a thousand entries it finds."""
+    clock = SimpleNamespace(now=0.0)
+
+    def slow_down(cls):
+        feed = cls.feed
+
+        def slow_feed(self, ids):
+            clock.now += 1
+            if (cache := memory_of(self)) is not None and cache.seen:
+                is_held = cache.layers[-1].memory.held.keys.any(-1)[0, 0]
+                clock.now += int(is_held.sum()) / 1e3
+            return feed(self, ids)
+
+        monkeypatch.setattr(cls, "feed", slow_feed)
+
+    slow_down(Cached)
+    slow_down(BareStep)
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr("kvalign.eval.evaluations.latency.timing.time", time)
+    flags = ["--cache-sizes", "32", "--model", "llama-mini", "--methods", "window,streaming-llm"]
+    document = run(*flags, "--memory", "5000,2000", "--batch-sizes", "2")
+    spec, rows = load_model("llama-mini").spec, document["rows"]
+    assert [row["memory"] for row in rows] == [None, 0, 5000, 2000, 0, 5000, 2000]
+    a_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    for row in rows[1:]:
+        if not row["memory"]:
+            assert (row["memory_ratio"], row["stored_bytes"], row["stored_ratio"]) == (1, 0, 0)
+            continue
+        num_slots = row["stored_bytes"] * row["memory"] / a_token / (1 + 1 / 32)  # boxes
+        assert row["memory"] < num_slots < row["memory"] + 600
+        assert row["memory_ratio"] == pytest.approx(1 + round(num_slots) / 1e3)
+        assert row["stored_ratio"] == pytest.approx(row["stored_bytes"] / a_token)
+        assert row["max_ms"] == pytest.approx(row["median_ms"])
+    names = [entry[0].text for entry in EVALUATION.tables(document)[0].rows]
+    assert names[2] == "window, memory 5000, 0 sinks" and len(set(names)) == 7
+
+
+def test_a_memory_that_does_not_fit_is_said(capsys):
+    flags = ["--model", "llama-mini", "--methods", "streaming-llm", "--memory", "1000000000000"]
+    assert main([*SHORT, *flags]) == 2
+    assert "of a memory of 1000000000000 tokens take 6.14 PB of memory, and" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.slow
-def test_documents_from_before_the_floor_are_read(run, tmp_path):
-    document = run(*TWO_SIZES, "--batch-sizes", "1,2", "--methods", "streaming-llm")
+def test_documents_from_before_the_floor_are_read(run_tiny, tmp_path):
+    document = run_tiny(*TWO_SIZES, "--batch-sizes", "1,2", "--methods", "streaming-llm")
     new = ("max_ms", "bare_mean_ratio", "bare_ratio", "tokens_per_s")
     document["rows"] = [{k: v for k, v in row.items() if k not in new} for row in document["rows"]]
     (tmp_path / "old.json").write_text(json.dumps(document))

@@ -24,8 +24,8 @@ from kvalign.methods import make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
-ROW = [*SIZES, "num_labels"]
-ROW += ["nll_nats", "perplexity", "low", "high", "quarters", "segments", "seconds", "bigrams"]
+ROW = [*SIZES, "num_labels", "nll_nats", "perplexity", "low", "high", "quarters", "segments"]
+ROW += ["seconds", "bigrams", "tokens"]
 
 
 def rotate_back_one(keys, inv_freq):

@@ -101,7 +101,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_page_is_written_beside_what_is_there(folder, capsys):
     argv = ["eval", "readability", "--methods", "window,recompute", "--cache-sizes", "24"]
-    argv += ["--max-new-tokens", "30"]
+    argv += ["--max-new-tokens", "12"]
     for name in ("readability", "readability-2"):
         assert main(argv) == 0
         assert capsys.readouterr().out.endswith(f"report: {name}/report.html\n")

@@ -72,6 +72,30 @@ def test_what_is_in_the_cache_is_known_and_what_is_not_is_guessed(result):
             assert best[f"{part}_low"] <= best[part] <= best[f"{part}_high"] + 1e-9
 
 
+def test_far_facts_are_known_to_a_memory_alone(loaded):
+    settings = RecallSettings(
+        methods=("kvalign",),
+        cache_sizes=(32,),
+        num_sinks=(0,),
+        memory=(0, 1000),
+        recall_places="age",
+        num_questions=40,
+        farthest=8,
+    )
+    stream = read_stream(32, settings, torch.device("cpu"))
+    parts = [part_of(age, 32, 8) for age in stream.ages[stream.ages > 0].tolist()]
+    assert [parts.count(part) for part in range(7)] == [40] * 7
+    assert [part_of(age, 32, 8) for age in (32, 33, 64, 65, 128, 129, 256)] == [3, 4, 4, 5, 5, 6, 6]
+    document = json.loads(json.dumps(kvalign.eval.recall(settings, loaded=loaded)))
+    without, with_memory = document["rows"]
+    for part in ("to_2c", "to_4c", "to_8c"):
+        assert without[part] < 0.4 < 0.6 < with_memory[part]
+        assert with_memory[f"{part}_low"] <= with_memory[part]
+    assert "to_16c" not in without
+    (axes,) = EVALUATION.figure(document)[0].axes
+    assert axes.get_xscale() == "log" and axes.lines[0].get_xdata()[-1] == 6 * 32
+
+
 def test_the_plot_and_its_sentence(result):
     figure, caption, conclusion = EVALUATION.figure(json.loads(json.dumps(result)))
     assert [axes.get_title() for axes in figure.axes] == ["C = 32", "C = 64"]
@@ -98,5 +122,7 @@ def test_without_a_reference_the_sentence_is_a_list():
 def test_a_model_of_other_words_is_refused():
     with pytest.raises(kvalign.UserError, match="gpt2-mini was not trained on facts"):
         kvalign.eval.recall(model="gpt2-mini")
+    with pytest.raises(kvalign.UserError, match="--farthest must be one of 0, 2, 4, .* got 3"):
+        RecallSettings(farthest=3)
     with pytest.raises(kvalign.UserError, match="--plot takes a path"):
         RecallSettings(plot="a.txt")

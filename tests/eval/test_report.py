@@ -69,6 +69,18 @@ def test_text_of_models_and_users_is_data(source):
     assert "{{ 7*7 }}" in page.text
 
 
+def test_the_title_says_of_what_and_when(source):
+    title = source.split("<title>")[1].split("</title>")[0]
+    of = source.split('<p class="of">')[1].split("</p>")[0]
+    assert title.startswith("KV-Align: ") and title.endswith(f"({of})")
+    assert re.fullmatch(r"\S.*; measured by KV-Align 0; written \d{4}-\d\d-\d\d", of, re.DOTALL)
+
+
+def test_a_name_is_of_one_section(results):
+    titles = [section.title for section in sections(results)]
+    assert len(titles) == len({*titles}) > 10
+
+
 def test_nothing_points_outside(source):
     page = Page(source)
     assert all(link.startswith(("#", "data:text/csv")) for link in page.links)
@@ -235,9 +247,9 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
 
 def test_results_are_in_the_suites_order(tmp_path):
     folder = write_folder(tmp_path / "results")
-    names = ["attention", "chat", "latency", "perplexity", "readability", "recall"]
-    names += ["streameval", "total-time"]
+    names = ["attention", "chat", "latency", "needle", "perplexity", "readability", "recall"]
+    names += ["streameval", "told", "total-time"]
     assert list(read(folder).documents) == names
     cells = [{"name": n, "command": ""} for n in ("total-time", "chat")]
     (folder / "suite.yaml").write_text(json.dumps({"cells": cells}))
-    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:7]]
+    assert list(read(folder).documents) == ["total-time", "chat", names[0], *names[2:9]]

@@ -3,6 +3,7 @@ accessibility fault.
 """
 
 import itertools
+import json
 
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
@@ -101,6 +102,37 @@ def test_touch_reads_first_and_jumps_then(phone):
 
 def test_nothing_is_wider_than_a_phone(phone):
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_legends_are_legible_on_a_phone(browser, address):
+    """Beside the plot, which scrolls; letters of 10 px and more, none out of sight."""
+    page = browser.new_page(viewport={"width": 420, "height": 900})
+    page.goto(address)
+    keys = page.locator(".plot-key svg")
+    assert keys.count() > 10
+    for key in keys.all():
+        box, text = key.bounding_box(), key.locator("text").first
+        assert box["x"] + box["width"] <= 420
+        size = text.evaluate("e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a")
+        assert size >= 10
+    assert not page.locator("[role=img] .plot-legend").first.is_visible()
+    page.close()
+
+
+def test_a_desktop_is_used(browser, tmp_path):
+    """Plots stand beside each other, tables take the width; legends are in the plots."""
+    folder = write_folder(tmp_path / "results")
+    document = json.loads((folder / "perplexity.json").read_text())
+    document["settings"]["corpus"] = "text:another.txt"
+    (folder / "another.json").write_text(json.dumps(document))
+    page = browser.new_page(**DESKTOP)
+    page.goto(write_report(folder).as_uri())
+    boxes = [one.bounding_box() for one in page.locator("figure").all()]
+    assert any(a["y"] == b["y"] and a["x"] < b["x"] for a, b in itertools.pairwise(boxes))
+    assert page.locator("#summary table").first.bounding_box()["width"] > 1200
+    assert page.locator("[role=img] .plot-legend").first.is_visible()
+    assert not page.locator(".plot-key svg").first.is_visible()
+    page.close()
 
 
 def test_on_a_phone_the_summary_is_a_card_a_method(phone):

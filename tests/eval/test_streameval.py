@@ -253,7 +253,7 @@ def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
         for name in ("feed", "reset"):
             spy(monkeypatch, cls, name, streams)
     settings = StreamEvalSettings(
-        cache_sizes=(32, 40), num_lines=4, query_every=4, distances=(0, 1), seed=5
+        cache_sizes=(32, 40), num_lines=2, query_every=2, distances=(0, 1), seed=5
     )
     found = streameval(settings)
     rows = found["rows"]
@@ -267,7 +267,7 @@ def test_all_methods_read_the_same_tokens_and_rows_are_complete(monkeypatch):
     assert sorted(read) == sorted(settings.methods)
     for name, parts in read.items():
         texts = [tokenizer.decode(fed) for fed in parts]
-        assert texts == [as_text(4, 4, distance, 5) for distance in (0, 1)] * 2, name
+        assert texts == [as_text(2, 2, distance, 5) for distance in (0, 1)] * 2, name
 
 
 def spy(monkeypatch, cls, name, streams):

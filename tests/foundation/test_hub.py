@@ -3,6 +3,7 @@
 import pytest
 
 from kvalign.foundation import hub
+from kvalign.models.loading import load_model
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,40 @@ def test_behind_a_proxy_that_is_none(proxy, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HTTPS_PROXY", proxy)
     assert not hub.is_reachable()
+
+
+def test_why_it_was_not_asked_is_called_by_its_name(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.why_not() == ", which HF_HUB_OFFLINE keeps from being asked"
+    with pytest.raises(ValueError, match="on the hub, which HF_HUB_OFFLINE keeps from being"):
+        load_model("elsewhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    assert hub.why_not() == ", which does not answer"
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    assert hub.why_not() == ""
+
+
+def test_a_fetched_model_is_one_that_works_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = pytest.raises(ValueError, match=r"smollm2-135m-instruct\? \(kvalign models --fetch")
+    with asked as refused:
+        load_model("smollm2-135m-instrct")
+    assert "recall-llama, or the path" in str(refused.value)
+    (tmp_path / "smollm2-135m-instruct").mkdir()
+    with pytest.raises(ValueError, match="recall-llama, smollm2-135m-instruct, or the path"):
+        load_model("smollm2-135m-instrct")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        *[(name, False) for name in ("gpt2", "you/gpt2-1.5b", "elsewhere/x")],
+        *[(name, True) for name in ("./gpt2", "/gpt2", "~/gpt2", "a/b/c", "..", "mine/x")],
+    ],
+)
+def test_what_is_a_path(name, is_one, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert hub.is_path(name) is is_one

@@ -83,3 +83,10 @@ def test_unknown_and_doubled_keywords_are_refused():
 def test_the_command_line_that_makes_them():
     settings = BakeSettings(out=Path("a loaf"), sizes=(3, 4))
     assert settings.command_line("bake") == "kvalign bake --out 'a loaf' --sizes 3,4"
+
+
+def test_what_repeats_keeps_its_commas():
+    from kvalign.app.sessions.conversation import ConversationSettings
+
+    settings = ConversationSettings(say=["Yes, and no", "Why?"])
+    assert settings.command_line("chat") == "kvalign chat --say 'Yes, and no' --say 'Why?'"

@@ -10,15 +10,18 @@ from kvalign.models.architectures import FAMILIES
 
 
 def covering(
-    cases: Iterable[tuple[Any, ...]], *aspects: Callable[..., Hashable]
+    cases: Iterable[tuple[Any, ...]],
+    *aspects: Callable[..., Hashable],
+    but: Iterable[tuple[Any, ...]] = (),
 ) -> list[tuple[Any, ...]]:
     """A few of `cases` in which every value of every aspect, a function of a case's values, comes
-    up: greedily the case that shows most of what none before it did; of those alike, the one whose
-    values came up least.
+    up beside those that do so in `but`: greedily the case that shows most of what none before it
+    did; of those alike, the one whose values came up least.
     """
     shown = [(case, [(i, aspect(*case)) for i, aspect in enumerate(aspects)]) for case in cases]
-    missing = {value for _, values in shown for value in values}
-    chosen, times = [], Counter[Hashable]()
+    there = [(i, aspect(*case)) for case in but for i, aspect in enumerate(aspects)]
+    missing = {value for _, values in shown for value in values} - set(there)
+    chosen, times = [], Counter[Hashable](there)
     while missing:
         case, values = max(
             shown, key=lambda x: (len(missing.intersection(x[1])), -sum(times[y] for y in x[1]))
@@ -36,12 +39,15 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return covering(itertools.product(*axes), *aspects)
 
 
-def of_each_family(names: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Each of `names` with an architecture of each family, and every architecture."""
+def of_each_family(
+    names: Iterable[Any], but: Iterable[tuple[Any, str]] = ()
+) -> list[tuple[Any, str]]:
+    """Each of `names` with an architecture of each family, and every architecture, beside `but`."""
     return covering(
         itertools.product(names, KINDS),
         lambda name, kind: (name, FAMILIES[kind]),
         lambda _, kind: kind,
+        but=but,
     )
 
 

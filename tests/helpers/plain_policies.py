@@ -26,10 +26,10 @@ class Entry:
     drawn: float = 0.0
 
 
-def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model in float64, with attention that hands out its weights."""
+def plain_copy(model: PreTrainedModel, attention: str = "eager") -> PreTrainedModel:
+    """The same model in float64, with attention that hands out its weights, or another."""
     config = type(model.config)(**model.config.to_dict())
-    copy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    copy = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     copy.load_state_dict(model.state_dict())
     return copy.eval().double().requires_grad_(False)
 

@@ -21,6 +21,7 @@ class Encoder:
     """A stand-in for the model: notes what it is run on, and at which positions."""
 
     device = torch.device("cpu")
+    dtype = torch.float32
     config = SimpleNamespace(model_type="gpt2", vocab_size=NUM_TOKENS + 1)
 
     def __init__(self):

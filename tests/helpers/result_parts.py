@@ -41,8 +41,8 @@ class Selection(BaseModel):
 class Table(Selection):
     """A table of rows.
 
-    What stands in it are format strings of a row's fields, its document's `settings`, `label`, the
-    method with its aligner, and `step_ms`, the median of a whole batch.
+    What stands in it are format strings of a row's fields, its document's `settings`, `environment`
+    and `peer`, `label`, the method with its aligner, and `step_ms`, the median of a whole batch.
 
     Attributes:
         columns: text by heading; rows of equal texts are one line.

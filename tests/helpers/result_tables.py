@@ -3,13 +3,16 @@
 <!-- table: PART/TABLE -->        as the part's suite.yaml has it
 <!-- commands: PART/CELL ... -->  the commands of cells
 <!-- texts: NAME -->              files of a text and their SHA-256
+<!-- index: parts -->             a line a part: on what, how much, when
 <!-- end -->
 """
 
 import re
+import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from textwrap import wrap
+from typing import Any
 
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
 from kvalign.eval.drawing.plots import save
@@ -21,7 +24,8 @@ from kvalign.foundation.files import read_json, write_text
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _MARKED = re.compile(
-    r"(^<!-- (table|commands|texts): ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL | re.MULTILINE
+    r"(^<!-- (table|commands|texts|index): ([^\n]+) -->\n)(.*?)(<!-- end -->)",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -59,6 +63,8 @@ def filled(page: str, results: Path = RESULTS) -> str:
 
     def replace(match: re.Match[str]) -> str:
         begin, word, argument, old, end = match.groups()
+        if word == "index":
+            return begin + _index(known, old, results) + end
         if word == "texts":
             return begin + _texts(argument) + end
         if word == "commands":
@@ -76,7 +82,9 @@ def filled(page: str, results: Path = RESULTS) -> str:
 def marked(page: str) -> list[str]:
     """The arguments of a page's markers, each of which must have an end."""
     found = [match[3] for match in _MARKED.finditer(page)]
-    assert len(found) == len(re.findall(r"^<!-- (?:table|commands|texts): ", page, re.MULTILINE))
+    assert len(found) == len(
+        re.findall(r"^<!-- (?:table|commands|texts|index): ", page, re.MULTILINE)
+    )
     return found
 
 
@@ -115,7 +123,7 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     """The rows of some cells, less those that are left out, each with its document."""
     for cell in wanted.cells:
         document = read_json(folder / f"{cell}.json")
-        for row in document["rows"]:
+        for row in document["rows"] if "rows" in document else document["result"]["trials"]:
             if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
                 yield row, document
 
@@ -127,16 +135,22 @@ class _NotKnown:
         return "-"
 
 
-_NOT_KNOWN = _NotKnown()
+def _shown(value: Any) -> Any:
+    """A value for a format string: what is None in it, in lists and dicts too, is not known."""
+    if isinstance(value, list):
+        return [*map(_shown, value)]
+    if isinstance(value, dict):
+        return {name: _shown(one) for name, one in value.items()}
+    return _NotKnown() if value is None else value
 
 
 def _known(row: Row, document: Document) -> Row:
     """What format strings of a table may name."""
     method, aligner = row.get("method"), row.get("aligner")
     label = f"`{method}`" + f" ({aligner})" * bool(aligner)
-    known = {name: _NOT_KNOWN if value is None else value for name, value in row.items()}
-    known |= {"label": label, "settings": document["settings"]}
-    if "batch_size" in row:  # times are a token's
+    of_document = {name: document.get(name) for name in ("settings", "environment", "peer")}
+    known = _shown(row) | of_document | {"label": label}
+    if {"batch_size", "median_ms"} <= row.keys():  # times are a token's
         known["step_ms"] = row["median_ms"] * row["batch_size"]
     return known
 
@@ -153,10 +167,48 @@ def _commands(known: dict[str, Part], names: list[str]) -> str:
         part, _, cell = name.partition("/")
         steps = [*known[part].prepare, *known[part].documents]
         (command,) = (step.command for step in steps if step.name == cell)
+        for variable, value in known[part].variables.items():
+            command = command.replace(f"{{{variable}}}", value)
         command = command.replace(" --keep {out}/losses", "").replace("{out}/", "")
         command = command if command.startswith("python ") else f"kvalign {command}"
-        lines += " \\\n  ".join(wrap(command, 116, break_on_hyphens=False)).splitlines()
+        lines += " \\\n  ".join(
+            wrap(command, 116, break_on_hyphens=False, break_long_words=False)
+        ).splitlines()
     return "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def _index(known: dict[str, Part], old: str, results: Path) -> str:
+    """A line a part: its title, models, labels and the days of its documents' commits, which stay
+    as they are where git does not know one.
+    """
+    before = dict(re.findall(r"^\| \[(\S+)\].* \| ([^|]*) \|$", old, re.MULTILINE))
+    lines = [["part", "what it shows", "on", "how much", "made"]]
+    for name, part in known.items():
+        paths = [results / name / f"{step.name}.json" for step in part.documents]
+        found = [read_json(path) for path in paths if path.exists()]
+        rows = [row for one in found for row in one["rows"]]
+        models = {PurePath(str(one["settings"].get("model"))).name for one in found} - {"None"}
+        days = [_day(str(one["environment"].get("commit"))) for one in found]
+        made = _range(sorted(days)) if all(days) else before.get(name, "")
+        units = {unit: f"num_{unit}" for unit in ("labels", "questions", "steps", "chunks")}
+        numbers = {unit: {row[key] for row in rows if row.get(key)} for unit, key in units.items()}
+        amounts = [f"{_range(sorted(of))} {unit}" for unit, of in numbers.items() if of]
+        texts = [part.title, ", ".join(sorted(models)), ", ".join(amounts), made]
+        lines.append([f"[{name}]({name})", *(text or "-" for text in texts)])
+    return _table(lines)
+
+
+def _range(values: list[Any]) -> str:
+    """The first and the last of sorted values."""
+    ends = [f"{one:,}".replace(",", " ") if isinstance(one, int) else one for one in values]
+    return " to ".join(dict.fromkeys([*ends[:1], *ends[-1:]]))
+
+
+def _day(commit: str) -> str:
+    """The day of a commit, as `git describe` names it; empty where git does not know it."""
+    name = commit.removesuffix("-dirty").rpartition("-g")[2]
+    command = ["git", "-C", str(ROOT), "show", "-s", "--format=%as", name]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if name else ""
 
 
 def _texts(name: str) -> str:

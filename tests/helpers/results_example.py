@@ -23,15 +23,15 @@ def documents():
     rows = [
         {"method": m, "aligner": a, "cache_size": c, **SIZES} for c in (16, 32) for m, a in methods
     ]
-    bigrams = dict(num_labels=5, perplexity=9.0, low=8.0, high=None)
-    bigrams |= dict(ratio=1.2, ratio_low=0.0, ratio_high=None)
+    sliced = dict(num_labels=5, perplexity=9.0, low=8.0, high=None)
+    sliced |= dict(ratio=1.2, ratio_low=0.0, ratio_high=None)
     ends = [{"from": a, "to": b} for a, b in ((0.75, 1.0), (1.0, 2.0), (2.0, None), (None, None))]
     scored = [
         row
         | dict(num_labels=9, nll_nats=1.0, perplexity=10.0 + i, low=9.0, high=30.0, ratio=1.0 + i)
         | dict(ratio_low=0.9, ratio_high=9.0, drift=1.0, quarters=[1.0], seconds=2.0 + i)
         | dict(segments=[dict(start=0, end=1, perplexity=9.0, ratio=1.0 + i)] * 2)
-        | dict(bigrams=[bigrams | one for one in ends])
+        | {name: [sliced | one for one in ends] for name in ("bigrams", "tokens")}
         for i, row in enumerate(rows)
     ]
     times = dict(num_steps=4, mean_ms=6.0, median_ms=5.0, p90_ms=7.0, p99_ms=8.0, max_ms=9.0)
@@ -85,6 +85,20 @@ def documents():
         | dict(num_questions=9, seconds=1.0)
         for row in rows
     ]
+    found = [
+        row
+        | {f"accuracy{end}": 0.5 + x for end, x in ENDS}
+        | dict(distance=distance, num_questions=9, distance_tokens=9, seconds=1.0)
+        for row in rows
+        for distance in (4, 16)
+    ]
+    told = [
+        row
+        | {f"{name}{end}": 0.5 + x for name in ("accuracy", "exact") for end, x in ENDS}
+        | dict(talk=talk, num_questions=9, num_tokens=9.5, seconds=1.0)
+        for row in rows
+        for talk in (4, 16)
+    ]
     judged_by = {
         "rule": RULES["paper"].described,
         "word_list": {"name": HOSTILE, "num_words": len(WORDS), "sha256": "0"},
@@ -98,6 +112,8 @@ def documents():
         "readability": _document("readability", passages) | {"prompts": [HOSTILE], **judged_by},
         "streameval": _document("streameval", asked),
         "recall": _document("recall", recalled, {"relative_to_cache": False}),
+        "needle": _document("needle", found, {"corpus": HOSTILE}),
+        "told": _document("told", told, {"corpus": HOSTILE}),
         "attention": _document("attention", looked, texts),
         "chat": _document("chat", answers) | {"turns": [HOSTILE], **judged_by},
     }

@@ -58,15 +58,20 @@ def _damage(path: Path) -> str:
 
 
 def attack_sessions(
-    folder: Path, num_kills: int, rng: random.Random, num_sessions: int = 16
+    folder: Path,
+    num_kills: int,
+    rng: random.Random,
+    num_sessions: int = 16,
+    more: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Kill a server that keeps its sessions in a folder so many times, while all of them are held.
+    """Kill a server that keeps its sessions in a folder so many times, while all of them are held;
+    `more` is said to it.
 
     Returns:
         kills, files corrupt, sessions lost or left over, and whether all said the same as with a
         server that was left alone.
     """
-    flags, talks = ("--sessions", str(folder)), {f"s{i}": [] for i in range(num_sessions)}
+    flags, talks = (*more, "--sessions", str(folder)), {f"s{i}": [] for i in range(num_sessions)}
     found: dict[str, Any] = {"command": "serve", "kills": 0, "corrupt": [], "lost": []}
     with served(*SERVED, *flags) as (address, _):
         asyncio.run(_hold_all(talks, address, 1))
@@ -85,6 +90,6 @@ def attack_sessions(
         asyncio.run(_hold_all(talks, address, num_turns))
     found["left_over"] = sorted({path.name for path in folder.iterdir()} - files)
     undisturbed: dict[str, list] = {name: [] for name in talks}
-    with served(*SERVED) as (address, _):
+    with served(*SERVED, *more) as (address, _):
         asyncio.run(_hold_all(undisturbed, address, num_turns))
     return found | {"same_result": talks == undisturbed}

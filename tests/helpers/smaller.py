@@ -46,6 +46,9 @@ SMALLER = {
     ("eval streameval", "query_every"): 2,
     ("eval recall", "cache_sizes"): (32,),
     ("eval recall", "num_questions"): 2,
+    ("eval needle", "distances"): (1, 2),
+    ("eval needle", "gap"): 10,
+    ("eval told", "talk"): (1, 2),
     ("eval attention", "cache_sizes"): (32,),
     ("eval attention", "num_texts"): 2,
     ("eval attention", "num_steps"): 1,
@@ -65,7 +68,7 @@ INSIDE = {
     "kvalign.training.table_objectives.STEP_TOKENS": 128,
     "kvalign.training.table_objectives.TEACHER_TOKENS": 128,
     "kvalign.training.judge.ROW_LABELS": 80,
-    "kvalign.data_gen.recall.NUM_TOKENS": {"train": 4000, "test": 4000},
+    "kvalign.data_gen.corpus.RECALL_LEN": {"train": 4000, "test": 4000},
     "kvalign.data_gen.python_docs.python_docs": lambda split: [{"text": TEXT}],
 }
 

@@ -26,7 +26,7 @@ def write_gguf(
     path: Path,
     model: PreTrainedModel,
     *,
-    quantised: bool = False,
+    quantised: str = "",
     architecture: str = "",
     scaling: str = "",
     leave_out: str = "",
@@ -35,7 +35,7 @@ def write_gguf(
 
     Args:
         model: its vocabulary is `TOKENS`.
-        quantised: matrices in blocks of 8 bits (Q8_0), else all in float32.
+        quantised: what matrices are quantised to, as Q8_0, if not all is in float32.
         architecture: what the file says it is, if not what it is.
         scaling: a RoPE scaling for it to name.
         leave_out: what the names of tensors to leave out begin with.
@@ -80,7 +80,7 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         weights = tensor.float().numpy()
         if quantised and weights.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
+            kind = gguf.GGMLQuantizationType[quantised]
             weights = gguf.quants.dequantize(gguf.quants.quantize(weights, kind), kind)
         unpacked[name] = torch.from_numpy(weights.copy())
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvalign.models.attention import REGISTERED
+
 VOCAB, CONTEXT_LEN = 96, 64
 
 SCALINGS = {
@@ -59,7 +61,51 @@ _SHAPES |= dict.fromkeys(("llama", "mistral", "qwen2"), _ROTARY)
 _SHAPES["qwen3"] = dict(_ROTARY, head_dim=16)
 _SHAPES["gpt_neox"] = {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"}
 KINDS = tuple(_SHAPES)
+"""Architectures that the whole matrix of tests runs on."""
+REGISTERED_KINDS = [kind for kind in KINDS if kind in REGISTERED]
 ROTARY_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+
+_GPT = dict(n_positions=CONTEXT_LEN, n_embd=32, n_layer=3, n_head=4)
+_HEADS = dict(_ROTARY, head_dim=8)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+_LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+# Every other layer sees 8 entries: fewer than any cache in the tests.
+_WINDOWS = dict(
+    sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+)
+_SHAPES |= dict.fromkeys(("arcee", "ernie4_5", "glm", "glm4", "helium", "nemotron"), _HEADS)
+_SHAPES |= dict.fromkeys(("ministral3", "seed_oss"), _HEADS)
+_SHAPES |= dict.fromkeys(("apertus", "cohere", "granite", "olmo", "olmo2", "phi"), _ROTARY)
+_SHAPES |= dict.fromkeys(("phi3", "stablelm", "starcoder2"), _ROTARY)
+_SHAPES |= dict.fromkeys(("codegen", "gptj"), _GPT | {"rotary_dim": 4})
+_SHAPES |= dict.fromkeys(("falcon", "persimmon"), _SHAPES["gpt_neox"])
+_SHAPES |= dict.fromkeys(("cohere2", "exaone4", "ministral"), _HEADS | _WINDOWS)
+_SHAPES |= dict.fromkeys(("granitemoe", "mixtral"), _ROTARY | _LOCAL_EXPERTS)
+_SHAPES |= {
+    "gemma": dict(_ROTARY, head_dim=16),
+    "gemma2": dict(_ROTARY, head_dim=16, query_pre_attn_scalar=16, **_WINDOWS),
+    "gemma3_text": dict(_ROTARY, head_dim=16, query_pre_attn_scalar=16, **_WINDOWS),
+    "gpt_bigcode": _GPT,
+    "gpt_oss": _HEADS | _WINDOWS | _LOCAL_EXPERTS,
+    "lfm2": dict(_ROTARY, layer_types=["conv", "full_attention", "conv", "full_attention"])
+    | {"num_hidden_layers": 4},
+    "llama4_text": dict(
+        _HEADS | _LOCAL_EXPERTS,
+        num_hidden_layers=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        intermediate_size_mlp=64,
+    ),
+    "olmo3": _ROTARY | _WINDOWS,
+    "olmoe": _ROTARY | _EXPERTS,
+    "qwen2_moe": dict(
+        _ROTARY | _EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "qwen3_moe": dict(_HEADS | _EXPERTS, moe_intermediate_size=32),
+    "smollm3": dict(_ROTARY, no_rope_layers=[1, 0, 1]),
+}
+MORE_KINDS = tuple(kind for kind in _SHAPES if kind not in KINDS)
+"""The others, each of which goes through a few cases (`tests/methods/test_architectures.py`)."""
 
 
 def tiny_model(kind: str, **changes) -> PreTrainedModel:

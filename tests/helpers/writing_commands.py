@@ -233,6 +233,17 @@ COMMANDS = (
         _conversation,
         "Who lived here?\nWhy?\nAnd then?\n",
     ),
+    Command(
+        "chat --memory",
+        "chat --state out/talk.safetensors --model llama-mini --method streaming-llm --cache-size "
+        "32 --memory 500 --no-do-sample --max-new-tokens 60",
+        ("*.safetensors",),
+        lambda out: _conversation(out)[:60],
+        ("*.safetensors",),
+        _conversation,
+        "Who lived here?\nWhy?\nAnd then?\n",
+        share=0.5,
+    ),
     Command("lanes", "lanes --out out/page.html", ("*.html",), _bytes, refused="already exists"),
     Command(
         "models --fetch",
@@ -250,13 +261,19 @@ COMMANDS = (
 )
 SERVER = "serve"  # is killed by `helpers/server_kills.py`: it has no end of its own
 NOT_HERE = {
+    "compile": "fills the user's cache, of which a part that was killed is made anew",
     "eval latency": "its --plot is written as that of eval perplexity",
     **dict.fromkeys(
         ("generate", "demo-ui", "verify", "doctor", "completion", *LISTINGS),
         "shows, and writes nothing",
     ),
     **dict.fromkeys(
-        (f"eval {name}" for name in ("streameval", "recall", "attention", "chat")),
+        (
+            f"eval {name}"
+            for name in (
+                *("streameval", "recall", "needle", "told", "attention", "chat", "import-losses"),
+            )
+        ),
         "prints; eval run keeps what it prints",
     ),
 }

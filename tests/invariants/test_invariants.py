@@ -11,6 +11,7 @@ from helpers.pairwise import of_each_family, one_of_each
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvalign
+from kvalign.cache.memory import Memory
 from kvalign.cache.realign import Rotating
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.step import Step
@@ -24,6 +25,8 @@ from kvalign.models.attention import REGISTERED
 from kvalign.policies import OLDEST, POLICIES
 
 NUM_STEPS = 60
+MEMORY = {"stored", "recalled", "all-recalled"}
+"""Rows of what has one."""
 
 
 def outcomes_of(model, make_one, invariants=None, **changes):
@@ -40,29 +43,42 @@ def failed(outcomes):
     return [f"{x.name}: {x.figure} {x.note}" for x in outcomes.values() if x.state == "failed"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), of_each_family(STREAMING))
-def test_every_method_keeps_to_all(name, kind, models):
-    outcomes = outcomes_of(models[kind], lambda model: make(name, model, warn=False))
+ALIGNERS = {
+    tables: dict(scale=0.2, num_sinks=2),
+    anchored: dict(scale=0.2),
+    network: dict(train=True),
+}
+# What streams: methods by name, aligners by what makes them.
+STREAMS = [name for name in STREAMING if name != "kvalign"] + list(ALIGNERS)
+FAST = [(tables, "gpt2"), ("streaming-llm", "llama"), ("streaming-llm", "bloom")]
+
+
+def of(stream, model):
+    """A method of that name, or kvalign with an aligner that is made so."""
+    if isinstance(stream, str):
+        return make(stream, model, warn=False)
+    return make("kvalign", model, aligner=stream(model, **ALIGNERS[stream]))
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind"),
+    [
+        *FAST,
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in of_each_family(STREAMS, but=FAST)),
+    ],
+)
+def test_it_keeps_to_all(stream, kind, models):
+    """Each method and aligner with each family of positions, and every architecture."""
+    outcomes = outcomes_of(models[kind], lambda model: of(stream, model))
     assert list(outcomes) == list(INVARIANTS)
     assert not failed(outcomes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make_aligner", "kind"), of_each_family([tables, anchored, network]))
-def test_every_aligner_keeps_to_all(make_aligner, kind, models):
-    aligners = {tables: dict(scale=0.2, num_sinks=2), anchored: dict(scale=0.2), network: {}}
-
-    def make_one(model):
-        aligner = make_aligner(model, **aligners[make_aligner])
-        return make_method("kvalign", model, cache_size=CACHE_SIZE, aligner=aligner)
-
-    outcomes = outcomes_of(models[kind], make_one)
-    assert not failed(outcomes)
-    is_recursive = make_aligner is network
-    assert outcomes["moves"].state == ("not applicable" if is_recursive else "passed")
-    by_segments = make_aligner is tables and kind in REGISTERED
-    assert outcomes["evicting-chunks"].state == ("passed" if by_segments else "not applicable")
+    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
+    if (stream, kind) in FAST:
+        assert not_tried - MEMORY == ({"positions"} if kind == "bloom" else set())
+    assert not_tried >= MEMORY
+    if stream in ALIGNERS:
+        assert ("moves" in not_tried) == (stream is network)
+        assert ("evicting-chunks" in not_tried) != (stream is tables and kind in REGISTERED)
 
 
 @pytest.mark.slow
@@ -81,26 +97,37 @@ def test_every_policy_keeps_to_all(policy, kind, models):
     assert sum(state == "passed" for state in states(outcomes).values()) >= 8
 
 
+MEMORIES = [
+    ("llama", None, {}),
+    ("llama", None, dict(recall_places="rank", num_recalled=6)),
+    ("llama", None, dict(recall_layers="1-2")),
+    ("gpt2", tables, {}),
+    ("gpt2", tables, dict(recall_places="age")),
+    ("gpt2", anchored, {}),
+    ("llama", tables, dict(num_recalled=6)),
+]
+
+
+def with_memory(model, aligner, **changes):
+    extra = {"aligner": aligner(model, **ALIGNERS[aligner])} if aligner else {}
+    name = "kvalign" if aligner else "streaming-llm"
+    return make(name, model, **dict(memory=40) | extra | changes)
+
+
+@pytest.mark.parametrize(("kind", "aligner", "changes"), MEMORIES)
+def test_a_memory_holds_what_it_should(kind, aligner, changes, models):
+    outcomes = outcomes_of(models[kind], lambda m: with_memory(m, aligner, **changes), [*MEMORY])
+    assert set(states(outcomes).values()) == {"passed"}, failed(outcomes)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_memory_keeps_to_all(kind, models):
-    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
-    name = "kvalign" if changes else "streaming-llm"
-    outcomes = outcomes_of(models[kind], lambda model: make(name, model, memory=40, **changes))
+@pytest.mark.parametrize(("kind", "aligner"), [x[:2] for x in MEMORIES if not x[2]])
+def test_a_memory_keeps_to_all(kind, aligner, models):
+    outcomes = outcomes_of(models[kind], lambda model: with_memory(model, aligner))
     assert not failed(outcomes)
     not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
-    assert not_tried == ({"half-logits"} if kind == "gpt2" else {"half-logits", "moves"})
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
-def test_one_of_each_family(kind, models):
-    """The fast part of the two above."""
-    changes = {"aligner": tables(models[kind], scale=0.2, num_sinks=2)} if kind == "gpt2" else {}
-    name = "kvalign" if changes else "streaming-llm"
-    outcomes = outcomes_of(models[kind], lambda model: make(name, model, **changes))
-    assert not failed(outcomes)
-    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
-    assert not_tried == ({"positions"} if kind == "bloom" else set())
+    assert not_tried >= {"half-logits", "kl"} and not not_tried & MEMORY
+    assert ("moves" in not_tried) == (aligner is None)
 
 
 def test_a_cache_that_keeps_all(models):
@@ -117,15 +144,17 @@ def test_a_cache_that_keeps_all(models):
 
 
 def test_a_model_that_is_not_known():
-    """Of an architecture that KV-Align does not stream, all but its positions can be tried."""
+    """Of one that KV-Align does not stream, here for its RoPE, all but positions can be tried."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     config = AutoConfig.for_model(
         "starcoder2", vocab_size=96, max_position_embeddings=64, sliding_window=12, **sizes
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
+    model.config.rope_parameters = {"rope_type": "spiral"}
     outcomes = outcomes_of(model, lambda model: DynamicCache(config=model.config))
-    assert [x for x, state in states(outcomes).items() if state == "not applicable"] == ["moves"]
+    not_tried = {x for x, state in states(outcomes).items() if state == "not applicable"}
+    assert not_tried == {"moves", *MEMORY}
     assert [x for x, state in states(outcomes).items() if state == "failed"] == ["positions"]
 
 
@@ -243,6 +272,37 @@ def first_entry_missing(patch):
     patch(WindowLayer, "take", wrong)
 
 
+def stored_in_half_precision(patch):
+    right = Memory.write
+
+    def wrong(self, seen, new):
+        right(self, seen, new.map(lambda x: x.half().to(x.dtype)))
+
+    patch(Memory, "write", wrong)
+
+
+def ages_of_the_first_head(patch):
+    right = Memory.find
+
+    def wrong(self, *asked):
+        found = right(self, *asked)
+        return found._replace(ages=found.ages[:, :1].expand_as(found.ages))
+
+    patch(Memory, "find", wrong)
+
+
+def the_oldest_taken_back_twice(patch):
+    right = Memory.find
+
+    def wrong(self, *asked):
+        found = right(self, *asked)
+        oldest = [0, 0, *range(2, found.ages.shape[-1])]
+        entries = found.entries.map(lambda x: x[..., oldest, :])
+        return found._replace(entries=entries, ages=found.ages[..., oldest])
+
+    patch(Memory, "find", wrong)
+
+
 # The row that a bug belongs to, then others that it shows in.
 PLANTED = {
     shift_by_two: ["moves"],
@@ -260,6 +320,9 @@ PLANTED = {
     an_input_counts_once: ["chunks", "evicting-chunks", "masks", "kept", "moves"],
     rounded_at_each_move: ["half-entries"],
     first_entry_missing: ["dense", "chunks", "evicting-chunks"],
+    stored_in_half_precision: ["stored"],
+    ages_of_the_first_head: ["recalled"],
+    the_oldest_taken_back_twice: ["all-recalled"],
 }
 LONG = ("half-entries", "half-logits", "kl")
 BUGS = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
@@ -269,6 +332,8 @@ def outcomes_with(bug, models, monkeypatch, invariants=None):
     of_table = bug is table_read_two_places_off
     model = models["gpt2" if of_table else "llama"]
     changes = {"aligner": tables(model, scale=0.2, num_sinks=2)} if of_table else {}
+    if PLANTED[bug][0] in MEMORY:
+        changes["memory"] = 40
     name = "kvalign" if of_table else "streaming-llm"
     bug(monkeypatch.setattr)
     return outcomes_of(model, lambda model: make(name, model, **changes), invariants)

@@ -1,14 +1,20 @@
-"""Compiled and quantised models stream like any other."""
+"""Models that are compiled, quantised, wrapped or in training mode stream like any other."""
 
 import itertools
 
 import pytest
 import torch
-from helpers.methods import CACHE_SIZE, STREAMING, make, tables
-from helpers.pairwise import of_each_family
+from helpers.methods import CACHE_SIZE, STREAMING, make, step, tables
+from helpers.pairwise import of_each_family, one_of_each
+from helpers.tiny_models import tiny_model
+from torch import nn
 from torch._dynamo.utils import counters
 
 import kvalign
+from kvalign.foundation.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.models import eval_mode, rotation_of
+from kvalign.streaming.scoring import score
 
 
 def greedy(method, ids, count):
@@ -18,6 +24,7 @@ def greedy(method, ids, count):
 def test_compiled_model_writes_the_same_tokens(models, ids):
     """Without generated code, which would take a C++ compiler."""
     torch.compiler.reset()
+    counters.clear()  # a reset keeps what earlier tests of this process counted
     expected = greedy(make("kvalign", models["gpt2"]), ids[:, :9], 30)
     method = make("kvalign", torch.compile(models["gpt2"], backend="eager"))
     assert torch.equal(greedy(method, ids[:, :9], 30), expected)
@@ -27,15 +34,14 @@ def test_compiled_model_writes_the_same_tokens(models, ids):
 
 FAST = [("tables", "gpt2"), ("streaming-llm", "llama")]
 NAMES = ("window", "streaming-llm", "tables", "kvalign", "discard-half")
-OTHERS = [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in of_each_family(NAMES)
-    if case not in FAST
-]
+OTHERS = of_each_family(NAMES, but=FAST)
+MEMORY = dict(memory=40, num_recalled=4)
+CASES = [(*x, sizes) for x in FAST for sizes in ({}, MEMORY)]
+CASES += [pytest.param(*x, {}, marks=pytest.mark.slow) for x in OTHERS]
 
 
-@pytest.mark.parametrize(("name", "kind"), FAST + OTHERS)
-def test_a_full_cache_is_compiled_once(name, kind, models, ids):
+@pytest.mark.parametrize(("name", "kind", "sizes"), CASES)
+def test_a_full_cache_is_compiled_once(name, kind, sizes, models, ids):
     """Two graphs, the second for any place in the buffer; then neither a new graph nor a break,
     across copies to the buffer's front and turns of all keys, two of each and more.
     """
@@ -44,7 +50,7 @@ def test_a_full_cache_is_compiled_once(name, kind, models, ids):
     model = models[kind]
     extra = {"aligner": tables(model, scale=0.5)} if name == "tables" else {}
     name = "kvalign" if name == "tables" else name
-    plain, compiled = (make(name, model, **extra) for _ in range(2))
+    plain, compiled = (make(name, model, **extra, **sizes) for _ in range(2))
     compiled.compile(backend="eager")
     for method in (plain, compiled):
         method.feed(ids[:, : CACHE_SIZE + 1])
@@ -73,3 +79,112 @@ def test_quantised_model_streams(name, models, ids):
     assert found.shape == (2, 100)
     if name != "recompute":
         assert torch.equal(found[:, : CACHE_SIZE - 9], expected)
+
+
+DROPOUT = dict.fromkeys(("attention_dropout", "attn_pdrop", "hidden_dropout", "dropout"), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), one_of_each(METHODS, ("gpt2", "opt", "llama", "gpt_neox", "bloom"))
+)
+def test_a_model_in_training_mode_streams_without_dropout(name, kind, ids, caplog):
+    """Also while it is scored; afterwards each part of it is in the mode in which it was."""
+    eval_mode._say.cache_clear()
+    model, ids = tiny_model(kind, **DROPOUT), ids[:1, :60]
+
+    def found():
+        logits = step(make(name, model), ids, CACHE_SIZE + 5)
+        return torch.cat([logits.flatten(), score(make(name, model), ids).flatten()])
+
+    expected = found()
+    model.train()
+    model.get_input_embeddings().eval()
+    modes = [module.training for module in model.modules()]
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert torch.equal(found(), expected)
+    assert [module.training for module in model.modules()] == modes
+    assert [r.message[:30] for r in caplog.records].count("the model is in training mode,") == 1
+
+
+def with_lora(model):
+    """The model with layers of PEFT that have an effect, and dropout."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    is_gpt2 = model.config.model_type == "gpt2"
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_dropout=0.3,
+        init_lora_weights=False,
+        fan_in_fan_out=is_gpt2,
+        target_modules=["c_attn"] if is_gpt2 else ["q_proj", "k_proj", "v_proj"],
+    )
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_lora_streams_as_if_it_were_merged(name, kind, ids):
+    """Fresh layers of PEFT are in training mode, with dropout, while the model is not."""
+    ids = ids[:, :60]
+    plain = step(make(name, tiny_model(kind)), ids, CACHE_SIZE + 1)
+    aligner = {"aligner": tables(tiny_model(kind), 0.5)} if name == "kvalign" else {}
+    found = step(make(name, with_lora(tiny_model(kind)), **aligner), ids, CACHE_SIZE + 1)
+    merged = with_lora(tiny_model(kind)).merge_and_unload().eval()
+    expected = step(make(name, merged, **aligner), ids, CACHE_SIZE + 1)
+    assert torch.allclose(found, expected, atol=1e-3)
+    assert (found - plain).abs().max() > 0.1
+
+
+def test_lora_on_a_model_that_ships(tmp_path):
+    """By the default method, which takes the aligner that ships; a batch, a file and `generate`."""
+    loaded = kvalign.load_model("gpt2-mini")
+    model, tokenizer = with_lora(loaded.model), loaded.tokenizer
+    options = dict(cache_size=12, top_k=1, max_new_tokens=30, seed=0)
+    stream = kvalign.stream(model, tokenizer, "The history", **options)
+    text = "".join(stream)
+    assert stream.method.name == "kvalign"
+    rows = kvalign.stream_batch(model, tokenizer, ["The history"], **options)
+    assert "".join(piece for _, piece in rows) == text
+    stream.save(tmp_path / "stream")
+    assert kvalign.load_stream(tmp_path / "stream", model, tokenizer).text == text
+    inputs = tokenizer("The history", return_tensors="pt")
+    generate = dict(custom_generate=kvalign.stream_generate, cache_size=12, max_new_tokens=30)
+    assert model.generate(**inputs, **generate)[0].tolist() == stream.ids
+
+
+def test_what_turns_the_keys_of_a_model_with_lora():
+    """For a cache that is made by hand."""
+    model = with_lora(tiny_model("llama"))
+    own = rotation_of(model.get_base_model())
+    assert own is not None and torch.equal(rotation_of(model).inv_freq, own.inv_freq)
+
+
+def test_a_compiled_model_with_lora(ids):
+    torch.compiler.reset()
+    model = with_lora(tiny_model("llama")).eval()
+    expected = greedy(make("streaming-llm", model), ids[:, :9], 40)
+    method = make("streaming-llm", torch.compile(model, backend="eager"))
+    assert torch.equal(greedy(method, ids[:, :9], 40), expected)
+    torch.compiler.reset()
+
+
+def test_prompt_tuning_is_refused():
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(tiny_model("llama"), settings)
+    with pytest.raises(UserError, match="PromptTuningConfig has tokens of its own before each inp"):
+        make("streaming-llm", model)
+
+
+def test_what_holds_a_model_as_module_streams(models, ids):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    expected = greedy(make("streaming-llm", models["llama"]), ids[:, :9], 40)
+    method = make("streaming-llm", Wrapper(models["llama"]))
+    assert torch.equal(greedy(method, ids[:, :9], 40), expected)
+    with pytest.raises(TypeError, match="the model must be a causal LM of transformers, got Linea"):
+        make("streaming-llm", Wrapper(nn.Linear(1, 1)).module)

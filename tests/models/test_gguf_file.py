@@ -55,7 +55,7 @@ def test_other_architectures_are_read_as_well(kind, ids, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_weights_are_unpacked_to_the_dtype(model, tmp_path, dtype):
-    expected = write_gguf(tmp_path / "q8.gguf", model, quantised=True)
+    expected = write_gguf(tmp_path / "q8.gguf", model, quantised="Q8_0")
     found = load_model(str(tmp_path / "q8.gguf"), dtype=dtype).model.state_dict()
     assert set(found) == set(expected)
     for name, weights in found.items():

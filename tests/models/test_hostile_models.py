@@ -3,6 +3,7 @@ else is said.
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -182,7 +183,8 @@ def test_end_tokens(end, tmp_path, monkeypatch, capfd):
     assert "a fault of ours" not in captured.err
 
 
-TEMPLATES = {
+# These do no harm, and fail or say nothing in this process too.
+BROKEN_TEMPLATES = {
     "divides by zero": "{{ 1 / 0 }}",
     "unknown filter": "{{ messages | mystery }}",
     "syntax": "{% for m in messages %}{{ m.content }}",
@@ -193,8 +195,10 @@ TEMPLATES = {
     "includes": "{% include '/etc/passwd' %}",
     "a surrogate": "{{ '\\ud800' }}",
     "json of what is none": "{{ strftime_now | tojson }}",
-    "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
     "nothing": "{{ '' }}",
+}
+TEMPLATES = {
+    "memory": "{{ ('x' * 10**6) * (10**9 * messages | length) }}",
     "a constant of years": "{{ 9**(9**9) }}",
     "a constant of gigabytes": "{{ 'x' * 10**9 }}",
     "a width": "{{ '%1000000000d' % 1 }}",
@@ -220,6 +224,20 @@ TEMPLATES_THAT_SERVE = [
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_model("recall-gpt2").tokenizer
+
+
+@pytest.fixture
+def not_tried(monkeypatch):
+    """No process tries a template out, and what it says for itself is seen alone."""
+    monkeypatch.setattr("kvalign.streaming.turns.fault_of", lambda *args: "")
+
+
+@pytest.mark.parametrize("template", BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES)
+def test_broken_templates(template, tokenizer, not_tried, capfd):
+    tokenizer.chat_template = template
+    refuses(lambda: turn_ids(tokenizer, "Hi", True), "the chat template of this model")
+    refuses(lambda: opening_len(tokenizer, "Be brief."), "the chat template of this model")
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +275,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("template", LATER.values(), ids=LATER)
-def test_templates_that_take_one_turn_alone(template, tokenizer):
+def test_templates_that_take_one_turn_alone(template, tokenizer, not_tried):
     tokenizer.chat_template = template
     turn_ids(tokenizer, "Hi", True)
     refuses(lambda: turn_ids(tokenizer, "Why?", False), "the chat template of this model")
@@ -270,3 +288,16 @@ def test_chat_says_it_alike(template, tmp_path, monkeypatch, capfd):
     text = json.dumps(settings | {"chat_template": template})
     altered_model(tmp_path / "m", files={TOKENIZER: text})
     refused(["chat", "--model", "m", "--say", "Hi", "--method", "dense"], "m", capfd)
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "chat_template.jinja", TOKENIZER, "tokenizer.json"]
+)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_in_a_model_s_folder_is_not_left_out(name, make, tmp_path, monkeypatch, capfd):
+    """What it would say, of sampling or of turns, is part of the model."""
+    monkeypatch.chdir(tmp_path)
+    altered_model(tmp_path / "m", files={})
+    (tmp_path / "m" / name).unlink(missing_ok=True)
+    make(tmp_path / "m" / name)
+    refused(["chat", "--model", "m", "--say", "Hi"], f"{name} is no file", capfd)

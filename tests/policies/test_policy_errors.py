@@ -96,6 +96,27 @@ def test_an_anchored_aligner_places_from_birth(policy, models, ids):
     assert torch.allclose(one.feed(ids[:, :60]), other.feed(ids[:, :60]), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("gpt2", "oldest"),
+        ("gpt2", "random"),
+        ("gpt2", "h2o"),
+        ("llama", "h2o"),
+        ("bloom", "random"),
+    ],
+)
+def test_an_anchored_aligner_leaves_what_has_not_moved(kind, policy, models, ids):
+    """Until something is evicted, all is as the model computed it."""
+    aligner = anchored(models[kind], scale=0.5)
+    for net in (aligner.key, aligner.value):
+        torch.nn.init.normal_(net.fc3.weight, std=0.3)
+    sizes = dict(cache_size=20, num_sinks=4, policy=policy, aligner=aligner)
+    method = kvalign.make_method("kvalign", models[kind], **sizes)
+    logits = torch.stack([method.feed(ids[:, i : i + 1]) for i in range(21)], 1)
+    assert torch.allclose(logits, models[kind](ids[:, :21]).logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("policy", ["oldest", "keydiff", "h2o"])
 @pytest.mark.parametrize("cut", [1, 9, CONTEXT_LEN + 1])
 def test_learned_positions_that_are_kept_end(policy, cut, models, ids):

@@ -111,7 +111,7 @@ def endure(kind: str, name: str, dtype: str, num_tokens: int) -> dict:
         nll[tenth] = sum(stream.steps() for _ in range(num_last))
         ms[tenth] = 1e3 * float(np.median(stream.times_s or [0]))
         gc.collect()
-        rss.append(_rss_bytes())
+        rss.append(rss_bytes())
     seconds = time.perf_counter() - start
     num_tokens = 10 * num_periods * PERIOD
     early, late = (float(np.exp(nll[tenth] / (num_measured * PERIOD))) for tenth in MEASURED)
@@ -204,7 +204,7 @@ def describe(case: dict) -> str:
     )
 
 
-def _rss_bytes() -> int:
+def rss_bytes() -> int:
     """Resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

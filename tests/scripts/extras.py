@@ -1,6 +1,6 @@
 """Every module of a wheel imports with the packages of its extra alone, and of nothing else.
 
-    python tests/scripts/extras.py build/wheel/kvalign-0.1.0-py3-none-any.whl
+    python tests/scripts/extras.py build/wheel/kvalign-0.2.0-py3-none-any.whl
 
 For each extra, a folder with links to the installed packages that it brings, and to those that
 these need, stands in for a fresh environment.

@@ -18,6 +18,7 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.models.loading import load_model
 from kvalign.training.judge import judge
+from kvalign.training.text import Text
 
 
 def main() -> None:
@@ -34,7 +35,8 @@ def main() -> None:
         pieces = token_pieces(args.corpus, loaded.tokenizer, "test")
         val = torch.tensor([*islice(chain.from_iterable(pieces), args.num_tokens)])
         untrained = type(aligner)(aligner.config).state_dict()
-        found = judge(aligner, untrained, loaded.model, [val], KV, args.corpus == "recall")
+        text = Text([], [val], is_recall=args.corpus == "recall")
+        found = judge(aligner, untrained, loaded.model, text, KV)
         rows: dict[int, dict[tuple[str, ...], float]] = {}
         for row in found["streams"]:
             rows.setdefault(row["num_sinks"], {})[tuple(row["parts"])] = math.exp(row["val_nll"])

@@ -1,12 +1,12 @@
 """Every command that writes is under fire, and two of them are killed here."""
 
+import dataclasses
 import random
 
 import pytest
 from helpers import writing_commands as under_fire
 
 from kvalign.app.cli import catalogue
-from kvalign.foundation.settings import fields_of
 from scripts import faults
 
 
@@ -16,7 +16,9 @@ def test_each_command_is_under_fire_or_writes_nothing():
         is_attacked = any(words.startswith(name) for words in attacked) or name == "serve"
         assert is_attacked != (name in under_fire.NOT_HERE), name
         kinds = catalogue.Command(name).all_settings().values()
-        if any(field.metadata.get("writes") for kind in kinds for field in fields_of(kind)):
+        if any(
+            field.metadata.get("writes") for kind in kinds for field in dataclasses.fields(kind)
+        ):
             assert is_attacked or name == "eval latency"
 
 

@@ -3,6 +3,7 @@ of clean commits; and the mechanism rebuilds one of them from nothing.
 """
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -25,12 +26,10 @@ TO_MAKE = {
     "gpt2-mini/evicted-half",
     "gpt2-mini/no-sinks",
     "gpt2-mini/perplexity",
-    "gpt2-mini/python-docs",
     "gpt2-mini/realign-every",
     "latency/batch32-again",
     "latency/recompute",
     "llama-mini/perplexity",
-    "llama-mini/python-docs",
     "scripts/long-prompts",
     "scripts/throughput",
 }
@@ -64,6 +63,15 @@ def test_tables_are_those_of_the_documents():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text == filled(text), f"{page}: make tables"
+
+
+def test_the_index_has_every_page_and_part():
+    """Its table of parts is held as any: `test_tables_are_those_of_the_documents`."""
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in RESULTS.glob("*.md")} - {"README.md"}
+    linked = re.findall(r"^\| \[([\w./-]+)\]\(\1\) \|", text, re.MULTILINE)
+    assert sorted(linked) == sorted(pages | parts().keys())
+    assert marked(text) == ["parts"]
 
 
 def test_pictures_are_drawn_of_the_documents(in_process, tmp_path, monkeypatch):

@@ -204,3 +204,24 @@ def test_generate_refuses_what_streaming_cannot_do(models, ids, kwargs, message)
     kwargs = dict(method="window", cache_size=20, max_new_tokens=5) | kwargs
     with pytest.raises(ValueError, match=message):
         models["gpt2"].generate(ids[:, :9], custom_generate=kvalign.stream_generate, **kwargs)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_generate_ends_at_stop_strings(directly):
+    mini = kvalign.load_model("gpt2-mini")
+    ids = mini.tokenizer("The history of the island", return_tensors="pt")["input_ids"]
+    sizes = dict(cache_size=16, max_new_tokens=60, do_sample=False)
+    how = dict(stop_strings=[" the"], tokenizer=mini.tokenizer)
+
+    def text(**more):
+        out = mini.model.generate(ids, custom_generate=kvalign.stream_generate, **sizes, **more)
+        return mini.tokenizer.decode(out[0, ids.shape[1] :])
+
+    stopped = text(**how)
+    if directly:
+        config = mini.model.generation_config
+        new = kvalign.stream_generate(mini.model, ids, None, None, config, cache_size=16, **how)
+        stopped = mini.tokenizer.decode(new[0, ids.shape[1] :])
+    whole = text()
+    assert whole.startswith(stopped) and len(stopped) < len(whole)
+    assert " the" in stopped and " the" not in stopped[:-4]

@@ -4,6 +4,7 @@ goes on to the token.
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvalign
 from kvalign import checkpoints
+from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
 
@@ -216,6 +218,7 @@ def _changed(path, change):
         metadata = file.metadata()
     tensors, about = load_file(path), json.loads(metadata["stream"])
     change(tensors, about)
+    del metadata["sha256"]  # as in a file of before: else the rest would not be looked at
     save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
 
 
@@ -262,12 +265,34 @@ WRONG_FILES = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_FILES)
-def test_a_wrong_file_is_one_line(what, gpt2, tmp_path):
-    path = tmp_path / "talk.safetensors"
+@pytest.fixture(scope="module")
+def saved(gpt2, tmp_path_factory):
+    """The file of a stream that has evicted."""
+    path = tmp_path_factory.mktemp("saved") / "talk.safetensors"
     stream = begin(gpt2)
     list(itertools.islice(stream, 30))
     stream.save(path)
+    return path
+
+
+def test_a_file_of_which_a_byte_is_another_is_damaged(gpt2, saved, tmp_path):
+    """Tokens, cache and what the file says of them are one: none can be of another stream."""
+    data = saved.read_bytes()
+    changes = {
+        "sizes": data.replace(b'\\"cache_size\\":24', b'\\"cache_size\\":23'),
+        "tensors": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    }
+    for what, changed in changes.items():
+        assert changed != data, what
+        path = tmp_path / what
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match="is damaged: it is not as it was written"):
+            kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+
+
+@pytest.mark.parametrize("what", WRONG_FILES)
+def test_a_wrong_file_is_one_line(what, gpt2, saved, tmp_path):
+    path = shutil.copy(saved, tmp_path)
     change, message = WRONG_FILES[what]
     _changed(path, change)
     with pytest.raises(ValueError, match=message) as caught:
@@ -323,8 +348,28 @@ def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
         list(stream)
     monkeypatch.undo()
     for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
-        with pytest.raises(RuntimeError, match="interrupted inside a step"):
+        with pytest.raises(UserError, match="interrupted inside a step"):
             use()
+
+
+def test_a_token_whose_text_is_torn_does_not_come_twice(gpt2, monkeypatch):
+    """Neither in the ids nor in the text: the stream is refused, and begins anew after `reset`."""
+    expected = list(begin(gpt2, do_sample=False))
+    stream = begin(gpt2, do_sample=False)
+    list(itertools.islice(stream, 3))
+
+    def torn(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream._answer, "take", torn)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(stream))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="interrupted inside a step"):
+        next(iter(stream))
+    stream.reset()
+    stream.feed(PROMPT)
+    assert list(stream) == expected
 
 
 def test_wrong_settings_are_refused(gpt2):
@@ -374,3 +419,38 @@ def test_words_keep_their_space_after_the_prompt(gpt2):
     stream = kvalign.stream(gpt2.model, tokenizer, "w5 w7", cache_size=24, max_new_tokens=30)
     assert "".join(stream) == "".join(f" w{i}" for i in stream.token_ids)
     assert tokenizer.decode(stream.ids) == "w5 w7" + stream.text
+
+
+def test_a_prompt_that_is_kept_never_goes(loaded):
+    mini = loaded["llama-mini"]
+    prompt, how = "The history of the island", dict(cache_size=20, seed=0, max_new_tokens=40)
+    whole = kvalign.stream(mini.model, mini.tokenizer, prompt, keep="prompt", **how)
+    num = len(whole.ids)
+    list(whole)
+    assert whole.num_evicted and whole.method.sizes.num_sinks == num
+    assert whole.method.cache.index()[:num].tolist() == list(range(num))
+    counted = kvalign.stream(mini.model, mini.tokenizer, prompt, num_sinks=num, **how)
+    list(counted)
+    assert whole.ids == counted.ids
+    for wrong, message in (("all", "keep must be 'prompt' or"), (2.5, "keep must be a whole")):
+        with pytest.raises(kvalign.UserError, match=message):
+            kvalign.stream(mini.model, mini.tokenizer, prompt, keep=wrong)
+    with pytest.raises(kvalign.UserError, match="say the same"):
+        kvalign.stream(mini.model, mini.tokenizer, prompt, keep=3, num_sinks=3)
+
+
+def test_an_input_that_is_longer_than_the_cache_is_said_once(loaded, caplog):
+    mini = loaded["llama-mini"]
+    text = "The island " * 30
+    for _ in range(2):
+        stream = kvalign.stream(mini.model, mini.tokenizer, text, cache_size=19, seed=0)
+    num = len(stream.ids)
+    said = [x.message for x in caplog.records if "out of the cache of 19" in x.message]
+    assert len(said) == 1 and said[0].startswith(f"{num - 19} of the input's {num} tokens are out")
+    next(iter(stream))
+    assert stream.num_evicted == num - 19
+    caplog.clear()
+    kvalign.stream(mini.model, mini.tokenizer, text[:40], cache_size=19, seed=0)
+    memory = dict(method="streaming-llm", memory=100, cache_size=18)
+    kvalign.stream(mini.model, mini.tokenizer, text, **memory)
+    assert not caplog.records

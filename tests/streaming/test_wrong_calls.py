@@ -49,6 +49,14 @@ CALLS = [
     (lambda m: make_method("window", m.model, cache_size=8, num_evicted=9), "num_evicted must be"),
     (lambda m: make_method("kvalign", m.model, cache_size=8, aligner="none"), "no aligner 'none'"),
     (
+        lambda m: make_method("kvalign", m.model, aligner="kvalign-gpt2-mini-tabel"),
+        r"did you mean kvalign-gpt2-mini-table\? \(shipped: kvalign-gpt2-mini-table, kvalign-gpt2",
+    ),
+    (lambda m: make_method("kvalign", m.model, aligner="./no"), "'./no': there is no such folder$"),
+    (lambda m: load_model("models/of/mine"), "'models/of/mine': there is no such folder or file$"),
+    (lambda m: load_model("tests/nowhere"), "no model 'tests/nowhere': there is no such folder"),
+    (lambda m: load_model("smollm2-135m-instrct"), "did you mean smollm2-135m-instruct"),
+    (
         lambda m: make_method("kvalign", m.model, cache_size=256),
         "at most 255 with the aligner kvalign-",
     ),
@@ -101,8 +109,8 @@ CALLS = [
     (lambda m: Aligner.from_pretrained("kvalign-gpt2-mini"), "no aligner 'kvalign-gpt2-mini'"),
     (lambda m: next(stream_tokens(window(m), PROMPT[:, :0])), "the prompt is empty"),
     (
-        lambda m: generate(m, stop_strings=["in"], tokenizer=m.tokenizer),
-        r"stopping_criteria=\[transformers.StopStringCriteria\(tokenizer",
+        lambda m: generate(m, stop_strings=["in"]),
+        "stop_strings need the model's tokenizer: give tokenizer=",
     ),
     (lambda m: generate(m, prompt_lookup_num_tokens=3), "has no assisted generation: leave out"),
     (lambda m: generate(m, assistant_model=m.model), "has no assisted generation: leave out"),

@@ -58,8 +58,7 @@ def test_the_least_that_is_best_is_used(models, monkeypatch, kind, means, parts,
     table, untrained = trained_table(model, usual_sinks(spec_of(model.config).family))
     noise = torch.Generator().manual_seed(0)
 
-    def told(model, rows, name, counted, num_sinks, aligner=None, realign_every=1):
-        assert set(counted.values()) == {None}
+    def told(model, text, rows, name, num_sinks, aligner=None, realign_every=1):
         used = tuple(kv for kv in KVS if aligner is not None and getattr(aligner, kv).any())
         assert (name == "kvalign") == bool(used)
         mean = means.get((num_sinks, used), 9)
@@ -122,7 +121,7 @@ def test_rows_side_by_side_are_rows_alone(models):
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     method = make_method("streaming-llm", models["bloom"], cache_size=20)
     assert torch.allclose(score_stepwise(method, rows), alone, atol=1e-4)
-    (found,) = streamed(models["llama"], {20: rows}, "streaming-llm", {20: None}, num_sinks=4)
+    (found,) = streamed(models["llama"], Text([], []), {20: rows}, "streaming-llm", num_sinks=4)
     method = make_method("streaming-llm", models["llama"], cache_size=20, num_sinks=4)
     alone = torch.cat([score_stepwise(method, row[None]) for row in rows])
     assert torch.allclose(found, alone, atol=1e-4)

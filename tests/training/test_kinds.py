@@ -1,5 +1,6 @@
 """Each kind of aligner has flags, a trainer and a line in the registry; a new one needs no more."""
 
+import dataclasses
 import inspect
 import json
 import shlex
@@ -18,7 +19,6 @@ from kvalign.aligners import KINDS, Aligner
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.main import main
 from kvalign.app.commands import train
-from kvalign.foundation.settings import fields_of
 from kvalign.models.architectures import spec_of
 from kvalign.models.loading import LoadedModel
 from kvalign.training import kinds, train_anchored, train_network, train_table
@@ -143,7 +143,7 @@ def test_flags_of_another_kind_are_refused(words, message, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_default_sizes_of_settings_are_those_of_the_kind(kind):
     cls = kinds.trainer_of(kind).SETTINGS
-    defaults = {field.name: field.default for field in fields_of(cls)}
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     sizes = KINDS[kind].default_sizes
     assert sizes.items() <= defaults.items()
 

@@ -300,7 +300,10 @@ def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
     assert printed.out.endswith(f"\naligner: {tmp_path / 'b'}\n")
     assert "judged by the error of one move: kvalign eval perplexity says" in printed.out
     assert printed.out.count("\n") == 3
-    assert [line[:13] for line in printed.err.splitlines()] == ["next: kvalign"] * 2
+    assert [line[:13] for line in printed.err.splitlines()] == [
+        "not judged by",
+        *["next: kvalign"] * 2,
+    ]
 
 
 def test_a_folder_of_something_else_is_left_alone(make_settings):

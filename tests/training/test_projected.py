@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from helpers.tiny_models import CONTEXT_LEN
+from helpers.tiny_models import CONTEXT_LEN, KINDS
 
 from kvalign.aligners import TableAligner, new_config
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, spec_of
-from kvalign.training.projected import project_positions
+from kvalign.training.table_run import project_positions
 
-LEARNED = [name for name, family in FAMILIES.items() if family == "learned"]
+LEARNED = [kind for kind in KINDS if FAMILIES[kind] == "learned"]
 
 
 def projected(model) -> TableAligner:

@@ -1,4 +1,4 @@
-"""Of facts and questions the answers are trained and judged alone."""
+"""Training on facts and questions: the answers alone are trained and judged."""
 
 import pytest
 import torch

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import io
 import json
 import os
 import re
@@ -149,35 +148,28 @@ def test_asha_stops_what_is_behind_at_the_same_place_and_never_at_the_end():
     }
 
 
-def test_what_is_shown_while_it_runs():
-    from ray.tune.experiment import Trial as RayTrial
-    from rich.console import Console
-
-    from kvalign.training.sweep_watch import line, table
+def test_a_trial_s_end_is_a_line():
+    from kvalign.training.sweep_watch import line
 
     class Shown(SimpleNamespace):
         def __str__(self) -> str:
             return self.name
 
     reports = reports_of(0.5, 0.4, is_last=False)
-    ended = Shown(
-        name="007",
-        config=POINT,
-        last_result=reports[-1],
-        status=RayTrial.TERMINATED,
-        metric_analysis={"val_loss": {"min": 0.4}},
+    behind, best = (
+        Shown(name=name, config=POINT, last_result=reports[-1], metric_analysis=found)
+        for name, found in (
+            ("007", {"val_loss": {"min": 0.4}}),
+            ("008", {"val_loss": {"min": 0.3}}),
+        )
     )
-    waiting = Shown(
-        name="008", config=POINT, last_result={}, status=RayTrial.PENDING, metric_analysis={}
+    failed = Shown(name="009", config=POINT, last_result={}, metric_analysis={})
+    trials = [behind, best, failed]
+    point = "hidden 8, 4; batch size 32; lr 0.01"
+    assert line(trials, behind, "stopped") == (
+        f"trial 007 stopped after report 2 of 5: {point}; val loss 0.4 (best so far 0.3)"
     )
-    assert line([ended, waiting], ended, "stopped") == (
-        "trial 007 stopped after report 2 of 5: hidden 8, 4; batch size 32; lr 0.01; "
-        "val loss 0.4 (best so far 0.4)"
-    )
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table([ended, waiting]))
-    text = console.export_text()
-    assert "2 of 5" in text and "0.4 ★" in text and "stopped" in text and "pending" in text
+    assert line(trials, failed, "failed") == f"trial 009 failed: {point}; no val loss"
 
 
 def tune_settings(data: Path, out: Path, **changes) -> TuneSettings:

@@ -1,4 +1,4 @@
-"""How each kind of aligner is trained: one module a kind, named as the kind, with
+"""Training of each kind of aligner: one module a kind, named as the kind, with
 
 - `SETTINGS`, the class of its settings, made of those in `kvalign.training.settings`;
 - `train(settings)`, which trains and saves an aligner; those that load a model also take `loaded`.

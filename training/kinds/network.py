@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.foundation import progress
-from kvalign.foundation.folders import folder_of
+from kvalign.foundation.folders import beside, recording_or_default
 from kvalign.foundation.settings import (
     DEFAULT_MODEL,
     MOST_PROCESSES,
@@ -47,13 +47,14 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     resume: bool = option(True, help="resume an unfinished run of the same settings")
 
     def folder(self, kind: str) -> Path:
-        beside = folder_of(self.model or DEFAULT_MODEL) if self.data is None else self.data.parent
-        return self.out or beside / kind
+        recording = recording_or_default(self.data, self.model or DEFAULT_MODEL)
+        return self.out or beside(recording, kind)
 
 
 @keywords_of(NetworkSettings)
 def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """Train networks for keys, values or both, and save the aligner in `out`.
+    """Train networks for keys, values or both, and save the aligner in `out`; then stream the text
+    that follows what was recorded, and keep those that streams gain by.
 
     An interrupted run goes on at its last validation report when it is called again; what is in
     the aligner by the same settings and data is not trained anew.
@@ -62,7 +63,9 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         for `key` and `value` what the aligner's config and card say: `val_loss` and
         `input_label_mse` (mean squared errors per number, realigned and as they are), `ratio` of
         the two, `used` (a network that does no better than none is saved as one that adds
-        nothing), steps, seconds, settings, data; empty on devices other than the first.
+        nothing), `judged` and `val_nll` (what `kvalign.training.judge.judge` says; neither without
+        `judge`, or where there is nothing to judge by), steps, seconds, settings, data; empty on
+        devices other than the first.
 
     Raises:
         NotFoundError: no recorded data.
@@ -71,11 +74,17 @@ def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         UserError: data of another model, unfinished data, an aligner in `out` that cannot take
             another network, a loss that is not finite.
     """
-    from kvalign.training.network_run import train
+    from kvalign.training.network_judge import judge_networks
+    from kvalign.training.network_run import networks_in, train
 
     # The processes of other devices are started by the one that shows the progress.
     with nullcontext() if "LOCAL_RANK" in os.environ else progress.shown_as("train"):
-        return train(settings)
+        done = train(settings)
+    if not done or not settings.judge:
+        return done
+    out = settings.folder("network")
+    judge_networks(out, settings.accelerator)
+    return {kv: networks_in(out)[kv] for kv in settings.kvs}
 
 
 SETTINGS, train = NetworkSettings, train_network

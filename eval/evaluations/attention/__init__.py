@@ -1,4 +1,4 @@
-"""What queries look at before anything is evicted and long after: are there attention sinks, and
+"""Attention of queries before anything is evicted and long after: are there attention sinks, and
 what takes their place?
 
     before   the last steps of the first C + 1 tokens: nothing is evicted

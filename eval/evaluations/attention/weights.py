@@ -1,4 +1,4 @@
-"""What queries look at: the attention weights of a model's layers, as a method streams.
+"""Attention weights of a model's layers, as a method streams.
 
 transformers' own eager attention computes them; a hook on each layer's attention keeps those of the
 last query alone, so no more than one layer's are held at once.
@@ -6,7 +6,6 @@ last query alone, so no more than one layer's are held at once.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign.cache.on_read import OnRead
-from kvalign.data_gen.chunks import cut_chunks
-from kvalign.data_gen.corpora import token_pieces
+from kvalign.data_gen.corpora import first_ids
 from kvalign.eval.evaluations.attention import AttentionSettings
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
 from kvalign.eval.protocol.statistics import mean_interval
 from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.methods.cached import Cached
 from kvalign.methods.reencoding import Reencoding
@@ -48,16 +45,10 @@ def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
     """
     progress.phase(f"reading {settings.corpus}")
     length = num_tokens(max(settings.cache_sizes), settings.num_steps)
-    pieces = token_pieces(settings.corpus, loaded.tokenizer, "test")
-    texts = list(islice(cut_chunks(pieces, length, length), settings.num_texts))
-    if len(texts) < settings.num_texts:
-        raise UserError(
-            f"corpus {settings.corpus!r} is too short: it has {len(texts)} texts of {length} "
-            f"tokens, {settings.num_texts} are needed (--num-texts): name a longer one, or smaller "
-            "--cache-sizes"
-        )
-    ids = torch.tensor(texts, device=loaded.model.device)
-    return with_prefix(ids, prefix_ids(loaded.tokenizer))
+    num_ids, smaller = settings.num_texts * length, "--num-texts or --cache-sizes"
+    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, smaller)
+    texts = torch.tensor(ids, device=loaded.model.device).view(-1, length)
+    return with_prefix(texts, prefix_ids(loaded.tokenizer))
 
 
 def watch(

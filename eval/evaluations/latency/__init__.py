@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalign.eval.protocol.conclusions import by_batch, cost
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
     FLOOR,
+    PEER,
     Column,
     Document,
     Documents,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from kvalign.models.loading import LoadedModel
 
+PEER_PLACES = 256  # a context of llama.cpp has a multiple of them
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySettings(ComparisonSettings):
@@ -41,6 +44,7 @@ class LatencySettings(ComparisonSettings):
     turns, so that a busy moment hits all; the bare step, without any eviction, is the floor.
 
     `--model shape:distilgpt2` (gpt2, smollm2-135m) takes random weights: they do not change speed.
+    With `--memory` steps are timed with full memories, of random entries, beside the same without.
 
     Example:
         kvalign eval latency --cache-sizes 32 --num-trials 2 --trial-len 4
@@ -61,15 +65,17 @@ class LatencySettings(ComparisonSettings):
     )
     prompts: str = option(
         "own",
-        help="what the first token follows: own, mt-bench, or a .jsonl file of turns; a shape: "
-        "model, which has no tokenizer, ignores it",
+        help="what the first token follows: own, mt-bench, random tokens, or a .jsonl file of "
+        "turns; a shape: model, which has no tokenizer, takes random ones",
     )
-    prompt_len: int = option(
-        64,
-        help="random tokens that the first token of a shape: model follows",
-        at_least=1,
-        at_most=MOST_ROWS,
+    prompt_len: int = option(64, help="how many random ones", at_least=1, at_most=MOST_ROWS)
+    peer: str | None = option(
+        None,
+        help="time this program beside the methods, on the same GGUF file, with as many threads "
+        "(llama.cpp, by xllamacpp; cache sizes 255, 511, 1023, ...)",
+        choices=(PEER,),
     )
+    corpus: str = option("python-docs", help="text whose perplexity stands beside a --peer's")
     generate: int = option(
         0,
         help="the paper's protocol instead: tokens drawn after the first of each trial's prompt, "
@@ -100,8 +106,27 @@ class LatencySettings(ComparisonSettings):
         super().__post_init__()
         if self.reference not in self.methods:
             object.__setattr__(self, "reference", self.methods[0])
+        if any(self.memory):  # beside the same without
+            object.__setattr__(self, "memory", tuple(dict.fromkeys((0, *self.memory))))
         if self.aligner and self.aligner_kinds:
             raise UserError("give --aligner (trained) or --aligner-kinds (untrained), not both")
+        if self.peer:
+            self._check_peer()
+        elif "corpus" in self.changed():
+            raise UserError("--corpus is what is compared with a peer: give --peer, too")
+
+    def _check_peer(self) -> None:
+        if self.generate or self.batch_sizes != (1,) or self.device != "cpu":
+            raise UserError(
+                f"--peer {self.peer} is timed on a CPU, with full caches, one stream at a time: "
+                "leave out --generate, --batch-sizes and --device"
+            )
+        if odd := [size for size in self.cache_sizes if (size + 1) % PEER_PLACES]:
+            near = max(1, round((odd[0] + 1) / PEER_PLACES)) * PEER_PLACES - 1
+            raise UserError(
+                f"a context of {self.peer} has a multiple of {PEER_PLACES} places, one more than "
+                f"--cache-sizes: {odd[0]} is none, {near} would be"
+            )
 
 
 @keywords_of(LatencySettings)
@@ -112,16 +137,25 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     Returns:
         A document whose rows have the sizes, num_steps (calls timed, without the first tokens), and
         `COLUMNS`; those of the bare step, method "bare", come before the methods' of the same cache
-        and batch size, by which all ratios are. Times per token are those of a step divided by the
-        batch size; ttft_ms is from an empty cache to the logits after a prompt, for all streams
-        together, median over the trials; peak_mb (10^6 bytes) from an empty cache through a first
-        input of cache_size + 1 tokens and 3 steps, None where the device does not tell.
+        and batch size, by which all ratios are. Where any has a memory, each is there without one,
+        by which memory_ratio is; stored_bytes are those of a full memory by the tokens that it
+        keeps, stored_ratio by what as many take in a cache, 0 without a memory; neither is there
+        where prompts fill it (`generate`). Times per token are those of a step divided by the batch
+        size; ttft_ms is from an empty cache to the logits after a prompt, for all streams together,
+        median over the trials; peak_mb (10^6 bytes) from an empty cache through a first input of
+        cache_size + 1 tokens and 3 steps, None where the device does not tell, or beside a peer.
+
+        A peer has the last row of each cache size, with the sinks of the reference; each row then
+        has `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its
+        version and build.
 
     Raises:
-        UserError: a method that ends before so many tokens.
+        UserError: a method that ends before so many tokens; a peer that is not installed, or cannot
+            read the model.
     """
     import torch
 
+    from kvalign.eval.evaluations.latency import peer
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
@@ -131,7 +165,10 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     try:
-        settings, model, prompts = load_with_prompts(settings, loaded)
+        more: dict[str, Any] = {"started": started, "plot": EVALUATION.plot}
+        if settings.peer:
+            more["peer"] = peer.about(loaded.spec.name if loaded else settings.model)
+        settings, model, prompts, text = load_with_prompts(settings, loaded)
         methods = make_grid(settings, model, untrained_aligners(model, settings))
         if settings.compile:
             methods = [method.compile() for method in methods]
@@ -141,8 +178,8 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
             for cache_size in dict.fromkeys(settings.cache_sizes):
                 group = [method for method in methods if method.sizes.cache_size == cache_size]
                 for batch_size in settings.batch_sizes:
-                    rows += measure(group, prompts, batch_size, settings, bar)
-        return document("eval latency", settings, rows, started=started, plot=EVALUATION.plot)
+                    rows += measure(group, prompts, batch_size, settings, bar, text)
+        return document("eval latency", settings, rows, **more)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -159,6 +196,20 @@ COLUMNS = {
     "ratio": Column(
         "ratio", 3, "lower", "mean by the reference's mean on the same work", by_reference=True
     ),
+    "memory_ratio": Column(
+        "by no memory",
+        3,
+        about="mean by that of the same method without a memory; memories are full, of random "
+        "entries",
+        is_optional=True,
+        weight=3,
+    ),
+    "stored_bytes": Column(
+        "stored bytes", 0, about="bytes of a full memory, by the tokens it keeps", is_optional=True
+    ),
+    "stored_ratio": Column(
+        "by cache", 3, about="the same by 2 L H D numbers, a token in a cache", is_optional=True
+    ),
     "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True, weight=5),
     "bare_ratio": Column("median by bare", 3, "lower", f"median {BARE}", True),
     "tokens_per_s": Column(
@@ -167,6 +218,35 @@ COLUMNS = {
     "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits", weight=2),
     "peak_mb": Column("peak MB", 1, "lower", "most memory held beyond the weights", True),
 }
+PEER_COLUMNS = {
+    "turn_per_s": Column(
+        "tokens/s of turns",
+        1,
+        "higher",
+        "median of the turns, the slowest and the fastest",
+        True,
+        ("turn_low", "turn_high"),
+        weight=3,
+    ),
+    "turn_by_peer": Column(
+        "by peer", 2, "", "tokens/s of turns, medians, by those of the peer", True, weight=4
+    ),
+    "prompt_per_s": Column(
+        "prompt tokens/s",
+        1,
+        "higher",
+        "median of the trials, the slowest and the fastest",
+        True,
+        ("prompt_low", "prompt_high"),
+    ),
+    "prompt_by_peer": Column(
+        "prompt by peer", 2, "", "prompt tokens/s, medians, by those of the peer", True
+    ),
+    "peer_perplexity": Column(
+        "perplexity", 2, "lower", "of the second half of C tokens, step by step", True
+    ),
+}
+COLUMNS |= PEER_COLUMNS
 MORE_COLUMNS = {"p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster")}
 BATCHES = (
     "Tokens a second of all streams together, by the mean time of a step. A line that climbs with "
@@ -224,7 +304,7 @@ class Latency(Evaluation):
         return [*super().sections(documents), batches]
 
     def plot(self, document: Document) -> Figure:
-        """Of several batch sizes the tokens a second, else the time per token."""
+        """Draw tokens a second of several batch sizes, else the time per token."""
         drawn = self.batches_figure(document)
         return drawn[0] if drawn else self._by_size(document)
 

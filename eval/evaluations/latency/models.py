@@ -1,4 +1,4 @@
-"""What `kvalign eval latency` times: a model with prompts, and aligners that need no training."""
+"""Subjects of `kvalign eval latency`: a model with prompts, and aligners that need no training."""
 
 import itertools
 import logging
@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvalign.aligners import KINDS, Aligner, new_config
 from kvalign.cache.sizes import num_evicted_of
+from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.prompts import conversations
 from kvalign.eval.evaluations.latency import LatencySettings
 from kvalign.eval.evaluations.latency.timing import random_ids
@@ -17,12 +18,15 @@ from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.methods.choice import lack_of_aligner
 from kvalign.models.architectures import spec_of
-from kvalign.models.loading import LoadedModel, check_device
+from kvalign.models.loading import LoadedModel, check_device, precision_of
+from kvalign.models.packed import PACKED, pack
+from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 
 log = logging.getLogger(__name__)
 
 DEFAULT_KINDS = ("table", "network")
 SHAPE_PREFIX = "shape:"
+RANDOM = "random"  # of --prompts
 SMOLLM2 = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
 SMOLLM2 |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)
 SHAPES = {
@@ -33,37 +37,55 @@ SHAPES = {
 
 
 def random_model(
-    shape: str, device: str = "cpu", dtype: str = "float32", seed: int = 0
+    shape: str,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+    weights: str | None = None,
 ) -> PreTrainedModel:
     """A random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
+    dtype, weights = precision_of(device, dtype, weights)
     check_device(device)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[shape])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if weights in PACKED:
+        pack(model, weights)
     return model.to(device).eval().requires_grad_(False)
 
 
 def load_with_prompts(
     settings: LatencySettings, loaded: LoadedModel | None
-) -> tuple[LatencySettings, PreTrainedModel, list[Tensor]]:
-    """The settings, their model, and prompts [1, T] for the first token to follow."""
+) -> tuple[LatencySettings, PreTrainedModel, list[Tensor], Tensor | None]:
+    """The settings, their model, prompts [1, T] for the first token to follow, and beside a peer
+    the text [1, C + 1] of the largest cache whose perplexity is compared.
+    """
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
         shape = settings.model.removeprefix(SHAPE_PREFIX)
-        model = random_model(shape, settings.device, settings.dtype, settings.seed)
-        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)]
-    texts = [turns[0] for turns in conversations(settings.prompts)]
+        model = random_model(
+            shape, settings.device, settings.dtype, settings.seed, settings.weights
+        )
+        return settings, model, [random_ids(model, 1, settings.prompt_len, rng)], None
+    is_random = settings.prompts == RANDOM
+    texts = [] if is_random else [turns[0] for turns in conversations(settings.prompts)]
     settings, loaded = load(settings, loaded)
-    prompts = []
+    prompts = [random_ids(loaded.model, 1, settings.prompt_len, rng)] if is_random else []
     for text in texts:
         ids = torch.tensor([loaded.tokenizer(text, verbose=False)["input_ids"]])
         if not ids.numel():
             log.warning("no token in prompt %r: random ones are taken for it", text[:40])
             ids = random_ids(loaded.model, 1, settings.prompt_len, rng)
         prompts.append(ids.to(loaded.model.device))
-    return settings, loaded.model, prompts
+    return settings, loaded.model, prompts, _text(settings, loaded) if settings.peer else None
+
+
+def _text(settings: LatencySettings, loaded: LoadedModel) -> Tensor:
+    num_ids = max(settings.cache_sizes) + 1
+    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--cache-sizes")
+    return with_prefix(torch.tensor([ids]), prefix_ids(loaded.tokenizer))
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:

@@ -1,28 +1,39 @@
 """Rows of `kvalign eval latency`: every method and the bare step, by the clock and by memory."""
 
 import gc
+import math
 import os
 from collections.abc import Callable
 from itertools import accumulate
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 
+from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.evaluations.latency import LatencySettings, timing
 from kvalign.eval.evaluations.latency.bare_step import BareStep
+from kvalign.eval.evaluations.latency.peer import LlamaCpp, beside, file_of
+from kvalign.eval.evaluations.latency.timing import Timed
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
+from kvalign.foundation import progress
 from kvalign.foundation.progress import Bar
+from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.streaming.scoring import score_stepwise
 
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
     """Turns that `measure` counts for so many methods: first tokens, others, memory."""
     per_trial = 1 + timing.num_rounds(settings) if settings.generate else 2
-    num_rows = (num_methods + len(set(settings.cache_sizes))) * len(settings.batch_sizes)
-    return num_rows * (settings.num_trials * per_trial + 1)
+    beside = 2 if settings.peer else 1  # the bare step, a peer
+    num_rows = (num_methods + beside * len(set(settings.cache_sizes))) * len(settings.batch_sizes)
+    return num_rows * (settings.num_trials * per_trial + (not settings.peer))
 
 
 def measure(
@@ -31,22 +42,35 @@ def measure(
     batch_size: int,
     settings: LatencySettings,
     bar: Bar,
+    text: Tensor | None = None,
 ) -> list[Row]:
-    """A row for the bare step and one for each method, at one cache size and one batch size."""
+    """A row for the bare step and one for each method, at one cache size and one batch size; and
+    one for a peer, whose perplexity of a text [1, C + 1 or more] is compared with the model's.
+    """
     reference = 1 + [method.name for method in methods].index(settings.reference)
     methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
+    peer = None if text is None else _peer(settings, methods[reference].sizes, prompts)
+    timed: list[Timed] = [*methods, *filter(None, [peer])]
     inputs = [ids.repeat(batch_size, 1) for ids in prompts]
     if settings.generate:
-        first, steps = timing.time_generation(methods, inputs, settings, bar)
+        first, turns = timing.time_generation(methods, inputs, settings, bar)
     else:
-        first = timing.time_first(methods, inputs, settings, bar)
-        steps = timing.time_steps(methods, batch_size, settings, bar)
-    per_token = [1e3 / batch_size * np.array(seconds) for seconds in steps]  # ms
+        first = timing.time_first(timed, inputs, settings, bar)
+        turns = timing.time_steps(timed, batch_size, settings, bar)
+    per_token = [1e3 / batch_size * np.concatenate(own) for own in turns]  # ms
     means = [times.mean() for times in per_token]
     medians = [np.median(times) for times in per_token]
+    of_memories = _of_memories(timed, means, batch_size, settings)
+    peaks: list[float | None] = [None for _ in timed]
+    of_peer: list[Row] = [{} for _ in timed]
+    if peer is None or text is None:
+        peaks = [_peak_mb(method, batch_size, settings.seed, bar) for method in methods]
+    else:
+        lens = [ids.shape[1] for ids in prompts]
+        of_peer = beside(peer, turns, first, lens, _perplexities(peer, methods[0].model, text))
     return [
         {
-            **sizes_of(method),
+            **_sizes_of(one),
             "batch_size": batch_size,
             "num_steps": len(times),
             "mean_ms": mean,
@@ -55,16 +79,75 @@ def measure(
             "p99_ms": np.quantile(times, 0.99),
             "max_ms": times.max(),
             "ratio": mean / means[reference],
+            **of_memory,
             "bare_mean_ratio": mean / means[0],
             "bare_ratio": median / medians[0],
             "tokens_per_s": 1e3 / mean,
             "ttft_ms": 1e3 * np.median(to_first),
-            "peak_mb": _peak_mb(method, batch_size, settings.seed, bar),
+            "peak_mb": peak,
+            **more,
         }
-        for method, to_first, times, mean, median in zip(
-            methods, first, per_token, means, medians, strict=True
+        for one, to_first, times, mean, median, of_memory, peak, more in zip(
+            timed, first, per_token, means, medians, of_memories, peaks, of_peer, strict=True
         )
     ]
+
+
+def _sizes_of(one: Timed) -> Row:
+    return sizes_of(one) if isinstance(one, Method) else one.row
+
+
+def _peer(settings: LatencySettings, sizes: CacheSizes, prompts: list[Tensor]) -> LlamaCpp:
+    """With as many sinks and threads."""
+    longest = max(ids.shape[1] for ids in prompts)
+    return LlamaCpp(file_of(settings.model), sizes, torch.get_num_threads(), longest)
+
+
+def _perplexities(peer: LlamaCpp, model: PreTrainedModel, text: Tensor) -> tuple[float, float]:
+    """The model's and the peer's, of the second half of C + 1 tokens of a text, each token given
+    all before it, step by step: what a stream is before anything is evicted.
+    """
+    progress.phase("perplexities")
+    half = peer.sizes.cache_size // 2
+    ids = text[:, : peer.sizes.cache_size + 1]
+    ours = score_stepwise(make_method("dense", model, cache_size=half, warn=False), ids)
+    theirs = peer.losses(ids, half + 1)
+    return math.exp(ours.mean()), math.exp(fmean(theirs))
+
+
+def _of_memories(
+    timed: list[Timed], means: list[float], batch_size: int, settings: LatencySettings
+) -> list[Row]:
+    """Where any has a memory, of each method its mean by that of the same one without, which comes
+    before it, and what its full memory takes.
+    """
+    if not any(settings.memory):
+        return [{} for _ in timed]
+    plain: dict[tuple[Any, ...], float] = {}
+    rows = []
+    for one, mean in zip(timed, means, strict=True):
+        same = _sizes_of(one) | {"memory": None, "num_recalled": None}
+        rows.append({"memory_ratio": mean / plain.setdefault(tuple(same.values()), mean)})
+        if not settings.generate:
+            rows[-1] |= _stored(one, batch_size)
+    return rows
+
+
+def _stored(one: Timed, batch_size: int) -> Row:
+    """Bytes that a memory takes by the tokens that it keeps aside, and by what these take in a
+    cache; 0 without one.
+    """
+    cache = timing.memory_of(one)
+    if cache is None:
+        return {"stored_bytes": 0.0, "stored_ratio": 0.0}
+    memories = [layer.memory for layer in cache.asking]
+    num_bytes = sum(x.nbytes for memory in memories for x in (*memory.held, memory.boxes))
+    in_cache = len(cache.attention) * sum(x[:, :, 0].nbytes for x in memories[0].held)
+    num = one.sizes.memory
+    return {
+        "stored_bytes": num_bytes / batch_size / num,
+        "stored_ratio": num_bytes / in_cache / num,
+    }
 
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.cache.buffer import slack_of
+from kvalign.cache.memory_cache import MemoryCache
 from kvalign.eval.evaluations.latency import LatencySettings
+from kvalign.eval.evaluations.latency.peer import LlamaCpp
 from kvalign.eval.protocol.grid import title_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.progress import Bar
@@ -26,8 +28,13 @@ from kvalign.streaming.sampling import Sampling
 
 SAMPLING = Sampling(top_k=20)  # the paper's
 
+Timed = Method | LlamaCpp
+
 Seconds = list[list[float]]
-"""Of each method."""
+"""Of each that is timed."""
+
+Turns = list[list[list[float]]]
+"""Seconds of the steps of each turn, of each that is timed."""
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
@@ -44,47 +51,60 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 
 
 def time_first(
-    methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
+    timed: Sequence[Timed], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> Seconds:
     """From an empty cache to the logits after a whole prompt, ids [B, T], of which trial i takes
     prompts[i % len(prompts)].
     """
-    for method in methods:
-        warm_up(method, prompts[:1])
-    seconds: Seconds = [[] for _ in methods]
-    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
-        methods[i].reset()
+    for one in timed:
+        warm_up(one, prompts[:1])
+    seconds: Seconds = [[] for _ in timed]
+    for trial, i in rounds(timed, settings.num_trials, bar, settings.seed):
+        timed[i].reset()
         ids = prompts[trial % len(prompts)]
-        seconds[i].append(clocked(methods[i].model, methods[i].feed, ids))
+        seconds[i].append(clocked(ids.device, timed[i].feed, ids))
     return seconds
 
 
 def time_steps(
-    methods: Sequence[Method], batch_size: int, settings: LatencySettings, bar: Bar
-) -> Seconds:
-    """Each of `num_steps` steps of one token a stream, drawing left out. Caches are full: whatever
-    a method evicts, realigns or re-encodes is part of its step.
+    timed: Sequence[Timed], batch_size: int, settings: LatencySettings, bar: Bar
+) -> Turns:
+    """Each of `num_steps` steps of one token a stream, drawing left out. Caches are full, and so is
+    what memory they have: whatever a method evicts, realigns, takes back or re-encodes is part of
+    its step. A turn of a peer is `trial_len` steps, rounded up to whole periods, and draws.
     """
+    methods = [one for one in timed if isinstance(one, Method)]
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     for method in methods:
         warm_up(method, filling(method, batch_size, rng))
-    seconds: Seconds = [[] for _ in methods]
-    for trial, i in rounds(methods, settings.num_trials, bar, settings.seed):
-        so_far = num_steps(methods[i], settings) * (trial + 1) // settings.num_trials
-        while len(seconds[i]) < so_far:
-            ids = random_ids(model, batch_size, 1, rng)
-            seconds[i].append(clocked(model, methods[i].feed, ids))
-    return seconds
+        if (cache := memory_of(method)) is not None:
+            bar.phase(f"filling {title_of(method)}")
+            cache.fill(rng)
+            for _ in range(3):  # the first two of these are compiled, where any is
+                method.feed(random_ids(model, batch_size, 1, rng))
+    turns: Turns = [[] for _ in timed]
+    for trial, i in rounds(timed, settings.num_trials, bar, settings.seed):
+        one = timed[i]
+        if isinstance(one, LlamaCpp):
+            filling_ids = random_ids(model, 1, one.sizes.cache_size, rng)
+            turns[i].append(one.turn(filling_ids, settings.trial_len))
+            continue
+        first, last = (
+            num_steps(one, settings) * n // settings.num_trials for n in (trial, trial + 1)
+        )
+        each = (random_ids(model, batch_size, 1, rng) for _ in range(first, last))
+        turns[i].append([clocked(model.device, one.feed, ids) for ids in each])
+    return turns
 
 
 def num_rounds(settings: LatencySettings) -> int:
-    """Of the tokens after the first of one trial that generates."""
+    """Return the number of tokens after the first of one trial that generates."""
     return -(-settings.generate // settings.trial_len)
 
 
 def time_generation(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
-) -> tuple[Seconds, Seconds]:
+) -> tuple[Seconds, Turns]:
     """The first tokens, and the `generate` later ones of each trial; trial i goes on from
     prompts[i % len(prompts)], ids [B, T]. A turn is the first token or `trial_len` of the others.
 
@@ -99,18 +119,18 @@ def time_generation(
         warm_up(method, filling(method, len(prompts[0]), rng))
     drawing: dict[str, Any] = dict(processors=SAMPLING.processors(), do_sample=True)
     first: Seconds = [[] for _ in methods]
-    later: Seconds = [[] for _ in methods]
+    later: Turns = [[] for _ in methods]
     for trial in range(settings.num_trials):
         seeds, ids = (settings.seed, trial), prompts[trial % len(prompts)]
         draws = [torch.Generator(model.device).manual_seed(sum(seeds)) for _ in methods]
         pairs = zip(methods, draws, strict=True)
         streams = [stream_tokens(x, ids, generator=draw, **drawing) for x, draw in pairs]
         for _, i in rounds(methods, 1, bar, *seeds, 0):
-            first[i].append(clocked(model, next, streams[i]))
+            first[i].append(clocked(model.device, next, streams[i]))
         for number, i in rounds(methods, num_rounds(settings), bar, *seeds, 1):
             left = settings.generate - number * settings.trial_len
-            for _ in range(min(left, settings.trial_len)):
-                later[i].append(clocked(model, next, streams[i]))
+            each = range(min(left, settings.trial_len))
+            later[i].append([clocked(model.device, next, streams[i]) for _ in each])
     return first, later
 
 
@@ -124,11 +144,17 @@ def _check_room(method: Method, num_tokens: int) -> None:
         )
 
 
-def warm_up(method: Method, inputs: Iterable[Tensor]) -> None:
+def warm_up(one: Timed, inputs: Iterable[Tensor]) -> None:
     """Feed an empty cache off the clock."""
-    method.reset()
+    one.reset()
     for ids in inputs:
-        method.feed(ids)
+        one.feed(ids)
+
+
+def memory_of(method: Timed) -> MemoryCache | None:
+    """The cache of a method that has a memory."""
+    cache = getattr(method, "cache", None)
+    return cache if isinstance(cache, MemoryCache) else None
 
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
@@ -146,25 +172,26 @@ def random_ids(
 
 
 def rounds(
-    methods: Sequence[Method], num_rounds: int, bar: Bar, *seeds: int
+    timed: Sequence[Timed], num_rounds: int, bar: Bar, *seeds: int
 ) -> Iterator[tuple[int, int]]:
-    """Number of the round and index of the method whose turn it is; `bar` counts turns."""
+    """Number of the round and index of the one whose turn it is; `bar` counts turns."""
+    titles = [title_of(one) if isinstance(one, Method) else one.title for one in timed]
     for number in range(num_rounds):
-        for i in np.random.default_rng((*seeds, number)).permutation(len(methods)):
-            bar.phase(title_of(methods[i]))
+        for i in np.random.default_rng((*seeds, number)).permutation(len(timed)):
+            bar.phase(titles[i])
             yield number, i
             bar.update(1)
 
 
-def clocked(model: PreTrainedModel, work: Callable[..., object], *args: Any) -> float:
-    """Seconds that `work(*args)` takes."""
-    _synchronise(model)
+def clocked(device: torch.device, work: Callable[..., object], *args: Any) -> float:
+    """Seconds that `work(*args)` takes on a device."""
+    _synchronise(device)
     start = time.perf_counter()
     work(*args)
-    _synchronise(model)
+    _synchronise(device)
     return time.perf_counter() - start
 
 
-def _synchronise(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvalign.eval.protocol.conclusions import by_drift, by_size, by_time
 from kvalign.eval.protocol.document import document
@@ -30,6 +31,7 @@ from kvalign.eval.protocol.evaluation import (
     Section,
 )
 from kvalign.eval.protocol.settings import ComparisonSettings
+from kvalign.eval.protocol.verdicts import is_reference
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import keywords_of, option
@@ -64,7 +66,7 @@ class PerplexitySettings(ComparisonSettings):
         writes="folder",
     )
     stepwise: bool = option(
-        False, help="one step a token even where a faster way gives the same figures"
+        False, help="one step a token, even if a faster way gives the same results"
     )
     plot: Path | None = option(
         None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
@@ -81,7 +83,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
         nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
         labels are too few), quarters (perplexity of each quarter of the labels), segments (see
         `kvalign.eval.protocol.statistics.by_segment`; with a reference each has its ratio, too),
-        bigrams (recall slices: `bigrams.slices`, with a reference their ratios), seconds.
+        bigrams and tokens (`SLICES`: recall slices as `slices.slices` has them, with a reference
+        their ratios), seconds.
 
     Raises:
         UserError: a corpus shorter than the largest cache and the labels.
@@ -132,7 +135,7 @@ MORE_COLUMNS = {
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
-    "seconds": Column("total s", 1, "lower", "time of the whole run"),
+    "seconds": Column("total s", 1, "lower", "time of the whole run", is_optional=True),
 }
 DRIFT = (
     "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
@@ -140,11 +143,22 @@ DRIFT = (
     "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
     f"tables is the ratio in {LAST_BY_FIRST}. An error that is compounded climbs in both."
 )
-RECALL = (
-    "Labels that end a bigram which the text had before, by how far back that was last, in cache "
-    "sizes, and those whose bigram is new (Arora et al. 2023). Who has the place in sight can copy "
-    "what followed; perplexity over all labels hides who has lost it. Beyond C nobody has."
-)
+
+
+class SliceKind(NamedTuple):
+    """Division of labels: by how far back the last `length` tokens that end with them were there,
+    and where slices end, in cache sizes.
+    """
+
+    length: int
+    edges: tuple[float, ...]
+
+
+SLICES = {
+    "bigrams": SliceKind(2, (0.25, 0.5, 0.75, 1.0, 2.0)),
+    "tokens": SliceKind(1, (1.0, 4.0, 16.0)),
+}
+"""Recall slices by their names in a row."""
 TOTAL_TIME = (
     "Every method made to step token by token, as it does when it generates (the paper's figure "
     "3); a point is one cache size. To the lower left is better."
@@ -165,7 +179,7 @@ class Perplexity(Evaluation):
     columns = COLUMNS
     more_columns = MORE_COLUMNS
     row_fields = (("segments", list[dict[str, float]]),)
-    row_options = (("bigrams", list[dict[str, float | None]]),)
+    row_options = tuple((name, list[dict[str, float | None]]) for name in SLICES)
     above_0 = ("num_labels", "perplexity", "ratio", "seconds")
     settings_read = ("corpus", "reference", "stepwise")
 
@@ -175,24 +189,26 @@ class Perplexity(Evaluation):
         of_row = {"high"} | (of_ratio if reference else set())
         of_slice = {"from", "to", "num_labels", "perplexity", "low", "high", *of_row}
         for row in document["rows"]:
-            has_ratio, slices = of_ratio & row.keys(), row.get("bigrams") or []
+            has_ratio, slices = of_ratio & row.keys(), {x: row.get(x) or [] for x in SLICES}
             _check_names("rows", [row], of_row | (of_ratio if has_ratio else set()))
             _check_names("rows.segments", row["segments"] or [{}], {"end", judged})
-            _check_names("rows.bigrams", slices, of_slice)
-            filled = [one for one in slices if one[judged] is not None]
+            for name, of_kind in slices.items():
+                _check_names(f"rows.{name}", of_kind, of_slice)
+            filled = [x for of_kind in slices.values() for x in of_kind if x[judged] is not None]
             figures = [row["ratio"]] if has_ratio else []
             figures += [one[name] for one in row["segments"] for name in ("end", judged)]
-            figures += [one[judged] for one in filled] + [one["num_labels"] for one in filled]
+            figures += [one[name] for one in filled for name in ("num_labels", judged)]
             if not all(figure is not None and 1e-15 < figure < 1e15 for figure in figures):
-                raise UserError("rows: ratios, segments and bigrams need figures above 0")
-            for one, by in [(x, end) for x in (row, *filled) for end in ("", "ratio_")]:
+                raise UserError("rows: ratios, segments and slices need figures above 0")
+            for one, by in product((row, *filled), ("", "ratio_")):
                 ends = [one.get(f"{by}low"), one.get(f"{by}high")]
                 is_whole = all(end is not None and abs(end) < 1e15 for end in ends)
                 if not (is_whole or ends[1] is None):
                     raise UserError("rows: an interval needs two finite ends, or none above")
-        all_slices = [row["bigrams"] for row in document["rows"] if row.get("bigrams")]
-        if len({tuple((x["from"], x["to"]) for x in slices) for slices in all_slices}) > 1:
-            raise UserError("rows.bigrams: each row needs the same slices")
+        for name in SLICES:
+            of_rows = [row[name] for row in document["rows"] if row.get(name)]
+            if len({tuple((x["from"], x["to"]) for x in of_row) for of_row in of_rows}) > 1:
+                raise UserError(f"rows.{name}: each row needs the same slices")
 
     def chosen(self, documents: Documents) -> Documents:
         """Less those that stepped through a text for their times alone, while another scored more
@@ -225,16 +241,15 @@ class Perplexity(Evaluation):
         return draw(panels, x=x, y=y, doubling_x=True, log_y=True)
 
     def sections(self, documents: Documents) -> list[Section]:
-        from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, tables
+        from kvalign.eval.evaluations.perplexity.slices_shown import sections
 
         chosen = self.chosen(documents)
         stepped = {n: d for n, d in documents.items() if d["settings"]["stepwise"]}
         drift = Section.of(chosen, "Drift", DRIFT, self._drift, suffix="-drift")
-        recall = Section.of(chosen, "Recall", RECALL, figure, tables, suffix="-recall")
         title = "Perplexity against total time"
         tables_of_times = partial(self.tables, columns=TIMED_COLUMNS)
         timed = Section.of(stepped, title, TOTAL_TIME, self._by_time, tables_of_times)
-        return [*super().sections(chosen), drift, recall, timed]
+        return [*super().sections(chosen), drift, *sections(chosen), timed]
 
     def _drift(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing.plots import draw, panels_by
@@ -253,7 +268,7 @@ class Perplexity(Evaluation):
         x, y = "cache sizes since it filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         of = f"{settings['model']}, {settings['corpus']}"
-        rows = [row for row in document["rows"] if row["method"] != reference]
+        rows = [row for row in document["rows"] if not is_reference(row, reference)]
         return figure, f"Perplexity{by} as the stream goes on: {of}", by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
@@ -273,7 +288,7 @@ def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
 
 
 def _bars(document: Document) -> str:
-    """What the whiskers of its perplexities are."""
+    """Return what the whiskers of its perplexities are."""
     reference = document["settings"]["reference"]
     if any(row["high"] is None for row in document["rows"]):
         return "no bars: too few labels"
@@ -282,7 +297,7 @@ def _bars(document: Document) -> str:
 
 
 def _judged(document: Document) -> str:
-    """What tells of drift: the ratio where there is a reference."""
+    """Return what tells of drift: the ratio where there is a reference."""
     return "ratio" if document["settings"]["reference"] else "perplexity"
 
 

@@ -23,7 +23,7 @@ FAR = 4  # times the perplexity of a card
 
 
 class _Facts(BaseModel):
-    """What is read of a model's `pretrain.json`."""
+    """Fields that are read of a model's `pretrain.json`."""
 
     train_loss_nats: float
 

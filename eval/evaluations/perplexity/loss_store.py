@@ -20,11 +20,12 @@ from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, write_whole
 from kvalign.methods.base import Method
+from kvalign.models.packed import PACKED, weights_of
 from kvalign.streaming.health import MOST_LOSS
 
 
 class _Metadata(BaseModel):
-    """What is written into the Parquet file beside its columns."""
+    """Metadata in the Parquet file, beside its columns."""
 
     key: dict[str, Any]
     seconds: float
@@ -67,13 +68,13 @@ def write_losses(
 
 
 def about_kept(folder: Path | None) -> str:
-    """What a folder has for an interrupted run."""
+    """Return what a folder has for an interrupted run."""
     num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
     return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""
 
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
-    """What the losses of `method` on ids [1, N] depend on."""
+    """Return what the losses of `method` on ids [1, N] depend on."""
     model = method.model
     weight = model.get_input_embeddings().weight
     weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
@@ -95,6 +96,7 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         "model_type": method.spec.model_type,
         "model_sha256": _digest(weights),
         "dtype": str(model.dtype),
+        **({"weights": weights} if (weights := weights_of(model)) in PACKED else {}),
         "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
         "stepwise": stepwise,
     }

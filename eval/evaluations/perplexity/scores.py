@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvalign.data_gen.corpora import token_pieces
-from kvalign.eval.evaluations.perplexity import PerplexitySettings
-from kvalign.eval.evaluations.perplexity.bigrams import distances, slices
+from kvalign.data_gen.corpora import first_ids
+from kvalign.eval.evaluations.perplexity import SLICES, PerplexitySettings
 from kvalign.eval.evaluations.perplexity.loss_store import key_of, read_losses, write_losses
-from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.evaluations.perplexity.slices import distances, slices
+from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.grid import in_turn, sizes_of
 from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
 from kvalign.foundation import progress
-from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
@@ -32,20 +31,10 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
         UserError: it has fewer.
     """
     progress.phase(f"reading {settings.corpus}")
-    ids: list[int] = []
-    largest, num_labels = max(settings.cache_sizes), settings.num_tokens
-    num_ids = largest + 1 + num_labels
-    for piece in token_pieces(settings.corpus, loaded.tokenizer, "test"):
-        ids += piece
-        if len(ids) >= num_ids:
-            tokens = torch.tensor([ids[:num_ids]], device=loaded.model.device)
-            return with_prefix(tokens, prefix_ids(loaded.tokenizer))
-    most = len(ids) - largest - 1
-    smaller = f"--num-tokens {most} at most" if most > 0 else "smaller --cache-sizes"
-    raise UserError(
-        f"corpus {settings.corpus!r} is too short: it has {len(ids)} tokens, {num_ids} are needed "
-        f"for --num-tokens {num_labels} after a first input of {largest + 1} (--cache-sizes "
-        f"{largest}): name a longer text, or {smaller}"
+    num_ids = max(settings.cache_sizes) + 1 + settings.num_tokens
+    ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--num-tokens or --cache-sizes")
+    return with_prefix(
+        torch.tensor([ids], device=loaded.model.device), prefix_ids(loaded.tokenizer)
     )
 
 
@@ -69,26 +58,28 @@ def score_methods(
             if settings.keep:
                 write_losses(settings.keep, key, labels, nll, seconds)
         losses.append(nll.cpu())
-        rows.append(_row(method, losses[-1], seconds))
+        found = of_losses(losses[-1], method.sizes.cache_size)
+        rows.append({**sizes_of(method), **found, "seconds": seconds})
     if settings.reference:
         compare(rows, losses, settings.reference)
-    slice_bigrams(rows, losses, ids[0].tolist(), settings.reference)
+    slice_losses(rows, losses, ids[0].tolist(), settings.reference)
     return rows
 
 
-def _row(method: Method, nll: Tensor, seconds: float) -> Row:
+def of_losses(nll: Tensor, cache_size: int) -> Row:
+    """Perplexity of losses [N] in nats, its 95 % interval, and both by quarter of the text and by
+    segment of the stream.
+    """
     mean = nll.double().mean().item()
     low, high = interval(nll)
     return {
-        **sizes_of(method),
         "num_labels": len(nll),
         "nll_nats": mean,
         "perplexity": math.exp(mean),
         "low": low,
         "high": high,
         "quarters": by_quarter(nll),
-        "segments": by_segment(nll, method.sizes.cache_size),
-        "seconds": seconds,
+        "segments": by_segment(nll, cache_size),
     }
 
 
@@ -110,26 +101,25 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
             segment["ratio"] = other["perplexity"]
 
 
-_OF_REFERENCE = ("num_sinks", "policy", "num_recent", "positions", "memory", "num_recalled")
-
-
-def slice_bigrams(
+def slice_losses(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
-    """Add `bigrams` to each row, the slices of its losses [N], which follow C + 1 ids; with a
-    reference each has its ratio and the ends of that, too.
+    """Add to each row the `SLICES` of its losses [N], which follow C + 1 ids; with a reference each
+    slice has its ratio and the ends of that, too.
     """
-    far = distances(ids)
-    for row, nll in zip(rows, losses, strict=True):
-        size = row["cache_size"]
-        of_labels = far[size + 1 :][: len(nll)]
-        row["bigrams"] = slices(nll, of_labels, size)
-        if reference is None:
-            continue
-        difference = nll - _base(row, rows, losses, reference)
-        for one, other in zip(row["bigrams"], slices(difference, of_labels, size), strict=True):
-            one |= {"ratio": other["perplexity"]}
-            one |= {f"ratio_{end}": other[end] for end in ("low", "high")}
+    for name, kind in SLICES.items():
+        far = distances(ids, kind.length)
+        for row, nll in zip(rows, losses, strict=True):
+            size = row["cache_size"]
+            of_labels = far[size + 1 :][: len(nll)]
+            row[name] = slices(nll, of_labels, size, kind.edges)
+            if reference is None:
+                continue
+            difference = nll - _base(row, rows, losses, reference)
+            ratios = slices(difference, of_labels, size, kind.edges)
+            for one, other in zip(row[name], ratios, strict=True):
+                one |= {"ratio": other["perplexity"]}
+                one |= {f"ratio_{end}": other[end] for end in ("low", "high")}
 
 
 def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Tensor:
@@ -137,8 +127,9 @@ def _base(row: Row, rows: list[Row], losses: list[Tensor], reference: str) -> Te
     as many evicted at once if there are.
     """
     bases, size = zip(rows, losses, strict=True), row["cache_size"]
+    names = ("num_sinks", *OF_POLICY)
     same = [(r, x) for r, x in bases if (r["method"], r["cache_size"]) == (reference, size)]
-    first = [same[0][0].get(name) for name in _OF_REFERENCE]
-    same = [(r, x) for r, x in same if [r.get(name) for name in _OF_REFERENCE] == first]
+    first = [same[0][0].get(name) for name in names]
+    same = [(r, x) for r, x in same if [r.get(name) for name in names] == first]
     closest = [x for r, x in same if r["num_evicted"] == row["num_evicted"]] or [same[0][1]]
     return closest[0]

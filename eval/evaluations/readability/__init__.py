@@ -1,5 +1,5 @@
-"""What streaming methods write from the same prompts and seed, and how it reads; or how texts read
-that are written already, by any program.
+"""Readability of what streaming methods write from the same prompts and seed, or of texts that any
+program has written.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ReadabilitySettings(WritingSettings):
             raise UserError(f"--text judges what is written: {flags} would have no effect")
 
     def as_dict(self) -> dict[str, Any]:
-        """Of texts those alone that count for them."""
+        """Return the texts alone that count for them."""
         values = super().as_dict()
         return {"model": None, "text": self.text, "rule": self.rule} if self.text else values
 

@@ -21,8 +21,8 @@ def free_folder() -> Path:
 
 
 def is_free(folder: Path, command: str) -> bool:
-    """Whether the folder has no document, or the one that this command left when it was killed: its
-    page is not there, or older.
+    """Return whether the folder has no document, or the one that this command left when it was
+    killed: its page is not there, or older.
     """
     path, page = folder / f"{NAME}.json", folder / PAGE
     if not path.exists():

@@ -5,8 +5,11 @@
 The stream of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is one
 token, and right if it is the most likely one. What counts is the distance of the fact: the tokens
 from it to the question. Up to C it lies in the cache of a method that keeps the last C entries;
-beyond it is forgotten, and one answer in eight is right by chance. Questions whose answer was told
-a second time, by an answer since, are not counted.
+beyond it is forgotten but by a memory, and one answer in eight is right by chance. Questions whose
+answer was told a second time, by an answer since, are not counted.
+
+All keys are told anew equally often, so a fact is at most some 600 tokens old. With `--farthest`
+some keys rest, and facts are as old as that.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.conclusions import recalled
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, ends_of
+from kvalign.eval.protocol.evaluation import Document, Drawing, Evaluation, ends_of, share_column
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -47,6 +50,11 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_HELD,
     )
+    farthest: int = option(
+        0,
+        help="ask for facts up to 2, 4, 8, ... 64 times C back, for which some keys rest (0: 1.5)",
+        at_least=0,
+    )
     seed: int = seed_option("the stream, the same for each method", default=1)
     num_streams: int = option(
         1,
@@ -64,6 +72,10 @@ class RecallSettings(ComparisonSettings):
                 f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
                 f"of a cache, got {least}"
             )
+        if self.farthest not in (0, *FAR):
+            raise UserError(
+                f"--farthest must be one of 0, {', '.join(map(str, FAR))}, got {self.farthest}"
+            )
 
 
 @keywords_of(RecallSettings)
@@ -72,8 +84,8 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
     """Let every method read the same streams at a cache size, and count right answers by distance.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS`, each with the ends of its 95 % interval
-        (NAME_low, NAME_high), num_questions, seconds.
+        A document whose rows have the sizes, `COLUMNS` and, up to `farthest`, `FAR_COLUMNS`, each
+        with the ends of its 95 % interval (NAME_low, NAME_high), num_questions, seconds.
 
     Raises:
         UserError: a model that was not trained on such streams.
@@ -92,7 +104,7 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
     rows = []
     for method, bar in in_turn(methods, longest, "tokens"):
         stream = streams[method.sizes.cache_size]
-        rows.append(score_method(method, stream, bar.update))
+        rows.append(score_method(method, stream, bar.update, settings.farthest))
         bar.skip(longest - stream.ages.numel())
     return document("eval recall", settings, rows, started=started, plot=EVALUATION.plot)
 
@@ -100,26 +112,32 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
 QUARTERS = ("newest", "second", "third", "oldest")
 """The parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
 BEYOND = "beyond"  # distances above C, up to 3 C / 2
+FAR = {2**i: f"to_{2**i}c" for i in range(1, 7)}
+"""With `--farthest` the parts beyond C: distances up to so many times C."""
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
 """Where a part is drawn: its distance over C."""
+MIDDLES_FAR = {name: 0.75 * times for times, name in FAR.items()}
 
 
-def _share(
-    name: str, title: str, distances: str, weight: int, better: Literal["higher", ""] = "higher"
-) -> Column:
-    about = f"right answers by questions at distances {distances}; 95 %, Wilson"
-    return Column(title, 3, better, about, ends=(f"{name}_low", f"{name}_high"), weight=weight)
-
-
+AT = "right answers at distances"
 COLUMNS = {
-    "accuracy": _share("accuracy", "recall", "up to C", 6),
-    "newest": _share("newest", "newest quarter", "up to C / 4", 2),
-    "second": _share("second", "second", "above that, up to C / 2", 2),
-    "third": _share("third", "third", "above that, up to 3 C / 4", 2),
-    "oldest": _share("oldest", "oldest quarter", "above that, up to C", 5),
-    BEYOND: _share(BEYOND, "beyond C", "above C, up to 3 C / 2; 0.125 by chance", 1, ""),
+    name: share_column(name, title, f"{AT} {distances}", weight)
+    for name, title, distances, weight in (
+        ("accuracy", "recall", "up to C", 6),
+        ("newest", "newest quarter", "up to C / 4", 2),
+        ("second", "second", "above that, up to C / 2", 2),
+        ("third", "third", "above that, up to 3 C / 4", 2),
+        ("oldest", "oldest quarter", "above that, up to C", 5),
+    )
 }
-MORE_COLUMNS = ends_of(COLUMNS)
+BY_CHANCE = f"{AT} above C, up to 3 C / 2; 0.125 by chance"
+COLUMNS[BEYOND] = share_column(BEYOND, "beyond C", BY_CHANCE, 1, better="")
+FAR_COLUMNS = {
+    name: share_column(
+        name, f"to {times} C", f"{AT} above {times // 2} C, up to {times} C", 1, is_optional=True
+    )
+    for times, name in FAR.items()
+}
 
 
 class Recall(Evaluation):
@@ -133,8 +151,8 @@ class Recall(Evaluation):
         "Columns are shares of right answers by the quarter in which the fact lies."
     )
     in_summary = ("accuracy", "oldest")
-    columns = COLUMNS
-    more_columns = MORE_COLUMNS
+    columns = COLUMNS | FAR_COLUMNS
+    more_columns = ends_of(columns)
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
@@ -142,16 +160,19 @@ class Recall(Evaluation):
         from kvalign.eval.drawing.plots import draw, panels_by
 
         relative = document["settings"]["relative_to_cache"]
+        is_far = any(name in document["rows"][0] for name in FAR.values())
+        middles = MIDDLES if not is_far else MIDDLES | MIDDLES_FAR
         points = [
             row
             | {"distance": middle * (1 if relative else row["cache_size"]), "right": row[part]}
             | {"low": row[f"{part}_low"], "high": row[f"{part}_high"]}
             for row in document["rows"]
-            for part, middle in MIDDLES.items()
+            for part, middle in middles.items()
+            if part in row and not (is_far and part == BEYOND)
         ]
         panels = panels_by("cache_size", points, "C = ", "distance", "right", "high", "low")
         x = "distance of the fact" + (" over C" if relative else ", tokens")
-        figure = draw(panels, x=x, y="right answers")
+        figure = draw(panels, x=x, y="right answers", log_x=is_far)
         caption = f"Right answers against the distance of the fact: {self.title(document)}"
         return figure, f"{caption}; bars: 95 %", recalled(document["rows"])
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalign.data_gen.facts import WORDS, FactStreams, ages
-from kvalign.eval.evaluations.recall import BEYOND, QUARTERS, RecallSettings
+from kvalign.data_gen import facts
+from kvalign.data_gen.facts import WORDS, FactStreams
+from kvalign.eval.evaluations.recall import BEYOND, FAR, QUARTERS, RecallSettings
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
-from kvalign.eval.protocol.verdicts import share_interval
+from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
@@ -39,24 +40,36 @@ def check_words(loaded: LoadedModel) -> None:
         )
 
 
-def part_of(age: int, cache_size: int) -> int:
-    """0 to 3: the quarter of the cache in which a fact of that distance lies; 4: beyond it."""
-    return min((4 * age - 1) // cache_size, len(QUARTERS))
+def parts_of(farthest: int) -> tuple[str, ...]:
+    """The parts that questions are counted by, in the order of distance."""
+    far = [name for times, name in FAR.items() if times <= farthest]
+    return (*QUARTERS, *(far or [BEYOND]))
+
+
+def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
+    """Which of these the distance of a fact is in."""
+    quarter = (4 * age - 1) // cache_size
+    if quarter < len(QUARTERS):
+        return quarter
+    times = -(-age // cache_size)  # above C: 2, up to 2 C; 3 and 4, up to 4 C; ...
+    return len(QUARTERS) + ((times - 1).bit_length() - 1 if farthest else 0)
 
 
 def read_stream(cache_size: int, settings: RecallSettings, device: torch.device) -> Stream:
     """A stream long enough for `num_questions` in each part; more than that are not counted."""
-    first, max_age = cache_size + 1, math.ceil(1.5 * cache_size)
+    first, farthest = cache_size + 1, settings.farthest
+    max_age = cache_size * farthest or math.ceil(1.5 * cache_size)
     num_rows = settings.num_streams
-    streams = FactStreams(settings.seed, num_rows, max_age=max_age)
-    ids, wanted = np.empty((num_rows, 0), np.int64), len(QUARTERS) + 1
+    streams = FactStreams(settings.seed, num_rows, max_age, resting=bool(farthest))
+    ids, num_parts = np.empty((num_rows, 0), np.int64), len(parts_of(farthest))
     while True:
-        ids = np.concatenate([ids, streams.take(-(-PIECE_LEN // num_rows))], axis=1)
-        found = np.array([ages(row) for row in ids.tolist()])[:, first:]
+        piece_len = max(-(-PIECE_LEN // num_rows), ids.shape[1] // 4)
+        ids = np.concatenate([ids, streams.take(piece_len)], axis=1)
+        found = np.array([facts.ages(row) for row in ids.tolist()])[:, first:]
         found[found > max_age] = 0
-        counts = np.zeros(wanted, np.int64)
+        counts = np.zeros(num_parts, np.int64)
         for at in zip(*found.T.nonzero()[::-1], strict=True):  # in the order of time
-            part = part_of(found[at], cache_size)
+            part = part_of(int(found[at]), cache_size, farthest)
             counts[part] += 1
             if counts[part] > settings.num_questions:
                 found[at] = 0
@@ -67,7 +80,7 @@ def read_stream(cache_size: int, settings: RecallSettings, device: torch.device)
     return Stream(torch.from_numpy(ids).to(device), torch.from_numpy(found))
 
 
-def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
+def score_method(method: Method, stream: Stream, on_labels: OnLabels, farthest: int = 0) -> Row:
     start = time.perf_counter()
     of_labels = stream.ages.flatten()
     wanted = of_labels > 0
@@ -75,13 +88,12 @@ def score_method(method: Method, stream: Stream, on_labels: OnLabels) -> Row:
     seconds = time.perf_counter() - start
     check_losses(right, method)
     cache_size = method.sizes.cache_size
-    parts = torch.tensor([part_of(age, cache_size) for age in of_labels[wanted].tolist()])
+    ages = of_labels[wanted]
+    parts = torch.tensor([part_of(age, cache_size, farthest) for age in ages.tolist()])
     row = {**sizes_of(method), "num_questions": len(right)}
     found = {"accuracy": right[parts < len(QUARTERS)]}
-    found |= {name: right[parts == i] for i, name in enumerate((*QUARTERS, BEYOND))}
+    found |= {name: right[parts == i] for i, name in enumerate(parts_of(farthest))}
+    found[BEYOND] = right[(ages > cache_size) & (ages <= math.ceil(1.5 * cache_size))]
     for name, of_part in found.items():
-        share = of_part.double().mean().item()
-        interval = share_interval(share, len(of_part))
-        assert interval
-        row |= {name: share, f"{name}_low": interval[0], f"{name}_high": interval[1]}
+        row |= share_of(name, of_part.tolist())
     return row | {"seconds": seconds}

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.conclusions import answers
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation, Row
+from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
-from kvalign.eval.protocol.tables import means
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MOST_HELD, keywords_of, option
@@ -119,10 +118,6 @@ class StreamEval(Evaluation):
     )
     in_summary = ("accuracy", "answer_nll_nats")
     columns = COLUMNS
-
-    def summary_rows(self, document: Document) -> list[Row]:
-        """Means over the distances."""
-        return means(document["rows"], self.in_summary)
 
     def figure(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing.plots import draw, panels_by

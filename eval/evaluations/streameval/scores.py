@@ -152,8 +152,8 @@ def ask(
 
 
 def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
-    """Whether a line is wholly among what the step of the `num_fed`-th token attends to: the sinks
-    and the latest that have not been evicted.
+    """Return whether a line is wholly among what the step of the `num_fed`-th token attends to: the
+    sinks and the latest that have not been evicted.
     """
     dropped = method.sizes.num_dropped(num_fed - 1)
     if not dropped or method.tokens_left is not None:

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from kvalign.app.cli import help
 from kvalign.foundation.names import nearest
-from kvalign.foundation.settings import Settings, fields_of, flag, without_none
+from kvalign.foundation.settings import Settings, flag, without_none
+
+LONGEST_CHOICES = 64  # characters that fit behind a flag
 
 S = TypeVar("S", bound=Settings)
 
@@ -27,12 +30,18 @@ def parse(
     `about` its further text.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
+    commands = [help.example(line.strip()) for line in example.strip().splitlines()]
+    named = [
+        field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]
+    ]
     parser = OneLineParser(
         prog=prog,
-        description="\n\n".join(filter(None, (help_text.strip(), about))),
-        epilog=example and "example:\n  " + example.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=" ".join([prog, *named, "[flags]"]),
+        description=help.wrapped("\n\n".join(filter(None, (help_text.strip(), about)))),
+        epilog="\n".join(["example:", *commands]) if commands else None,
+        formatter_class=help.Formatter,
         allow_abbrev=False,
+        add_help=False,
     )
     fields = add_arguments(parser, cls, has_json=has_json)
     given = vars(parser.parse_args(argv))
@@ -48,18 +57,24 @@ def add_arguments(
     Returns:
         by field, once: its action, itself, and its type without `| None`.
     """
-    arguments = {}
+    arguments, groups = {}, {title: parser.add_argument_group(title) for title in help.TITLES}
+    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    titles = help.titles_of(names)
     for cls in classes:
         hints = typing.get_type_hints(cls)
-        for field in fields_of(cls):
+        for field in dataclasses.fields(cls):
             if field.name not in arguments:
                 hint = without_none(hints[field.name])
                 name = field.name if field.metadata["positional"] else flag(field.name)
-                action = parser.add_argument(name, **_argument(field, hint))
+                group = groups[titles[field.name]]
+                action = group.add_argument(name, **_argument(field, hint))
                 arguments[field.name] = (action, field, hint)
+    of_all = groups[help.OF_ALL]
+    if not parser.add_help:
+        of_all.add_argument("-h", "--help", action="help", help="this")
     if has_json:
-        parser.add_argument("--json", action="store_const", const=True, help=JSON)
-    parser.add_argument("--debug", action="store_const", const=True, help=DEBUG)
+        of_all.add_argument("--json", action="store_const", const=True, help=JSON)
+    of_all.add_argument("--debug", action="store_const", const=True, help=DEBUG)
     return arguments
 
 
@@ -83,9 +98,10 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     """
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING
-    if not required and field.default not in (None, False):
+    if not required and field.default not in (None, False, ""):
         default = field.default
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        default = "on" if default is True else default
         help_text += f" (default: {default})"
     words: dict[str, Any] = {"help": help_text}
     if hint is bool and field.default is not False:
@@ -95,9 +111,15 @@ def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     words["type"] = str if hint is Path else hint  # Path("") would be this folder
     if field.metadata["positional"]:
         return {"metavar": field.name.upper(), **words}
-    if field.metadata["choices"]:
-        words["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
-    if typing.get_origin(hint) is tuple:
+    if choices := field.metadata["choices"]:
+        named = "{" + ",".join(choices) + "}"
+        if len(named) <= LONGEST_CHOICES:
+            words["metavar"] = named
+        else:
+            words["help"] += f": {', '.join(choices)}"
+    if field.metadata["repeats"]:
+        words |= {"action": "append", "type": typing.get_args(hint)[0]}
+    elif typing.get_origin(hint) is tuple:
         words |= {"action": "extend", "type": _comma_separated(typing.get_args(hint)[0])}
     return {"required": required, **words}
 

@@ -14,40 +14,44 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from kvalign.app.commands.listings import LISTINGS, ListingCommand
-from kvalign.eval.evaluations import ABOUT, EVALUATIONS
+from kvalign.eval.evaluations import ABOUT, EVALUATIONS, READERS
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import Settings
 
+_FIRST_EVALUATIONS = ("perplexity", "latency", "readability")
 GROUPS = {
     "stream": {
         "generate": "stream text past the context length with any method",
         "chat": "hold one endless conversation in the terminal",
-        "serve": "many endless streams behind the interface of OpenAI's API",
+        "serve": "serve many endless streams behind the OpenAI API",
         "demo-ui": "watch methods write side by side, on a page served here",
-        "lanes": "a page that shows the cache step by step, for any method",
+        "lanes": "write a page that shows the cache step by step, for any method",
+        "models": "list models that are available, and the supported architectures",
+        "methods": "list ways to stream",
+        "doctor": "check what is installed and available, and say how to mend the rest",
     },
-    "train": {
-        "gen-data": "record KV caches before and after eviction",
+    "train and compare": {
         "train": "train an aligner on text or on recorded caches",
+        "aligners": "list aligners: their models, kinds and training text",
+        **{f"eval {name}": ABOUT[name] for name in _FIRST_EVALUATIONS},
+        "eval run": "run a suite of evaluations into a folder; resumes an interrupted one",
+        "report": "write a page, plots and tables of the results in a folder",
+        "verify": "test a cache and a model against the invariants of a streaming cache",
+    },
+    "now and then": {
+        "gen-data": "record KV caches before and after eviction",
         "tune": "sweep the networks' sizes and learning rate with Ray Tune",
-        "import-published": "make an aligner of the networks that the paper's authors publish",
+        "import-published": "make an aligner from the networks that the paper's authors publish",
+        "eval import-losses": READERS["import-losses"],
         "pretrain": "train a small reference language model from scratch",
-    },
-    "evaluate": {
-        **{f"eval {name}": about for name, about in ABOUT.items()},
-        "verify": "put a cache and a model to what every streaming cache must keep to",
-        "eval run": "run a suite of evaluations into a folder; takes up where it was interrupted",
-        "report": "a page, plots and tables of the results in a folder",
-    },
-    "look around": {
-        "doctor": "what is installed, reachable and at hand here, and what to do about the rest",
-        "models": "models at hand, and the architectures that are supported",
-        "methods": "ways to stream",
-        "policies": "ways to choose which entries are evicted",
-        "aligners": "aligners at hand: for which model, of which kind, trained on what",
-        "corpora": "texts to train and evaluate on",
-        "completion": "a script for the shell that completes commands, flags and names",
+        **{
+            f"eval {name}": about for name, about in ABOUT.items() if name not in _FIRST_EVALUATIONS
+        },
+        "compile": "compile a model's step ahead, for commands with --compile",
+        "policies": "list ways to choose which entries are evicted",
+        "corpora": "list texts to train and evaluate on",
+        "completion": "print a shell script that completes commands, flags and names",
     },
 }
 FAMILY = "eval"

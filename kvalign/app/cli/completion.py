@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
-    """What may be given for a field. One idea has one name in all commands, so the name tells."""
+    """Return the values that may be given for a field. One idea has one name in all commands, so
+    the name tells.
+    """
     names = field.metadata["choices"] or _names().get(field.name)
     if field.name == "method" and field.default == AUTO:
         names = (AUTO, *METHODS)
@@ -85,7 +87,9 @@ def _names() -> dict[str, tuple[str, ...]]:
 
 
 def _typed(specs: Iterable[str]) -> tuple[str, ...]:
-    """What of specifications is typed as it stands: `hub:` of `hub:NAME[:CONFIG]`."""
+    """Return the part of each specification that is typed literally: `hub:` of
+    `hub:NAME[:CONFIG]`.
+    """
     starts = (re.match("[^A-Z]*", spec) for spec in specs)
     return tuple(start[0] for start in starts if start and start[0])
 

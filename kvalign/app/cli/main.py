@@ -11,17 +11,19 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
-from kvalign.app.cli import catalogue
+from kvalign.app.cli import catalogue, help
 from kvalign.app.cli.arguments import parse
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS
 from kvalign.app.cli.next_steps import say_stopped
 from kvalign.foundation import progress
-from kvalign.foundation.errors import RunError, UserError, is_of_a_path
+from kvalign.foundation.errors import Killed, RunError, UserError, is_of_a_path
 from kvalign.foundation.escape import escape_controls
 from kvalign.foundation.settings import check_outputs
 
@@ -34,7 +36,8 @@ _ALLOCATOR = r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes"
 _OF_RUST = re.compile(r"\(os error \d+\)$")
 _USAGE = """usage: kvalign COMMAND [--help] [flags]
 
-KV-Align: endless generation with a KV cache of fixed size, realigned after each eviction.
+KV-Align: endless generation with a KV cache of fixed size, realigned after each
+eviction.
 
 {commands}
 with any command:
@@ -42,7 +45,7 @@ with any command:
   --debug   the whole traceback of an error
 
 example:
-  kvalign generate --model gpt2-mini --cache-size 64 --prompt "The history of the island"
+  kvalign generate --cache-size 64 --prompt "The history of the island"
 """
 
 
@@ -52,11 +55,15 @@ def _kill_is_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, _killed)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _killed(*_: object) -> NoReturn:
+    raise Killed
 
 
 @_kill_is_ctrl_c()
@@ -162,20 +169,20 @@ def _in_flags(message: str, flags: Collection[str]) -> str:
     """A message that begins with a setting by the name that Python has for it, in flags."""
     by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
     by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
-    if message.partition(" ")[0] not in by_name:
+    if message.partition(" ")[0].rstrip(",") not in {*by_name, *(flag[2:] for flag in flags)}:
         return message
     return re.sub(r"\b\w+_\w+\b", lambda word: by_name.get(word[0], word[0]), message)
 
 
 def family_usage() -> str:
-    """What `kvalign eval` alone prints: the commands that begin so."""
+    """Return the text that `kvalign eval` alone prints: the commands that begin with it."""
     family = f"{catalogue.FAMILY} "
     lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
     return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def usage() -> str:
-    """What `kvalign --help` prints: the commands by what they are for."""
+    """Return the text that `kvalign --help` prints: the commands, grouped by purpose."""
     width = max(map(len, COMMANDS))
     lines = []
     for title, group in GROUPS.items():
@@ -186,4 +193,9 @@ def usage() -> str:
 def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:
     """A line a command, names in a column as wide as the longest, or `width`."""
     width = max(width, *map(len, commands))
-    return [f"  {name:{width}}  {about}" for name, about in commands.items()]
+    return [
+        textwrap.fill(
+            f"  {name:{width}}  {about}", help.width(), subsequent_indent=" " * (width + 4)
+        )
+        for name, about in commands.items()
+    ]

@@ -1,4 +1,4 @@
-"""What a command says at its end, on stderr: the one to go on with."""
+"""The last lines of a command, on stderr: the command to go on with."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ def say_stopped(
     kept = ""
     if isinstance(stop, Interrupted):
         kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
-    elif "--keep" in flags:
+    elif "--keep" in flags and name.startswith("eval"):  # elsewhere what stays in a cache
         kept = "; nothing was kept: with --keep FOLDER what is finished is"
     elif "--out" in flags:
         kept = "; nothing was kept: the same command begins anew"

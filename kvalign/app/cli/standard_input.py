@@ -13,7 +13,8 @@ QUIET_S, WAIT_S = 1.0, 10.0  # the first part of the wait is not spoken of
 
 
 def piped_text() -> str:
-    """What is piped into the command, to its end, less a line's last break; "" where nothing is.
+    """Return the text that is piped into the command, without its last line break; "" if there is
+    none.
 
     A pipe that is left open and empty, as some CI systems do, is given up after `WAIT_S` seconds.
     """
@@ -49,7 +50,7 @@ def _decoded(text: bytes, source: str) -> str:
 
 
 def _has_come(file: int) -> bool:
-    """Whether there is something to read, or the end."""
+    """Return whether there is something to read, or the end."""
     try:
         if select.select([file], [], [], QUIET_S)[0]:
             return True

@@ -11,17 +11,21 @@ from kvalign.foundation.escape import escape_controls
 def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.sessions.chat_commands import is_command, obey
     from kvalign.app.sessions.conversation import SYSTEM, Conversation, turns
+    from kvalign.app.sessions.turns_held import in_words, num_forgotten
 
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)
 
+    settings = settings.resolved()
     conversation = Conversation(settings, settings.load())
     stream = conversation.stream
-    is_piped = settings.say is None and not sys.stdin.isatty()
+    is_told = settings.say is not None or not sys.stdin.isatty()
+    shows_turns = (is_told and settings.say is None) or len(settings.say or ()) > 1
     if not as_json:
-        leave = "" if settings.say or is_piped else "; /help, Ctrl-D leaves"
+        leave = "" if is_told else "; /help, Ctrl-D leaves"
         say(f"{conversation.about()}{leave}")
     answers: list[dict] = []
+    num_out = num_forgotten(stream)
     with conversation.keeping():
         for turn in turns(settings.say):
             if settings.say is None and is_command(turn):
@@ -32,7 +36,7 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                 except (UserError, OSError) as error:
                     say(str(error))
                 continue
-            if is_piped and not as_json:
+            if shows_turns and not as_json:
                 print("\n" * bool(answers) + f"> {escape_controls(turn)}", flush=True)
             try:
                 for piece in conversation.answer(turn):
@@ -42,12 +46,16 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
                 if not as_json:
                     print(flush=True)
             timing = stream.timing()
-            answers.append({"turn": turn, "text": stream.text, "is_cut": stream.is_cut, **timing})
+            answer = {"turn": turn, "text": stream.text, "is_cut": stream.is_cut, **timing}
+            answers.append({**answer, "num_forgotten_turns": num_forgotten(stream)})
             if not as_json:
                 cut = f", cut by --max-new-tokens {stream.sampling.max_new_tokens}" * stream.is_cut
                 say(
                     f"[{timing['num_tokens']} tokens by {stream.method.title}{cut}, "
                     f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
                 )
+                if num_forgotten(stream) > num_out:
+                    say(f"[{in_words(stream)}]")
+            num_out = num_forgotten(stream)
     used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
     return {"settings": used, "answers": answers}

@@ -1,4 +1,4 @@
-"""`kvalign completion`: a script for the shell that completes commands, flags and names."""
+"""`kvalign completion`: print a shell script that completes commands, flags and names."""
 
 from dataclasses import dataclass
 

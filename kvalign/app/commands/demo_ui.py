@@ -6,15 +6,18 @@ import socket
 from dataclasses import dataclass
 
 from kvalign import checkpoints
+from kvalign.app.serve.settings import lets_others_in
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import Settings, option
+from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageSettings(Settings):
-    """Watch methods write side by side, on a page that is served here until Ctrl-C.
+    """Watch methods write side by side, on a page that is served here until Ctrl-C. It opens on
+    texts that are being written.
 
-    Nothing is loaded from elsewhere and nothing leaves the machine.
+    Nothing is loaded from elsewhere and nothing leaves the machine. With --memory the page begins
+    with a memory; there is a switch for it. The page asks nobody for a key.
 
     Example:
         kvalign demo-ui --port 0
@@ -24,10 +27,17 @@ class PageSettings(Settings):
     port: int = option(
         7860, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
     )
-    model: str = option("gpt2-mini", help="shipped name, hub id or folder; shipped ones come along")
+    without_key: bool = option(False, help="let others in, who bring no key")
+    model: str = option(
+        "gpt2-mini", help="shipped name, hub id or folder; the shipped models are always offered"
+    )
     aligner: str | None = option(
         None, help="folder, shipped name or hub id of an aligner of the model; offered beside ours"
     )
+    memory: int | None = option(
+        None, help=f"{MEMORY} (default: off; 100000 once switched on)", at_least=1
+    )
+    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     open: bool = option(False, help="open the page in a browser")
 
@@ -36,6 +46,11 @@ HAS_JSON = False
 
 
 def run(settings: PageSettings, as_json: bool) -> None:
+    if lets_others_in(settings.host) and not settings.without_key:
+        raise UserError(
+            f"--host {settings.host} lets others in, and the page asks nobody for a key: give "
+            "--without-key to let in who comes, or have them come through an SSH tunnel"
+        )
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from kvalign.app.pages.page import build
@@ -44,7 +59,8 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
     here = filter(fetched.model_path, fetched.MODELS)
     models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
-    page = build(models, settings.device, settings.aligner)
+    of_memory = settings.memory, settings.num_recalled
+    page = build(models, settings.device, settings.aligner, *of_memory)
     serve(page, settings.host, port, settings.open)
 
 

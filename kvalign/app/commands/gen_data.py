@@ -9,7 +9,7 @@ from kvalign.data_gen.settings import RecordSettings
 
 def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.data_gen.recording import record
-    from kvalign.data_gen.store import MANIFEST
+    from kvalign.foundation.folders import MANIFEST
 
     out = settings.folder
     was_finished = (out / MANIFEST).exists()

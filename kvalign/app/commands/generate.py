@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvalign import checkpoints
 from kvalign.app.cli.next_steps import of_model, say_next
 from kvalign.app.cli.standard_input import piped_text, text_of_pipe, whole_text
-from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
+from kvalign.app.sessions.marks import MOST, marked, tokens_past
+from kvalign.app.sessions.stream_settings import MAX_NEW_TOKENS, StreamSettings, kept_of, pieces_of
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.settings import NUM_SINKS, option
 
@@ -36,7 +37,41 @@ class GenerateSettings(StreamSettings):
     prompt_file: Path | None = option(
         None, help="file with the text to continue; -: standard input, to its end"
     )
+    max_new_tokens: int | None = option(
+        None,
+        help="tokens to generate at most (default: past the context length where that is at most "
+        f"{MOST}, else {MAX_NEW_TOKENS})",
+    )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
+    keep: str | None = option(
+        None, help="what is never evicted: prompt, all of it, or so many of its first tokens"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is not None and self.num_sinks is not None:
+            raise UserError("--keep and --num-sinks say the same: give one of them")
+        kept_of(self.keep or "0", "prompt")
+
+    def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
+        """First entries that stay; None: the method's default."""
+        from kvalign.models.input_ids import encoded
+
+        if self.keep is None:
+            return self.num_sinks
+        num_sinks = kept_of(self.keep, "prompt")
+        if num_sinks is None:
+            num_sinks = len(encoded(prompt, loaded.tokenizer, loaded.model))
+        self.check_kept("--keep", num_sinks)
+        return num_sinks
+
+    def length_of(self, prompt: str, loaded: LoadedModel) -> dict[str, Any]:
+        """The tokens to generate where no flag says: past the context length, if that is near."""
+        from kvalign.models.input_ids import encoded
+
+        num_before = len(encoded(prompt, loaded.tokenizer, loaded.model))
+        num_new = tokens_past(loaded.spec.context_len, num_before)
+        return {} if num_new is None else {"max_new_tokens": num_new}
 
 
 def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
@@ -45,17 +80,12 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     if given is None:
         given = piped_text()
     prompt = given if given.strip() else PROMPT
-    text_stream = settings.stream(loaded, prompt, settings.num_sinks)
-    num_prompt, pieces = len(text_stream.ids), pieces_of(text_stream, "prompt")
+    text_stream = settings.stream(
+        loaded, prompt, settings.sinks_for(prompt, loaded), settings.length_of(prompt, loaded)
+    )
+    pieces = marked(pieces_of(text_stream, "prompt"), text_stream)
     with suppress(KeyboardInterrupt):
         first = next(pieces)
-        with suppress(NotImplementedError):  # a method of the user's own that does not say
-            if num_evicted := text_stream.num_evicted:
-                print(
-                    f"{num_evicted} of the prompt's {num_prompt} tokens are out of the cache "
-                    "already, and forgotten: a larger --cache-size keeps more",
-                    file=sys.stderr,
-                )
         if not as_json:
             print(prompt, end="", flush=True)
         for piece in chain([first], pieces):

@@ -5,22 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from kvalign.foundation.errors import ExistsError
-from kvalign.foundation.settings import Settings, option
+from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanesSettings(Settings):
     """Write one self-contained page that shows, step by step, what a method does to the cache. Open
-    it in a browser; other methods and sizes can be chosen there.
+    it in a browser; other methods and sizes can be chosen there. With --memory it shows what each
+    step takes back.
 
     Example:
         kvalign lanes --out cache.html --method streaming-llm --cache-size 7 --num-sinks 3
     """
 
     out: Path = option(help="file of the page", writes="file")
-    method: str = option(
-        "streaming-llm", help="streaming method; an unknown name lists the known ones"
-    )
+    method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
     family: str = option(
         "learned", help="how positions are encoded", choices=("learned", "rotary", "alibi")
     )
@@ -32,6 +31,8 @@ class LanesSettings(Settings):
         help="when: after a step, as KV-Align does, or before it, which then sees an entry less",
         choices=("after", "before"),
     )
+    memory: int = option(0, help=f"{MEMORY} (default: 0, none)", at_least=0)
+    num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
     controls: bool = option(True, help="let the reader choose method and sizes")
     overwrite: bool = option(False, help="replace the file")
 

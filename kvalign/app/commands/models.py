@@ -1,4 +1,4 @@
-"""`kvalign models`: models at hand, and the architectures that are supported."""
+"""`kvalign models`: list models that are available, and the supported architectures."""
 
 from dataclasses import dataclass
 from typing import Any

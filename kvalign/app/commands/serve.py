@@ -1,11 +1,11 @@
-"""`kvalign serve`: many endless streams behind the interface of OpenAI's API."""
+"""`kvalign serve`: serve many endless streams behind the OpenAI API."""
 
 import contextlib
 import dataclasses
 import os
-import sys
 
 from kvalign.app.serve.settings import ServeSettings
+from kvalign.foundation.errors import UserError
 
 HAS_JSON = False
 
@@ -15,10 +15,14 @@ def run(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.app.serve.server import serve
     from kvalign.foundation.files import locked
 
-    if settings.api_key is None and (key := os.environ.get("KVALIGN_API_KEY")):
+    key = os.environ.get("KVALIGN_API_KEY")
+    if settings.api_key is None and key and not settings.without_key:
         settings = dataclasses.replace(settings, api_key=key)
+    if settings.lets_others_in and settings.api_key is None and not settings.without_key:
+        raise UserError(
+            f"--host {settings.host} lets others in: give --api-key (or KVALIGN_API_KEY) to ask "
+            "them for a key, or --without-key to ask for none"
+        )
     port = free_port(settings.host, settings.port)
-    if settings.api_key is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
-        print("others can reach this server: --api-key asks them for a key", file=sys.stderr)
     with locked(settings.sessions) if settings.sessions else contextlib.nullcontext():
         serve(settings, settings.load(), port)

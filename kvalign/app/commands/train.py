@@ -11,7 +11,7 @@ from kvalign.aligners.network_sizes import KV
 from kvalign.app.cli.arguments import OneLineParser
 from kvalign.app.cli.next_steps import of_model, say_generate, say_next
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import Settings, fields_of, option
+from kvalign.foundation.settings import Settings, option
 from kvalign.training.kinds import trainer_of
 from kvalign.training.settings import TrainSettings
 
@@ -45,7 +45,7 @@ def all_settings() -> dict[str, type[Settings]]:
 
 
 def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
-    values = {field.name: getattr(settings, field.name) for field in fields_of(type(settings))}
+    values = dict(vars(settings))
     kind = values.pop("aligner_kind")
     trainer = trainer_of(kind)
     one = trainer.SETTINGS(**values)
@@ -91,29 +91,41 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
 
 
 def _verdict(judged: dict[str, Any]) -> list[str]:
-    """What `kvalign.training.judge.judge` found, in words."""
-    losses = {(*row["parts"], row["num_sinks"]): row["val_nll"] for row in judged["streams"]}
+    """Return in words what `kvalign.training.judge.judge` found: of streams of equal sinks, so that
+    what is compared differs in the aligner alone. They are those that it chose, unless no aligner
+    was streamed with them: a network is with the usual ones alone.
+    """
+    chosen = judged["num_sinks"]
+    tried_with = [row["num_sinks"] for row in judged["streams"] if row["parts"]]
+    num_sinks = chosen if chosen in tried_with else tried_with[0]
+    losses = {
+        tuple(row["parts"]): row["val_nll"]
+        for row in judged["streams"]
+        if row["num_sinks"] == num_sinks
+    }
 
-    def said(one: tuple[Any, ...]) -> str:
-        *parts, num_sinks = one
-        what = f"{' and '.join(f'{kv}s' for kv in parts)} realigned" if parts else "no aligner"
-        return f"{math.exp(losses[one]):.4g} with {num_sinks} sinks and {what}"
+    def said(parts: tuple[str, ...]) -> str:
+        what = " and ".join(f"{kv}s" for kv in parts)
+        return f"{math.exp(losses[parts]):.4g} with {what} realigned"
 
-    plain = (judged["without"]["num_sinks"],)
     lines = [
         f"perplexity of {judged['num_labels']} held-out tokens, streamed with caches of "
-        f"{', '.join(map(str, judged['cache_sizes']))}: {said(plain)} (streaming-llm); "
-        f"{math.exp(judged['discard_half']):.4g} with discard-half"
+        f"{', '.join(map(str, judged['cache_sizes']))} and {num_sinks} sinks: "
+        f"{math.exp(losses[()]):.4g} with streaming-llm, {math.exp(judged['discard_half']):.4g} "
+        f"with discard-half{f' of {chosen} sinks' * (chosen != num_sinks)}{_beside(judged)}"
     ]
     if judged["parts"]:
-        return [*lines, f"used: {said((*judged['parts'], judged['num_sinks']))}"]
-    tried = min((one for one in losses if one[1:]), key=lambda one: losses[one])
-    why = "cannot be told from that" if losses[tried] < losses[plain] else "is no better"
-    return [
-        *lines,
-        f"not used: {said(tried)} {why}; what was saved changes nothing, it is streaming-llm with "
-        f"{judged['num_sinks']} sinks",
-    ]
+        return [*lines, f"used: {said(tuple(judged['parts']))}"]
+    tried = min((parts for parts in losses if parts), key=losses.__getitem__)
+    why = "cannot be told from streaming-llm" if losses[tried] < losses[()] else "is no better"
+    what = f"streaming-llm with {chosen} sinks"
+    return [*lines, f"not used: {said(tried)} {why}; what was saved changes nothing, it is {what}"]
+
+
+def _beside(judged: dict[str, Any]) -> str:
+    """The shipped aligner's figure, where there is one."""
+    shipped = judged.get("shipped")
+    return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
 
 
 def _kind_of(given: set[str]) -> str:

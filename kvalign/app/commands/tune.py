@@ -30,7 +30,7 @@ def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
         [Heading(name, is_number=name not in ("trial", "state")) for name in best],
         [[_text(name, value) for name, value in row.items()] for row in result["trials"]],
     )
-    say_written(settings.out)
+    say_written(settings.folder)
     config = read_checked(AlignerConfig, Path(result["aligner"]) / CONFIG)
     say_generate(config.base_model, result["aligner"])
     return result

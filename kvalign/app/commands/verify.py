@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalign.app.sessions.stream_settings import MethodSettings
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, option
+from kvalign.foundation.settings import DEFAULT_MODEL, NUM_SINKS, OF_WEIGHTS, WEIGHTS, option
 from kvalign.invariants import INVARIANTS, NUM_STEPS
 from kvalign.methods import check_name
 
@@ -40,22 +40,23 @@ class VerifySettings(MethodSettings):
     """
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
+    weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     cache: str | None = option(
-        None, help="MODULE:NAME of what makes a cache for a model, in place of a method"
+        None, help="MODULE:NAME of a function that makes a cache for a model, in place of a method"
     )
     num_steps: int = option(
         NUM_STEPS, help="tokens of the long stream after the cache is full", at_least=1
     )
     half: str = option(
         "bfloat16",
-        help="precision that is held against float32",
+        help="precision to compare with float32",
         choices=("bfloat16", "float16"),
     )
     invariants: tuple[str, ...] | None = option(
-        None, help="those to try (default: all)", choices=tuple(INVARIANTS)
+        None, help="invariants to test (default: all)", choices=tuple(INVARIANTS)
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class VerifySettings(MethodSettings):
             raise UserError(f"--cache makes the cache itself: leave out {', '.join(given)}")
 
     def make(self) -> Make:
-        """What makes the cache or the method."""
+        """Return the function that makes the cache or the method."""
         if self.cache is not None:
             return _imported(self.cache)
         check_name(self.method)
@@ -86,7 +87,7 @@ def run(settings: VerifySettings, as_json: bool) -> None:
     from kvalign.models.loading import load_model
 
     make = settings.make()
-    loaded = load_model(settings.model, settings.device)
+    loaded = load_model(settings.model, settings.device, weights=settings.weights)
     outcomes = verify(
         loaded.model,
         make,
@@ -126,8 +127,8 @@ def _text(number: float | None) -> str:
 
 
 def _imported(name: str) -> Any:
-    """What `MODULE:NAME` stands for; modules are those that are installed and those of the folder
-    where the command runs, as with `python -m`.
+    """Return the object that `MODULE:NAME` names; modules are the installed ones and those of the
+    folder where the command runs, as with `python -m`.
     """
     module, _, member = name.partition(":")
     if not module or not member:

@@ -1,1 +1,1 @@
-"""What is at hand here: what the listings and `kvalign doctor` know."""
+"""Inventory of this machine: what the listings and `kvalign doctor` know."""

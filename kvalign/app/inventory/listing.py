@@ -1,37 +1,47 @@
-"""What there is to choose from: models, methods, aligners, corpora, suites, each read from its
+"""Listings of what can be chosen: models, methods, aligners, corpora, suites, each read from its
 registry or from the config in its folder.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvalign import checkpoints
+from kvalign.foundation.files import read_json
 from kvalign.foundation.folders import ROOT
 from kvalign.models import fetched
 
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+# The sizes of a GPT-2, and what others call them.
+_OF_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+# What the configs of these architectures hold when they leave nothing to defaults.
+_TELLS = {
+    "gpt2": tuple(_OF_GPT2),
+    "llama": (*_OF_GPT2.values(), "num_key_value_heads", "head_dim", "rope_parameters"),
+}
 
 
 def models() -> list[Row]:
     """The shipped models, the fetched ones, and those of the hub's cache that KV-Align can
     stream.
     """
-    from transformers import AutoConfig
-
     from kvalign.models.architectures import FAMILIES, spec_of
 
     def row(name: str, folder: Path) -> Row | None:
         weights = any(folder.glob("*.safetensors"))
         if not weights or _config(folder).get("model_type") not in FAMILIES:
             return None
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        spec = spec_of(config, name)
+        spec = spec_of(_model_config(folder), name)
         return {
             "architecture": spec.model_type,
             "positions": spec.family,
@@ -49,7 +59,7 @@ def models() -> list[Row]:
 
 
 def fetchable() -> list[Row]:
-    """What `kvalign models --fetch` takes, whether it is here or not."""
+    """Return the models that `kvalign models --fetch` takes, present or not."""
     return [
         {
             "name": name,
@@ -141,14 +151,17 @@ def show(as_json: bool, **tables: list[Row]) -> dict[str, list[Row]]:
     if as_json:
         return tables
     from kvalign.eval.protocol.evaluation import Column, Table
-    from kvalign.eval.report.terminal import print_tables
-    from kvalign.foundation.console import Entry, print_table
+    from kvalign.eval.report.terminal import fits, print_tables
+    from kvalign.foundation.console import ROW_WIDTH, Entry, console_for, print_cards, print_table
 
+    console = console_for(pipe_width=ROW_WIDTH)
     for number, rows in enumerate(tables.values()):
         print(end="\n" if number else "")
         titles = [name.replace("_", " ") for name in rows[0]]
         lines = [[Entry(_text(value)) for value in row.values()] for row in rows]
-        if "about" in rows[0]:  # sentences, which wrap
+        if len(titles) > 2 and not fits(titles, lines, console.width):
+            print_cards(titles, lines, console)
+        elif "about" in rows[0]:  # sentences, which wrap
             print_table(titles, lines)
         else:
             facts = zip(titles, rows[0].values(), strict=True)
@@ -181,12 +194,24 @@ def _rows(
 def _config(folder: Path) -> dict[str, Any]:
     """The config of a model or an aligner; empty where there is none."""
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return config if isinstance(config, dict) else {}
+    return read_json(path) if path.exists() else {}
+
+
+def _model_config(folder: Path) -> Any:
+    """The config of a model, as transformers has it; without transformers, which takes seconds to
+    import, where the file tells of all sizes.
+    """
+    said = _config(folder)
+    if {*_TELLS.get(said["model_type"], "?")} <= said.keys():
+        ours = {_OF_GPT2[name]: value for name, value in said.items() if name in _OF_GPT2}
+        return SimpleNamespace(**said | ours)
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _trained_on(data: Any) -> str:
-    """What an aligner's config says of the data that a part was trained on."""
+    """Return what an aligner's config says of the data that a part was trained on."""
     data = data if isinstance(data, dict) else {}
     if "corpus" in data:
         return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"

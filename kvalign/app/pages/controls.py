@@ -4,6 +4,7 @@ they go.
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, get_args
 
 import gradio as gr
@@ -13,7 +14,6 @@ from kvalign.aligners import Aligner
 from kvalign.app.sessions.stream_settings import StreamSettings
 from kvalign.cache.sizes import Positions
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import fields_of
 from kvalign.methods import METHODS
 from kvalign.methods.choice import trained_here
 from kvalign.models.loading import LoadedModel
@@ -37,6 +37,7 @@ _WORDS = {
     "chunk_len": "chunks of",
     "realign_every": "evictions before a move",
     "num_recent": "newest entries that stay",
+    "num_recalled": "entries taken back",
 }
 """What errors name that the page does not set."""
 _SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
@@ -49,7 +50,7 @@ _SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
 SAMPLING = tuple(_SAMPLING)
 LEAST_ENTRIES, MOST_ENTRIES = 8, 1024
 MOST_EVICTED = 128
-_HELP = {field.name: field.metadata["help"] for field in fields_of(StreamSettings)}
+_HELP = {field.name: field.metadata["help"] for field in fields(StreamSettings)}
 
 
 def slider(
@@ -68,12 +69,21 @@ def sampling_sliders() -> list[gr.Slider]:
     ]
 
 
+def memory_switch(memory: int, is_on: bool, methods: Sequence[str]) -> gr.Checkbox:
+    """Return the switch for a memory, which keeps evicted entries aside."""
+    return gr.Checkbox(
+        is_on,
+        label="Memory",
+        info=f"of {memory} evicted tokens; {_without(methods)}",
+        elem_id="memory",
+    )
+
+
 def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
     """Which entries go, and where the others count as lying."""
-    without = ", ".join(name for name in methods if not METHODS[name].takes_policy)
     return [
         gr.Dropdown(
-            list(POLICIES), value=OLDEST, label="Policy", info=f"{without}: none", min_width=80
+            list(POLICIES), value=OLDEST, label="Policy", info=_without(methods), min_width=80
         ),
         gr.Dropdown(
             list(get_args(Positions)),
@@ -82,6 +92,11 @@ def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
             min_width=80,
         ),
     ]
+
+
+def _without(methods: Sequence[str]) -> str:
+    """Those of the methods that evict in a way of their own."""
+    return ", ".join(name for name in methods if not METHODS[name].takes_policy) + ": none"
 
 
 def labelled(line: str) -> str:

@@ -2,8 +2,8 @@
 shows the places of entries, a strip below it the buffer in which they lie.
 
 One document: no request leaves it, and nothing on it runs but its own script. The script does the
-arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.buffer` and `Reencoding.keep` again;
-tests/app/test_lanes_in_browser.py compares them.
+arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.buffer`, `kvalign.cache.recall` and
+`Reencoding.keep` again; tests/app/test_lanes_in_browser.py compares them.
 """
 
 import base64
@@ -26,13 +26,15 @@ EVICTS = ("after", "before")
 
 
 def page(
-    method: str = "streaming-llm",
+    method: str = "kvalign",
     cache_size: int = 7,
     num_sinks: int = 3,
     num_evicted: int = 1,
     controls: bool = True,
     family: str = "learned",
     evicts: str = "after",
+    memory: int = 0,
+    num_recalled: int | None = None,
 ) -> str:
     """The page's source: a lane of slots, one for each entry that a step sees, and what a method
     does to it.
@@ -41,8 +43,17 @@ def page(
     examples; play, step and restart are always there. An eviction comes `after` a step, which sees
     one entry more than the cache keeps, as KV-Align does; or `before`, as other walk-throughs have
     it: room is made first, and a step sees cache_size entries, the new token's with them.
+
+    With a `memory` of so many tokens each step takes back `num_recalled`; which ones, which in a
+    model depends on its queries, chance says, the same each time.
     """
-    sizes = {"cache_size": cache_size, "num_sinks": num_sinks, "num_evicted": num_evicted}
+    sizes = dict(
+        cache_size=cache_size,
+        num_sinks=num_sinks,
+        num_evicted=num_evicted,
+        memory=memory,
+        num_recalled=num_recalled,
+    )
     cls, of_token = METHODS.find(method), EVICTS.index(evicts)  # the new token's place is counted
     length = MAX_CACHE_SIZE + 1 - of_token
     spec = ModelSpec("this page", "any", typing.cast(Family, family), 1, 1, 1, length)
@@ -51,10 +62,18 @@ def page(
             cache_size - of_token,
             None if "num_sinks" in cls.fixed else num_sinks,
             None if "num_evicted" in cls.fixed else num_evicted,
+            memory=memory,
+            num_recalled=num_recalled,
         ).check_fits(spec)
     except UserError as error:
         counted = ", less the new token's place" if of_token else ""
         raise UserError(f"{error}{counted}") from None
+    can_place = cls.takes_aligner or (cls.takes_policy and family == "rotary")
+    if memory and (not can_place or family == "alibi"):
+        raise UserError(
+            f"memory is not for {method} on {family} positions: take kvalign, or window or "
+            "streaming-llm on rotary ones"
+        )
     script = Markup("\n").join(map(source, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(
@@ -75,13 +94,23 @@ def page(
 
 def frame(method: Method) -> str:
     """The page in an iframe, with a method's own sizes as far as a lane in sight has room."""
-    cache_size = min(method.sizes.cache_size, FRAME_CACHE_SIZE)
-    num_sinks = min(method.sizes.num_sinks, cache_size - 1)
-    num_evicted = min(method.sizes.num_evicted, cache_size - num_sinks)
+    sizes = method.sizes
+    cache_size = min(sizes.cache_size, FRAME_CACHE_SIZE)
+    least = 2 if sizes.memory else 1  # entries of a window
+    num_sinks = min(sizes.num_sinks, cache_size - least)
+    num_evicted = min(sizes.num_evicted, cache_size - num_sinks)
+    source = page(
+        method.name,
+        cache_size,
+        num_sinks,
+        num_evicted,
+        family=method.spec.family,
+        memory=sizes.memory,
+    )
     return render(
         "frame.html",
-        page=page(method.name, cache_size, num_sinks, num_evicted, family=method.spec.family),
-        cache_size=method.sizes.cache_size,
+        page=source,
+        cache_size=sizes.cache_size,
         max_cache_size=FRAME_CACHE_SIZE,
-        is_oldest=method.sizes.is_oldest,
+        is_oldest=sizes.is_oldest,
     )

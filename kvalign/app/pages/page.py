@@ -25,13 +25,24 @@ PROMPT = "The history of the island begins with a small harbour. The people who 
 SEED = 3
 PROMPT_LEN = 10_000  # characters; a longer prompt could not be stopped for seconds
 # What the page sets, in the order of its controls.
-SIZES = ("policy", "positions", "methods", "model", "aligner", "cache_size", "num_evicted")
+SIZES = (
+    *("has_memory", "policy", "positions", "methods", "model", "aligner"),
+    *("cache_size", "num_evicted"),
+)
 ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
-IDLE = '<p class="message">Choose methods and press Start.</p>'
+MEMORY = 100_000  # tokens, where none are named
+IDLE = '<p class="message">The texts begin in a moment.</p>'
 
 
-def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None) -> gr.Blocks:
-    """The page, not yet served; the first model is chosen, and `aligner` is offered for it.
+def build(
+    models: Sequence[str],
+    device: str = "cpu",
+    aligner: str | None = None,
+    memory: int | None = None,
+    num_recalled: int | None = None,
+) -> gr.Blocks:
+    """The page, not yet served; the first model is chosen, and `aligner` is offered for it. A
+    `memory` of so many tokens, of which each step takes back `num_recalled`, is switched on.
 
     Raises:
         UserError: the first model or its aligner cannot be used.
@@ -53,9 +64,13 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
         """Those of the methods that need no aligner or have one for the model."""
         return [name for name in methods if name != "kvalign" or offered(model)]
 
-    def settle(prompt: str, methods: list[str], model: str, **settings: Any) -> list:
+    def settle(
+        prompt: str, methods: list[str], model: str, has_memory: bool, **settings: Any
+    ) -> list:
         """Streams of what is chosen; UserError where something is wrong for all of them."""
         chosen = [name for name in METHODS if name in methods]
+        if has_memory:
+            settings |= {"memory": memory or MEMORY, "num_recalled": num_recalled}
         return begin(load(model), prompt, chosen, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
@@ -101,13 +116,15 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
     def ends(
         methods: list[str], model: str, aligner: str | None, cache_size: int, num_evicted: int
     ) -> list[dict]:
-        """How far the sliders of the sizes go."""
+        """Return the ends of the sliders of the sizes."""
         most = controls.most_entries(load(model), methods, aligner)
         most_evicted = controls.most_evicted(min(cache_size, most), methods, aligner)
         return [controls.up_to(most, cache_size), controls.up_to(most_evicted, num_evicted)]
 
     def follow(model: str, methods: list[str]) -> list[dict]:
-        """What another model brings: its aligners, and methods that it can be streamed with."""
+        """Return what changes with another model: its aligners, and the methods that can
+        stream it.
+        """
         names, left = offered(model), able(methods, model)
         return [
             gr.update(choices=names, value=names[0] if names else None),
@@ -151,6 +168,7 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
                     info="entries; discard-half: half",
                     elem_id="num_evicted",
                 )
+                has_memory = controls.memory_switch(memory or MEMORY, memory is not None, METHODS)
                 with gr.Row(elem_id="eviction"):
                     policy, positions = controls.eviction(METHODS)
                 num_tokens = controls.slider(
@@ -190,18 +208,17 @@ def build(models: Sequence[str], device: str = "cpu", aligner: str | None = None
 
         quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
         limiting = [methods, model, which, cache_size, num_evicted]
-        sizes = [policy, positions, *limiting]
-        running = start.click(
-            run,
-            [prompt, *sizes, num_tokens, *drawing, seed],
-            [stage, start, stop],
-            js=source("show_stage.js"),  # on a phone it is below the settings
-            concurrency_limit=None,
-            **quiet,
-        )
+        sizes = [has_memory, policy, positions, *limiting]
+        inputs, outputs = [prompt, *sizes, num_tokens, *drawing, seed], [stage, start, stop]
+        # On a phone the texts are below the settings: a click shows them, the first run does not.
+        runs = [
+            begun(run, inputs, outputs, js=js, concurrency_limit=None, **quiet)
+            for begun, js in ((page.load, None), (start.click, source("show_stage.js")))
+        ]
         ended: dict[str, Any] = dict(inputs=None, outputs=[start, stop], queue=False, **quiet)
-        running.failure(end, **ended)
-        stop.click(end, cancels=running, **ended)
+        for one in runs:
+            one.failure(end, **ended)
+        stop.click(end, cancels=runs, **ended)
         page.unload(forget)
         model.change(follow, [model, methods], [which, methods], **quiet)
         # The ends of the sliders first: what is beyond them is refused. What is typed is put into

@@ -1,4 +1,4 @@
-"""How surprised the model is by what a method made it write, when it reads that again with nothing
+"""Surprise of the model at what a method made it write, when it reads that again with nothing
 stale: the perplexity of `recompute` over the new tokens, as `kvalign eval perplexity` has it.
 
 So that it costs less than the writing, its window moves by a quarter at a time: each token is read

@@ -1,6 +1,7 @@
-"""How the live page looks and is served: by this machine, with fonts that are on it."""
+"""Looks and server of the live page: served by this machine, with fonts that are on it."""
 
 import logging
+import signal
 import sys
 import threading
 
@@ -14,7 +15,10 @@ _GREEN, _DEEP_GREEN = "#00684a", "#005239"
 
 
 def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serve the page until Ctrl-C, or SIGINT, which a shell has its jobs in the background
+    ignore.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     page.launch(
         server_name=host,
         server_port=port,

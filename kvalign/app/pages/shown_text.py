@@ -58,7 +58,7 @@ def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str
 
 
 def _edits(text: str) -> list[tuple[int, int, str]]:
-    """What to put in the place of text[start:end]; in order, none over another."""
+    """Return replacements of text[start:end], in order, none over another."""
     edits = []
     for found in _HEADING.finditer(text):
         edits += [(*found.span(name), "") for name in ("opening", "closing")]

@@ -6,17 +6,18 @@ The time of a token is taken around the step that made it, so the turns of other
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.shown_text import Piece, pieces
 from kvalign.eval.judging.chunks import Chunk, chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.names import spelled_out
 from kvalign.methods import METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.sampling import Sampling
+from kvalign.streaming.sampling import Sampling, StreamConfig
 from kvalign.streaming.text_stream import TextStream
 
 SHOWN_EVERY_S = 0.12
@@ -30,7 +31,7 @@ class View:
 
     title: str
     about: str
-    policy: str  # what it evicts and what becomes of the others; empty: the oldest, compact
+    policy: str  # what it evicts and what becomes of that and the others; empty: the usual
     text: str
     chunks: list[Chunk]  # finished ones: while it writes, the last one of the text is not
     num_tokens: int
@@ -64,35 +65,29 @@ class Refusal:
     line: str
 
 
+@spelled_out(StreamConfig)
 def begin(
     loaded: LoadedModel,
     prompt: str,
     methods: Sequence[str],
     *,
     cache_size: int,
-    num_evicted: int,
-    aligner: str | None = None,
-    policy: str | None = None,
-    positions: str | None = None,
-    seed: int | None = None,
-    **sampling: Any,
+    **config: Unpack[StreamConfig],
 ) -> list[TextStream | Refusal]:
     """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
 
-    Sizes are those of `kvalign.make_method`, for methods that take them; `seed` is of the draws of
-    each (None: a random one, the same for all), `sampling` has fields of `Sampling`. UserError says
-    what is wrong for all of them.
+    `config` is that of `kvalign.stream`, of which each method has what it takes; without a seed
+    one is drawn, the same for all. UserError says what is wrong for all of them.
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
         raise UserError("no method is chosen: tick at least one")
-    chosen = Sampling(seed=seed, **sampling)
+    sampling, asked = Sampling.of(begin, config)
+    aligner = asked.pop("aligner", None)
     streams: list[TextStream | Refusal] = []
     for name in methods:
         cls = METHODS.find(name)
-        asked: dict[str, Any] = dict(num_evicted=num_evicted, policy=policy, positions=positions)
-        taken = {size: value for size, value in asked.items() if size not in cls.not_taken()}
         try:
             method = make_method(
                 name,
@@ -100,12 +95,12 @@ def begin(
                 cache_size=cache_size,
                 aligner=aligner if cls.takes_aligner else None,
                 warn=False,
-                **taken,
+                **{size: value for size, value in asked.items() if size not in cls.not_taken()},
             )
+            text_stream = TextStream(loaded.tokenizer, method, sampling)
         except UserError as error:
             streams.append(Refusal(name, cls.about, str(error)))
         else:
-            text_stream = TextStream(loaded.tokenizer, method, chosen)
             text_stream.feed(prompt)
             streams.append(text_stream)
     return streams
@@ -196,8 +191,12 @@ def _view(
 
 
 def _policy(method: Method) -> str:
-    """`policy key-norm`, `policy oldest, positions kept; the last one is reached`."""
+    """`policy key-norm`, `policy oldest, positions kept; the last one is reached`, `memory of
+    100000 tokens, 16 taken back`.
+    """
     sizes = method.sizes
+    if sizes.memory:
+        return f"memory of {sizes.memory} tokens, {sizes.num_recalled} taken back"
     if sizes.is_oldest:
         return ""
     if sizes.positions == "compact":

@@ -1,5 +1,8 @@
-"""What a request waits for: events of its answers, and the session that is kept with one."""
+"""Objects that a request waits for: events of its answers, and the session that is kept
+with one.
+"""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -12,6 +15,9 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, Sessions, digest
 from kvalign.app.serve.turn import Row, State, Turn
 from kvalign.app.serve.wire import Message
+from kvalign.methods.base import Method
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,11 @@ class End:
     index: int
     finish: str  # `stop` or `length`
     num_tokens: int
+    num_evicted: int  # tokens that left the cache since the answer began
 
     @classmethod
     def of(cls, row: Row) -> "End":
-        return cls(row.index, row.finish, len(row.token_ids))
+        return cls(row.index, row.finish, len(row.token_ids), row.num_evicted)
 
 
 Event = Piece | End | RequestError
@@ -41,13 +48,24 @@ Put = Callable[[Event], None]
 
 @dataclass(eq=False)
 class Answers:
-    """What a request waits for."""
+    """Answers that a request waits for."""
 
     num: int  # each ends by an `End`; a `RequestError` ends all
     turns: list[Turn] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answers, those of the session included
     num_cached: int = 0  # those of them that were not fed anew
+    num_reencoded: int = 0  # those that were, of turns that stay when older ones go
+    num_evicted: int = 0  # those that are out of the cache as the answers begin
+    num_forgotten: int = 0  # those of these that are in no memory
     on_cancel: Callable[[], None] = field(default=lambda: None)
+
+    def count(self, method: Method, num_fed: int, num_gone: int) -> None:
+        """Count a prompt: what a method has been fed of it when the answers begin, and the tokens
+        of turns that have gone as a whole.
+        """
+        self.num_prompt += num_gone + num_fed
+        self.num_evicted += num_gone + method.sizes.num_dropped(num_fed)
+        self.num_forgotten += num_gone + method.num_forgotten(num_fed)
 
     def cancel(self) -> None:
         """Nobody waits any more; what has ended stays."""
@@ -65,6 +83,8 @@ class Held:
     sessions: Sessions
     before: Session  # as it was taken
     said: Sequence[Message]  # of the turn
+    request: str  # a digest of the messages that brought it
+    key: str  # the Idempotency-Key that came with them
     session: Session  # as its answer begins
     ids: Tensor  # all its tokens then
     writer: Executor  # keeps sessions one after the other, beside the engine
@@ -90,6 +110,8 @@ class Held:
             self.session,
             said=said,
             asked=asked,
+            request=self.request,
+            key=self.key,
             answer=row.text,
             finish=row.finish,
             ids=ids,
@@ -101,6 +123,10 @@ class Held:
             self.sessions.put(grown)
         except Exception as error:
             self.sessions.release(self.before)
-            self.put(RequestError(f"this answer is not kept: {error}", 500, code="not_kept"))
+            if not isinstance(error, RequestError):  # it may name paths
+                log.error("an answer is not kept: %s", error)
+                what = "this answer is not kept: its session cannot be written"
+                error = RequestError(what, 500, code="not_kept")
+            self.put(error)
         else:
             self.put(End.of(row))

@@ -128,7 +128,10 @@ class Engine(threading.Thread):
                 turns.remove(turn)
                 free(turn.method)
         for num_sinks, group in list(self._groups.items()):
-            self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
+            try:
+                self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
+            except Exception as error:
+                self._fail_all(group, error)
             self._drop_empty(num_sinks)
         self._count()
 
@@ -182,9 +185,12 @@ class Engine(threading.Thread):
                 free(method)
 
     def _step(self, group: _Group) -> None:
-        device = group.batch.model.device
-        tokens = torch.tensor([[row.token_ids[-1]] for _, row in group.rows], device=device)
-        logits = group.batch.feed(tokens)
+        rows = [row for _, row in group.rows]
+        if len(rows) == 1 and rows[0].lookup is not None:
+            logits = rows[0].lookup.feed(group.batch)
+        else:
+            tokens = [[row.token_ids[-1]] for row in rows]
+            logits = group.batch.feed(torch.tensor(tokens, device=group.batch.model.device))
         self._choose(group.rows, logits, group.batch)
         self._ended(group.rows, group.batch)
         self._keep(group, [not row.finish for _, row in group.rows])

@@ -1,4 +1,4 @@
-"""What is answered to a request that cannot be served, in the form of OpenAI's API."""
+"""Answers to requests that cannot be served, in the form of OpenAI's API."""
 
 from typing import Any
 

@@ -3,27 +3,34 @@ chat --state` read them, too.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvalign.aligners.base import embedding_fingerprint
-from kvalign.app.serve.sessions import Session, Store
+from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
+from kvalign.app.serve.sessions import Session, Store, damaged
 from kvalign.app.serve.turn import free
 from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.models.packed import weights_of
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.stream_file import SavedStream
 from kvalign.streaming.text_stream import STATE
 
-_ID, _TURNS = "session", "turns"
-_WORDS = ("said", "asked", "answer", "finish")
+log = logging.getLogger(__name__)
+_ID, _TURNS, _OF = "session", "turns", "of_tokens"
+_WORDS = ("said", "asked", "request", "key", "answer", "finish")
 _SUFFIX = ".safetensors"
+
+
+class DamagedError(UserError):
+    """A file of the folder that is not as a server left it."""
 
 
 @dataclass
@@ -31,6 +38,12 @@ class InFolder(Store):
     """A store of files in a folder that no other server writes to; in memory are the sessions'
     tokens, not their caches. `method_for` makes a method of so many sinks that has been fed
     nothing.
+
+    A session is told from what others wrote under its name by the checksum of its file, over tokens
+    and cache together. What is not as it was left is neither read nor overwritten.
+
+    Attributes:
+        left: why files that lie there are left alone, a line each.
     """
 
     folder: Path
@@ -38,17 +51,44 @@ class InFolder(Store):
     tokenizer_digest: str
     aligner_digest: str | None
     sampling: Sampling
+    has_unnamed: bool = False  # whether sessions that no request named are taken up
+    left: list[str] = field(default_factory=list)
 
     def load(self) -> list[Session]:
         """All sessions of the folder; UserError for a file of another model, method or size."""
-        paths = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        return [replace(self._read(path), state=None) for path in paths if path.name[0] != "."]
+        paths = [path for path in self.folder.glob(f"*{_SUFFIX}") if path.name[0] != "."]
+        found, num_unnamed = [], 0
+        for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
+            try:
+                session = replace(self._read(path), state=None)
+            except DamagedError as error:
+                self.left.append(str(error))
+                continue
+            if session.is_named or self.has_unnamed:
+                found.append(session)
+            else:
+                num_unnamed += 1
+        if num_unnamed:
+            several = "s" * (num_unnamed > 1)
+            self.left.append(
+                f"{num_unnamed} conversation{several} of requests without a session in "
+                f"{self.folder}: --keep-unnamed takes them up"
+            )
+        return found
+
+    def check_new(self, name: str) -> None:
+        if self._path(name).exists():
+            raise damaged(name)
 
     def put(self, session: Session) -> Session:
         assert session.state is not None
+        path = self._path(session.id)
+        if stream_file.checksum_of(path) != session.checksum:
+            raise damaged(session.id)
         method = self.method_for(session.num_sinks)
         model = method.model
         notes = {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
+        notes[_OF] = _digest(session.ids)
         notes |= {name: getattr(session, name) for name in _WORDS}
         if session.system is not None:
             notes[SYSTEM] = session.system
@@ -62,29 +102,44 @@ class InFolder(Store):
             device=model.device.type,
             num_fed=session.num_fed,
             num_new=session.num_new,
+            weights=weights_of(model),
             tokenizer=self.tokenizer_digest,
             notes=notes,
         )
         tensors = {STATE + name: x.cpu().contiguous() for name, x in session.state.items()}
         tensors["ids"] = session.ids
         tensors["generator"] = torch.Generator().get_state()
-        stream_file.write(self._path(session), saved, tensors)
-        return replace(session, state=None)
+        checksum = stream_file.write(path, saved, tensors)
+        return replace(session, state=None, checksum=checksum)
 
     def state(self, session: Session) -> dict[str, Tensor]:
-        state = self._read(self._path(session)).state
-        assert state is not None
-        return state
+        try:
+            found = self._read(self._path(session.id))
+        except UserError as error:
+            log.error("a session cannot go on: %s", error)
+            raise damaged(session.id) from None
+        if found.checksum != session.checksum:
+            raise damaged(session.id)
+        assert found.state is not None
+        return found.state
 
-    def drop(self, session: Session) -> None:
-        self._path(session).unlink(missing_ok=True)
+    def drop(self, name: str) -> bool:
+        path = self._path(name)
+        is_there = path.exists()
+        path.unlink(missing_ok=True)
+        return is_there
 
-    def _path(self, session: Session) -> Path:
+    def _path(self, name: str) -> Path:
         """A name that no request chooses."""
-        return self.folder / (hashlib.sha256(session.id.encode()).hexdigest()[:32] + _SUFFIX)
+        return self.folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _read(self, path: Path) -> Session:
-        saved, tensors = stream_file.read(path)
+        """The session in a file; UserError for one of another model, method or size."""
+        checksum = stream_file.checksum_of(path)
+        try:
+            saved, tensors = stream_file.read(path)
+        except UserError as error:
+            raise DamagedError(str(error)) from None
         method = self.method_for(saved.num_sinks)
         own = {"method": method.name, **asdict(method.sizes)}
         other = "name another --sessions, or serve as those there were served"
@@ -93,8 +148,15 @@ class InFolder(Store):
             or saved.aligner != self.aligner_digest
         ):
             raise UserError(f"{path} is a session of another method or size: {other}")
+        is_of_model = has_fingerprint(method.model, saved.embedding_fingerprint)
+        if not is_of_model or saved.weights not in (None, weights_of(method.model)):
+            raise UserError(f"{path} is a session of {saved.base_model}: {other}")
         if saved.tokenizer != self.tokenizer_digest or _ID not in saved.notes:
             raise UserError(f"{path} is no session of this model: {other}")
+        if path != self._path(saved.notes[_ID]):
+            raise DamagedError(f"{path} is a copy: it has the session of another file")
+        if saved.notes.get(_OF, of := _digest(tensors["ids"])) != of:
+            raise DamagedError(f"{path} was gone on with by another program than kvalign serve")
         try:
             stream_file.check_fits(saved, tensors, method.model)
             state = {k.removeprefix(STATE): x for k, x in tensors.items() if k.startswith(STATE)}
@@ -103,7 +165,7 @@ class InFolder(Store):
             method.restore(state)
             free(method)
         except (KeyError, UserError) as error:
-            raise UserError(f"cannot go on with the session in {path}: {error}; {other}") from None
+            raise DamagedError(f"cannot go on with the session in {path}: {error}") from None
         return Session(
             id=saved.notes[_ID],
             **{name: saved.notes.get(name, "") for name in _WORDS},
@@ -114,4 +176,10 @@ class InFolder(Store):
             num_new=saved.num_new,
             turns=tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x),
             state=state,
+            checksum=checksum,
         )
+
+
+def _digest(ids: Tensor) -> str:
+    """SHA-256 of tokens [T] int64."""
+    return hashlib.sha256(ids.contiguous().numpy().data).hexdigest()

@@ -1,6 +1,5 @@
-"""What stands before the routes: who may ask, from where, and how much."""
+"""Checks before the routes: who may ask, and from where."""
 
-import asyncio
 import hmac
 import ipaddress
 from collections.abc import Collection
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvalign.app.serve.errors import RequestError
@@ -22,12 +20,14 @@ class Guard:
     """ASGI middleware that checks Host, Origin and key, and counts what is answered.
 
     A page that a browser shows may have a name that leads here (DNS rebinding), or send requests
-    from elsewhere: names are those of `allowed_hosts`, and an Origin is this very host.
+    from elsewhere: names are those of `allowed_hosts`, and an Origin is this very host or one of
+    `allowed_origins`. A slash at the end of a path does not count.
     """
 
     app: ASGIApp
     api_key: str | None
     allowed_hosts: Collection[str]
+    allowed_origins: Collection[str]
     paths: Collection[str]
     metrics: Metrics
 
@@ -35,6 +35,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         path = scope["path"] if scope["path"] in self.paths else "other"
 
         async def counted(message: Message) -> None:
@@ -57,7 +58,7 @@ class Guard:
                 403,
                 code="host_not_allowed",
             )
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        if origin is not None and not self._may_ask(origin.lower(), host.lower()):
             raise RequestError(
                 f"pages of {origin!r:.80} may not ask here", 403, code="origin_not_allowed"
             )
@@ -71,6 +72,9 @@ class Guard:
                     code="invalid_api_key",
                 )
 
+    def _may_ask(self, origin: str, host: str) -> bool:
+        return origin in (f"http://{host}", f"https://{host}", *self.allowed_origins)
+
     def _may_be(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -81,30 +85,3 @@ class Guard:
         except ValueError:
             return name == "localhost" or name in self.allowed_hosts
         return True
-
-
-async def body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
-    """The body of a request; RequestError where it is no JSON by its type, too large, or late."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(
-            f"the body must be application/json, its Content-Type is {kind!r:.80}", 415
-        )
-    too_large = RequestError(
-        f"the body must be at most {most_bytes} bytes", 413, code="body_too_large"
-    )
-    length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length) > most_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > most_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError(
-            f"the body did not come within {timeout:g} seconds", 408, code="timeout"
-        ) from None
-    return bytes(body)

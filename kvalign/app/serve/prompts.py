@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -10,21 +9,22 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.sessions import Session, digest
-from kvalign.app.serve.wire import Message
+from kvalign.app.serve.wire import Message, Sent
 from kvalign.methods.base import Method
 from kvalign.models.input_ids import encoded
-from kvalign.streaming.turns import messages_text, opening_len, turn_ids
+from kvalign.streaming.turns import asked_from, first_that_fits, message_ids, opening_len
 
 
 @dataclass
 class Prompts:
-    """What is fed of a request."""
+    """Tokens to feed for a request."""
 
     tokenizer: PreTrainedTokenizerBase
     method: Method  # as new sessions have it, but for their sinks
     keeps_opening: bool  # whether a session's system prompt stays as sinks
     keeps_turns: bool  # whether whole turns are evicted
     most_tokens: int  # that one request may bring
+    special_tokens: bool  # whether those in messages steer the model
 
     def begun(self, session: Session, messages: Sequence[Message]) -> Session:
         """A new session of messages, with as many sinks as its system prompt has tokens."""
@@ -33,7 +33,7 @@ class Prompts:
             system = messages[0].content
         num_sinks = sizes.num_sinks
         if system is not None and self.keeps_opening:
-            num_sinks = opening_len(self.tokenizer, system)
+            num_sinks = self._opening_len(system)
             if num_sinks >= sizes.cache_size:
                 raise RequestError(
                     f"the system message takes {num_sinks} entries of a cache of "
@@ -46,8 +46,8 @@ class Prompts:
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
         """The tokens [T] of messages that go on with a session."""
         said = [message.model_dump() for message in messages]
-        text = messages_text(self.tokenizer, said, goes_on=not session.is_new)
-        return self.of(text, special=session.is_new and not self.tokenizer.chat_template)
+        how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
+        return self.of(message_ids(self.tokenizer, said, **how), special=False)
 
     def of(self, prompt: str | list[int], *, special: bool) -> Tensor:
         """The tokens [T] of a text, or of ids; `special`: with what begins a text."""
@@ -82,21 +82,26 @@ class Prompts:
         turns = (*session.turns, len(before))
         if session.is_new or not self.keeps_turns:
             return replace(session, turns=turns if self.keeps_turns else ()), None
-        size = self.method.sizes.cache_size
-        num_opening = opening_len(self.tokenizer, session.system)
-        pair = (turn_ids(self.tokenizer, turn, False) for turn in "?0")
-        num_asking = sum(1 for _ in takewhile(lambda x: x[0] == x[1], zip(*pair, strict=False)))
-        room = size - num_opening - len(new) - min(num_answer, size // 2)
-        # Of a turn that comes first, the opening asks.
-        skipped = [turn + (num_asking if turn else num_opening) for turn in turns]
-        if len(before) - skipped[0] <= room:
-            return replace(session, turns=turns), None
-        kept = next(
-            (i for i in range(1, len(turns)) if len(before) - skipped[i] <= room), len(turns) - 1
-        )
+        num_opening, begins = self._begins(turns, session.system)
+        size, num_tokens = self.method.sizes.cache_size, len(before) + len(new)
+        kept = first_that_fits(begins, num_tokens, num_opening, size, num_answer)
         text = torch.cat([before, new])
-        anew = torch.cat([text[:num_opening], text[skipped[kept] :]])
+        anew = torch.cat([text[:num_opening], text[begins[kept] :]]) if kept else None
         return replace(session, turns=turns[kept:]), anew
+
+    def num_gone(self, session: Session) -> int:
+        """Tokens of the turns of a session that have gone as a whole."""
+        if not session.turns or not session.turns[0]:
+            return 0
+        num_opening, begins = self._begins(session.turns[:1], session.system)
+        return begins[0] - num_opening
+
+    def _begins(self, turns: Sequence[int], system: str | None) -> tuple[int, list[int]]:
+        how = {"special_tokens": self.special_tokens}
+        return self._opening_len(system), asked_from(self.tokenizer, turns, system, **how)
+
+    def _opening_len(self, system: str | None) -> int:
+        return opening_len(self.tokenizer, system, special_tokens=self.special_tokens)
 
 
 def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
@@ -120,7 +125,27 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     )
 
 
-def is_asked_again(session: Session, messages: Sequence[Message]) -> bool:
-    """Whether these are all messages up to the session's last answer: it may have been lost."""
+def is_asked_again(session: Session, messages: Sequence[Message], sent: Sent) -> bool:
+    """Return whether these messages brought the session's last answer, which may have been lost.
+
+    They do if they are all messages up to it, those of a first turn, or come with the same key or
+    as another try of the client's. A turn that comes alone with another key is said twice.
+
+    Raises:
+        RequestError: the same key, and other messages.
+    """
+    if session.is_new:
+        return False
+    asked = digest("", messages)[-1]
+    if sent.key and sent.key == session.key:
+        if asked != session.request:
+            raise RequestError(
+                "this Idempotency-Key came with other messages: take a new one for a new turn",
+                422,
+                code="idempotency_key_reused",
+            )
+        return True
     is_whole = any(message.role == "assistant" for message in messages)
-    return is_whole and digest("", messages)[-1] == session.asked
+    if sent.key and session.key and not is_whole:
+        return False
+    return asked == session.asked or (sent.is_retry and asked == session.request)

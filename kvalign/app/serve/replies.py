@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvalign.app.serve.answers import Answers, End, Event, Piece
 from kvalign.app.serve.errors import RequestError
 
+WARNING = "X-KVAlign-Warning"
 _GONE = "gone"
 Events = asyncio.Queue[Any]
 
@@ -31,7 +32,7 @@ class TextForm:
         self.created = int(time.time())
 
     def said(self, text: str) -> dict[str, Any]:
-        """What a choice says of a whole text; `told`: of a piece, in a chunk."""
+        """Return what a choice says of a whole text; `told`: of a piece, in a chunk."""
         return {"text": text}
 
     told = said
@@ -58,19 +59,34 @@ def choice_of(index: int, said: dict[str, Any], finish: str | None) -> dict[str,
     return {"index": index, **said, "logprobs": None, "finish_reason": finish}
 
 
-def usage_of(answers: Answers, num_tokens: int) -> dict[str, Any]:
+def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
     """The tokens of a request; `cached_tokens` are those of its session."""
+    ends = list(ends)
+    num_tokens = sum(end.num_tokens for end in ends)
     return {
         "prompt_tokens": answers.num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": answers.num_prompt + num_tokens,
         "prompt_tokens_details": {"cached_tokens": answers.num_cached},
+        "kvalign": {
+            "evicted_tokens": answers.num_evicted + sum(end.num_evicted for end in ends),
+            "forgotten_prompt_tokens": answers.num_forgotten,
+            "reencoded_tokens": answers.num_reencoded,
+        },
     }
 
 
+def warning_of(answers: Answers) -> dict[str, str]:
+    """The header that says what of a prompt is forgotten as its answer begins; none if nothing."""
+    if not (num := answers.num_forgotten):
+        return {}
+    what = f"{num} of the prompt's {answers.num_prompt} tokens are out of the cache and forgotten"
+    return {WARNING: f"{what}: a larger --cache-size of the server, or its --memory, keeps more"}
+
+
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
-    """What the engine tells, all that is there at a time, until the answers have ended or one of
-    its errors ends them. A client that leaves, or a reader that stops, cancels them.
+    """Yield events of the engine, all that are there at a time, until the answers have ended or one
+    of its errors ends them. A client that leaves, or a reader that stops, cancels them.
     """
 
     async def watch() -> None:
@@ -108,8 +124,8 @@ async def whole(form: TextForm, answers: Answers, events: Events, receive: Recei
             else:
                 ends[event.index] = event
     choices = [choice_of(i, form.said(text), ends[i].finish) for i, text in enumerate(texts)]
-    usage = usage_of(answers, sum(end.num_tokens for end in ends.values()))
-    return JSONResponse(form.document(form.kind, choices, usage=usage))
+    usage = usage_of(answers, ends.values())
+    return JSONResponse(form.document(form.kind, choices, usage=usage), headers=warning_of(answers))
 
 
 class EventStream(Response):
@@ -129,7 +145,8 @@ class EventStream(Response):
         self.form, self.answers, self.events = form, answers, events
         self.usage: dict[str, Any] = {"usage": None} if has_usage else {}
         self.timeout, self.status_code, self.background = timeout, 200, None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        how = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self.init_headers(how | warning_of(answers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(body: str, more: bool = True) -> None:
@@ -141,16 +158,16 @@ class EventStream(Response):
             await send(head)
             numbers = range(self.answers.num) if self.form.opening else ()
             await put("".join(self._chunk(i, self.form.opening) for i in numbers))
-            num_tokens = 0
+            ends = list[End]()
             try:
                 async for found in events_of(self.answers, self.events, receive):
-                    num_tokens += sum(x.num_tokens for x in found if isinstance(x, End))
+                    ends += (x for x in found if isinstance(x, End))
                     await put("".join(map(self._of_event, found)))
             except RequestError as error:
                 await put(_line(error.form()))
             else:
                 if self.usage:
-                    usage = usage_of(self.answers, num_tokens)
+                    usage = usage_of(self.answers, ends)
                     await put(_line(self.form.document(self.form.chunk_kind, [], usage=usage)))
             await put("data: [DONE]\n\n", more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one

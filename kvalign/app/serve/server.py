@@ -2,39 +2,47 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from kvalign.app.serve.answers import Answers, Event
+from kvalign.app.serve.bodies import body_of
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.guard import Guard, body_of
-from kvalign.app.serve.replies import ChatForm, Events, EventStream, TextForm, whole
+from kvalign.app.serve.guard import Guard
+from kvalign.app.serve.replies import WARNING, ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
-from kvalign.app.serve.wire import Chat, Completion, parsed
+from kvalign.app.serve.wire import Chat, Completion, Sent, parsed
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
 
-SESSION_HEADER = "x-session-id"
+_READ = ["GET", "HEAD"]
+_VALUES_A_TOKEN = 4  # of a body, for each token that it may bring
 _LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
 def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     """The application; its engine runs while it does."""
     service, name = Service(settings, loaded), loaded.spec.name
+    reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
+    most_values = _VALUES_A_TOKEN * settings.max_prompt_tokens
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
+        reader.shutdown(wait=False)
         await run_in_threadpool(service.stop)
 
     app = FastAPI(
@@ -58,15 +66,16 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         begin: Callable[..., Answers],
     ) -> Response:
         body = await body_of(request, 1000 * settings.max_body_kb, settings.timeout)
-        asked = await run_in_threadpool(parsed, kind, body, request.headers.get(SESSION_HEADER))
-        check_model(asked.model)
+        sent = Sent.of(request.headers)
         events, loop = Events(), asyncio.get_running_loop()
+        asked = await loop.run_in_executor(reader, parsed, kind, body, sent.session, most_values)
+        check_model(asked.model)
 
         def put(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        answers = await run_in_threadpool(begin, asked, put)
+        answers = await run_in_threadpool(begin, asked, sent, put)
         if not asked.stream:
             return await whole(form, answers, events, request.receive)
         has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -80,35 +89,50 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await answer(request, Completion, TextForm(name), service.completion)
 
+    @app.delete("/v1/sessions/{session}")
+    async def forget(session: str) -> Response:
+        await run_in_threadpool(service.sessions.forget, session)
+        return JSONResponse({"id": session, "object": "session.deleted", "deleted": True})
+
     model = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.api_route("/v1/models/{model_id:path}", methods=_READ)
     async def one_model(model_id: str) -> Response:
         check_model(model_id)
         return JSONResponse(model)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         is_well = service.engine.is_alive()
         return JSONResponse({"status": "ok" if is_well else "stopped"}, 200 if is_well else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
+    origins = [name.lower() for name in settings.allowed_origins or ()]
     app.add_middleware(
         Guard,
         api_key=settings.api_key,
         allowed_hosts=[name.lower() for name in settings.allowed_hosts or ()],
+        allowed_origins=origins,
         paths=[getattr(route, "path", "") for route in app.routes],
         metrics=service.metrics,
     )
+    if origins:  # browsers ask before they send, and want to read that they may
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[WARNING],
+        )
     return app
 
 
@@ -118,6 +142,8 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
     service: Service = app.state.service
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     kept = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
+    if left := service.said_of_folder():
+        print(left, file=sys.stderr)
     print(
         f"{loaded.spec.name} by {service.method.in_words}{kept}: http://{host}:{port}/v1 "
         "(Ctrl-C ends it)",
@@ -132,6 +158,7 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
         server_header=False,
         timeout_graceful_shutdown=3,
     )
+    gc.freeze()  # the model and its modules stay: collections would look through them each time
     try:
         _Server(config, service).run()
     except KeyboardInterrupt:

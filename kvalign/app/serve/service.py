@@ -1,9 +1,12 @@
-"""What a server does with a request: find its session, encode its prompt, put it to the engine."""
+"""Handling of a request by the server: find its session, encode its prompt, put it to the
+engine.
+"""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,10 +18,10 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.prompts import Prompts, is_asked_again, unheard
-from kvalign.app.serve.sessions import Session, Sessions, Store
+from kvalign.app.serve.sessions import Session, Sessions, Store, digest
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Row, Turn
-from kvalign.app.serve.wire import Chat, Completion, Message
+from kvalign.app.serve.wire import Chat, Completion, Message, Sent
 from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
@@ -28,6 +31,7 @@ from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
 
 MAX_NEW_TOKENS = 2048
+_MOST_BLANK = 8  # methods that are kept ready, one for each length of a system prompt
 
 
 class Service:
@@ -55,8 +59,9 @@ class Service:
             keeps_opening=num_sinks is None and "num_sinks" not in self.method.fixed,
             keeps_turns=settings.evict == "turns",
             most_tokens=settings.max_prompt_tokens,
+            special_tokens=settings.special_tokens,
         )
-        self._methods = {self.method.sizes.num_sinks: self.method}
+        self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
         self.metrics = Metrics()
         self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = Store()
@@ -65,8 +70,15 @@ class Service:
                 stream_file.tokenizer_digest(self.tokenizer),
                 stream_file.aligner_digest(self.method),
             )
-            store = InFolder(settings.sessions, self._method_for, *digests, self.sampling)
-        self.sessions = Sessions(store, settings.max_sessions)
+            store = InFolder(
+                settings.sessions,
+                self._method_for,
+                *digests,
+                self.sampling,
+                has_unnamed=settings.keep_unnamed,
+            )
+        unnamed = store if settings.keep_unnamed else Store()
+        self.sessions = Sessions(store, settings.max_sessions, unnamed, settings.max_unnamed)
         self.metrics.streams.set_function(lambda: self.engine.num_rows)
         self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
         self.metrics.sessions.set_function(lambda: len(self.sessions))
@@ -80,7 +92,15 @@ class Service:
         self.engine.stop()
         self._writer.shutdown()
 
-    def chat(self, asked: Chat, put: Put) -> Answers:
+    def said_of_folder(self) -> str:
+        """Return what lies in the folder of sessions and is left alone, a line each; "" for
+        nothing.
+        """
+        store = self.sessions.store
+        left = store.left if isinstance(store, InFolder) else []
+        return "\n".join(f"left as it is: {one}" for one in left)
+
+    def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
         """Answer messages; those that go on with a session are fed alone."""
         sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
         if asked.num_choices > 1:
@@ -89,14 +109,15 @@ class Service:
             ids = prompts.of_messages(session, asked.messages)
             return self._submit([(session, ids)], sampling, asked.num_choices, put)
         with self._taken(name, asked.messages) as session:
-            if is_asked_again(session, asked.messages):
+            if is_asked_again(session, asked.messages, sent):
                 return self._again(session, put)
-            said = unheard(session, asked.messages)
+            said, request = unheard(session, asked.messages), digest("", asked.messages)[-1]
             begun = prompts.begun(session, said) if session.is_new else session
             ids = prompts.of_messages(begun, said)
-            return self._submit([(begun, ids)], sampling, 1, put, keep=(session, said))
+            keep = session, said, request, sent.key
+            return self._submit([(begun, ids)], sampling, 1, put, keep)
 
-    def completion(self, asked: Completion, put: Put) -> Answers:
+    def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
         """Continue texts; with a session, go on with its text."""
         sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
         num_sinks = self.method.sizes.num_sinks
@@ -107,11 +128,14 @@ class Service:
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text, special=True)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)
+        said = [Message(role="user", content=str(texts[0]))]
         with self._taken(name) as session:
+            if is_asked_again(session, said, sent):
+                return self._again(session, put)
             begun = replace(session, num_sinks=num_sinks) if session.is_new else session
             ids = self.prompts.of(texts[0], special=session.is_new)
-            said = [Message(role="user", content=str(texts[0]))]
-            return self._submit([(begun, ids)], sampling, 1, put, keep=(session, said))
+            keep = session, said, digest("", said)[-1], sent.key
+            return self._submit([(begun, ids)], sampling, 1, put, keep)
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
@@ -126,28 +150,35 @@ class Service:
     def _again(self, session: Session, put: Put) -> Answers:
         """The last answer of a session once more."""
         num_before = len(session.ids) - session.num_new
-        answers = Answers(1, num_prompt=num_before, num_cached=num_before)
+        answers = Answers(1, num_cached=num_before)
+        method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
+        answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
         put(Piece(0, session.answer))
-        put(End(0, session.finish, session.num_new))
+        dropped = method.sizes.num_dropped
+        num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
+        put(End(0, session.finish, session.num_new, num_evicted))
         return answers
 
     def _method_for(self, num_sinks: int) -> Method:
         """One that has been fed nothing."""
-        if num_sinks not in self._methods:
-            own, settings = self.method, self.settings
-            sizes = settings.sizes().items()
-            asked = {name: size for name, size in sizes if name not in own.not_taken()}
-            self._methods[num_sinks] = make_method(
-                own.name,
-                own.model,
-                cache_size=settings.cache_size,
-                num_sinks=num_sinks,
-                aligner=getattr(own, "aligner", None),
-                warn=False,
-                **asked,
-            )
-        return self._methods[num_sinks].new()
+        is_own = num_sinks == self.method.sizes.num_sinks
+        return (self.method if is_own else self._blank(num_sinks)).new()
+
+    def _make_blank(self, num_sinks: int) -> Method:
+        """Return the pattern for methods with this number of sinks."""
+        own, settings = self.method, self.settings
+        sizes = settings.sizes().items()
+        asked = {name: size for name, size in sizes if name not in own.not_taken()}
+        return make_method(
+            own.name,
+            own.model,
+            cache_size=own.sizes.cache_size,
+            num_sinks=num_sinks,
+            aligner=getattr(own, "aligner", None),
+            warn=False,
+            **asked,
+        )
 
     def _sampling(self, asked: Chat | Completion) -> Sampling:
         most = asked.most_tokens or self.most_tokens
@@ -174,11 +205,12 @@ class Service:
         sampling: Sampling,
         num_choices: int,
         put: Put,
-        keep: tuple[Session, Sequence[Message]] | None = None,
+        keep: tuple[Session, Sequence[Message], str, str] | None = None,
     ) -> Answers:
         """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
 
-        `keep` is a session that is kept with its answer, as it was taken, and its new messages.
+        `keep` is a session that is kept with its answer, as it was taken, and what `Held` has of
+        the turn: its new messages, the digest and the key of its request.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):
@@ -191,13 +223,17 @@ class Service:
             held = Held(self.sessions, *keep, session, ids, self._writer, put) if keep else None
             if held:
                 answers.on_cancel = held.left
+            num_gone, method = self.prompts.num_gone(session), self._method_for(session.num_sinks)
+            answers.count(method, len(ids) - num_gone, num_gone)
             if anew is not None:
                 ids, num_cached = anew, 0
+                answers.num_reencoded += max(0, len(anew) - len(new))
             rows = [
                 Row(
                     sampling,
                     number * num_choices + draw,
                     ids,
+                    method.sizes,
                     self.tokenizer,
                     self.ends,
                     self.method.model.device,
@@ -207,8 +243,8 @@ class Service:
                 for draw in range(num_choices)
             ]
             turn = Turn(
-                self._method_for(session.num_sinks),
-                self.sessions.store.state(session) if num_cached else None,
+                method,
+                self.sessions.state(session) if num_cached else None,
                 ids[num_cached:],
                 rows,
                 ended=held.ended if held else lambda row, _: put(End.of(row)),
@@ -216,7 +252,6 @@ class Service:
                 keeps=held is not None,
             )
             answers.turns.append(turn)
-            answers.num_prompt += len(ids)
             answers.num_cached += num_cached
         self.engine.submit(answers.turns)
         return answers

@@ -18,7 +18,8 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.wire import Message
 from kvalign.foundation.errors import UserError
 
-NAMELESS = "~"  # begins the id of a session that no request named
+_UNNAMED = "~"  # begins the id of a session that no request named
+_MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Session:
     id: str  # as requests name it
     said: str = ""  # a digest of its messages, answers included
     asked: str = ""  # the same before the last answer
+    request: str = ""  # a digest of the messages alone that brought the last answer
+    key: str = ""  # the Idempotency-Key that came with them
     answer: str = ""  # the last one
     finish: str = ""  # why that ended
     system: str | None = None  # what its first message told the model
@@ -37,10 +40,16 @@ class Session:
     num_new: int = 0  # tokens of the last answer
     turns: tuple[int, ...] = ()  # where in `ids` each begins
     state: dict[str, Tensor] | None = None  # after `num_fed`; None: of nothing, or its file has it
+    checksum: str = ""  # of its file, if there is one
 
     @property
     def is_new(self) -> bool:
         return not len(self.ids)
+
+    @property
+    def is_named(self) -> bool:
+        """Return whether requests name it."""
+        return not self.id.startswith(_UNNAMED)
 
 
 class Store:
@@ -50,21 +59,29 @@ class Store:
         """Those that are there, the least recently used first."""
         return []
 
+    def check_new(self, name: str) -> None:
+        """Raise RequestError if something is kept under the name of a session that is not known."""
+
     def put(self, session: Session) -> Session:
-        """Keep it, whole or not at all; return what stays in memory of it."""
+        """Keep it, whole or not at all; return what stays in memory of it. RequestError if what was
+        kept of it is not what this server left.
+        """
         return session
 
     def state(self, session: Session) -> dict[str, Tensor]:
-        """The state of its method; nobody changes it."""
+        """The state of its method; nobody changes it. RequestError as of `put`."""
         assert session.state is not None
         return session.state
 
-    def drop(self, session: Session) -> None:
-        """Forget it."""
+    def drop(self, name: str) -> bool:
+        """Forget what is kept under a name; whether there was anything."""
+        return False
 
 
 def digest(before: str, messages: Sequence[Message]) -> list[str]:
-    """Of a conversation of which `before` is the digest, that after each of these messages."""
+    """Return digests of a conversation after each of these messages; `before` is the digest before
+    them.
+    """
     digests = []
     for message in messages:
         said = json.dumps([before, message.role, message.content])
@@ -74,19 +91,26 @@ def digest(before: str, messages: Sequence[Message]) -> list[str]:
 
 
 class Sessions:
-    """All sessions; each answers one turn at a time. Safe to use from several threads."""
+    """All sessions; each answers one turn at a time. Safe to use from several threads.
 
-    def __init__(self, store: Store, max_sessions: int):
-        self.store, self.max_sessions = store, max_sessions
+    Those that requests name are in `store`, `max_named` at most; those of requests that name none
+    in `unnamed`, `max_unnamed` at most: neither pushes the other out.
+    """
+
+    def __init__(self, store: Store, max_named: int, unnamed: Store, max_unnamed: int):
+        self.store, self._unnamed = store, unnamed
+        self.max_named, self.max_unnamed = max_named, max_unnamed
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._by_id: dict[str, Session] = {}  # the least recently used first
+        self._dropped: dict[str, None] = {}  # names, those that went first in front
         found = store.load()
-        if len(found) > max_sessions:
-            raise UserError(
-                f"--max-sessions must be at least {len(found)}, as many are kept already, got "
-                f"{max_sessions}"
-            )
+        for name, is_named in (("--max-sessions", True), ("--max-unnamed", False)):
+            num, most = sum(one.is_named is is_named for one in found), self._most(is_named)
+            if num > most:
+                raise UserError(
+                    f"{name} must be at least {num}, as many are kept already, got {most}"
+                )
         for session in found:
             self._add(session)
 
@@ -94,27 +118,42 @@ class Sessions:
         return len(self._by_id)
 
     def take(self, name: str | None, messages: Sequence[Message] = ()) -> Session:
-        """A session for one turn: that of a name, else the nameless one that has said the most of
+        """A session for one turn: that of a name, else the unnamed one that has said the most of
         the beginning of these messages; else a new one. `put` or `release` it.
+
+        Raises:
+            RequestError: it answers another turn; it had to go, and these messages do not tell it
+                anew; its file is there and is not what this server left.
         """
         said = digest("", messages)[-2::-1] if name is None else []
+        is_told_anew = any(message.role == "assistant" for message in messages)
         with self._lock:
-            idle = {x.said: x.id for x in self._idle() if x.id.startswith(NAMELESS)}
+            idle = {x.said: x.id for x in self._by_id.values() if self._is_idle(x, is_named=False)}
             found = (idle[one] for one in said if one in idle)
-            name = name or next(found, NAMELESS + secrets.token_hex(16))
-            if name in self._busy:
+            name = name or next(found, _UNNAMED + secrets.token_hex(16))
+            self._check_idle(name)
+            if name in self._dropped and not is_told_anew:
                 raise RequestError(
-                    f"session {name} is answering another turn: wait for it",
-                    409,
+                    f"session {name} is kept no longer, more than {self.max_named} were there: "
+                    f"send all its messages, or begin it anew after {_forget(name)}",
+                    410,
                     param="session",
-                    code="session_busy",
+                    code="session_dropped",
                 )
+            if name in self._by_id:
+                self._by_id[name] = self._by_id.pop(name)  # the most recently used
+            else:
+                self.store.check_new(name)
             self._busy.add(name)
             return self._by_id.get(name, Session(name))
 
+    def state(self, session: Session) -> dict[str, Tensor]:
+        """As of its `Store`."""
+        return self._store_of(session).state(session)
+
     def put(self, session: Session) -> None:
         """Keep a session after its turn, and drop the least recently used beyond the limit."""
-        kept = self.store.put(session)
+        kept = self._store_of(session).put(session)
         with self._lock:
             self._busy.discard(session.id)
             self._add(kept)
@@ -124,11 +163,62 @@ class Sessions:
         with self._lock:
             self._busy.discard(session.id)
 
+    def forget(self, name: str) -> None:
+        """Let the next turn of a session begin it, whatever is kept of it; RequestError if nothing
+        is, or it answers a turn.
+        """
+        with self._lock:
+            self._check_idle(name)
+            is_known = name in self._by_id or name in self._dropped
+            self._by_id.pop(name, None)
+            self._dropped.pop(name, None)
+            if not self.store.drop(name) and not is_known:
+                raise RequestError(
+                    f"there is no session {name!r:.80}", 404, code="session_not_found"
+                )
+
     def _add(self, session: Session) -> None:
         self._by_id.pop(session.id, None)
         self._by_id[session.id] = session
-        for old in self._idle()[: max(0, len(self._by_id) - self.max_sessions)]:
-            self.store.drop(self._by_id.pop(old.id))
+        self._dropped.pop(session.id, None)
+        same = [one for one in self._by_id.values() if one.is_named is session.is_named]
+        idle = [one for one in same if self._is_idle(one, session.is_named)]
+        for old in idle[: max(0, len(same) - self._most(session.is_named))]:
+            self._store_of(old).drop(self._by_id.pop(old.id).id)
+            if old.is_named:
+                self._dropped[old.id] = None
+        while len(self._dropped) > _MOST_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
 
-    def _idle(self) -> list[Session]:
-        return [one for one in self._by_id.values() if one.id not in self._busy]
+    def _check_idle(self, name: str) -> None:
+        if name in self._busy:
+            raise RequestError(
+                f"session {name} is answering another turn: wait for it",
+                409,
+                param="session",
+                code="session_busy",
+            )
+
+    def _is_idle(self, session: Session, is_named: bool) -> bool:
+        return session.is_named is is_named and session.id not in self._busy
+
+    def _store_of(self, session: Session) -> Store:
+        return self.store if session.is_named else self._unnamed
+
+    def _most(self, is_named: bool) -> int:
+        return self.max_named if is_named else self.max_unnamed
+
+
+def damaged(name: str) -> RequestError:
+    """Return the answer to a turn of a session whose file is not what this server left."""
+    return RequestError(
+        f"the file of session {name} is damaged, or another program changed it: {_forget(name)} "
+        "lets it begin anew",
+        500,
+        param="session",
+        code="session_damaged",
+    )
+
+
+def _forget(name: str) -> str:
+    return f"DELETE /v1/sessions/{name}"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import option
+
+
+def lets_others_in(host: str) -> bool:
+    """Return whether who listens there listens at more than this machine's own addresses."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +35,41 @@ class ServeSettings(TalkSettings):
     port: int = option(
         8000, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
     )
-    api_key: str | None = option(None, help="what a request must bring as its bearer token")
+    api_key: str | None = option(
+        None, help="bearer token that requests must have; required when --host lets others in"
+    )
+    without_key: bool = option(False, help="let others in without a key")
     allowed_hosts: tuple[str, ...] | None = option(
         None, help="names in a request's Host, beside localhost and addresses"
     )
-    evict: str = option(
-        "entries",
-        help="what goes when the cache is full; turns: before a turn that would not fit, whole "
-        "ones, the oldest first, and the rest is encoded anew",
-        choices=("entries", "turns"),
+    allowed_origins: tuple[str, ...] | None = option(
+        None,
+        help="origins of pages, beside this server's own, that may ask: chrome-extension://ID",
     )
     sessions: Path | None = option(
-        None, help="folder that keeps sessions over a restart; without, memory", writes="folder"
+        None,
+        help="folder that keeps sessions over a restart (default: in memory only)",
+        writes="folder",
     )
     max_sessions: int = option(
-        256, help="sessions that are kept; beyond, the least recently used go", at_least=1
+        256,
+        help="sessions that requests name and that are kept; beyond, the least recently used go",
+        at_least=1,
     )
-    max_streams: int = option(64, help="streams that are stepped at once", at_least=1)
-    max_queue: int = option(
-        256, help="requests that wait for a place; beyond, 429 is answered", at_least=0
+    max_unnamed: int = option(
+        64,
+        help="conversations of requests without a session that are kept in memory, to be found by "
+        "their beginning",
+        at_least=0,
     )
+    keep_unnamed: bool = option(False, help="keep those in --sessions, too")
+    max_streams: int = option(64, help="streams that run at once", at_least=1)
+    max_queue: int = option(256, help="requests that may wait; more are answered 429", at_least=0)
     max_new_tokens: int | None = option(
         None, help="tokens of an answer that a request may ask for (default: 2048)", at_least=1
     )
-    max_prompt_tokens: int = option(32768, help="tokens that one request may bring", at_least=1)
-    max_body_kb: int = option(1024, help="kilobytes of a request's body", at_least=1)
+    max_prompt_tokens: int = option(32768, help="tokens of one request at most", at_least=1)
+    max_body_kb: int = option(1024, help="kilobytes of a request's body at most", at_least=1)
     compile: bool = option(False, help="refused here: the rows of a server come and go")
     top_k: int | None = option(
         None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
@@ -62,7 +81,19 @@ class ServeSettings(TalkSettings):
         30.0, help="seconds that a client has to send a request, and to take a piece", above=0
     )
 
+    @property
+    def lets_others_in(self) -> bool:
+        return lets_others_in(self.host)
+
+    @property
+    def num_streams(self) -> int:
+        return self.max_streams
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.without_key and self.api_key is not None:
+            raise UserError("--without-key and a key contradict: leave one out")
+        if self.keep_unnamed and self.sessions is None:
+            raise UserError("--keep-unnamed needs a folder to keep them in: --sessions DIR")
         if self.compile:
             raise UserError("--compile is for one stream: the rows of a server come and go")

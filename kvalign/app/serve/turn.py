@@ -1,4 +1,4 @@
-"""What one request asks of the engine: its answers, and the states of rows that are kept."""
+"""One request to the engine: its answers, and the states of rows that are kept."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.cache.base import FixedSizeCache
+from kvalign.cache.sizes import CacheSizes
 from kvalign.methods.base import Method
 from kvalign.streaming.answer import Answer
+from kvalign.streaming.lookup import Lookup
 from kvalign.streaming.sampling import Sampling
 
 State = dict[str, Tensor]
@@ -19,11 +21,12 @@ State = dict[str, Tensor]
 
 class Row:
     """One answer of a turn: `index` is its number among those of a request, `ids` [T] int64 are all
-    that came before it, `ends` end it, and it draws with seed + `draw`.
+    that came before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
     Attributes:
         finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.
         since_s: when its last token came; at first, when it was asked for.
+        lookup: what guesses its tokens while no other row is stepped with it; None: nothing.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Row:
         sampling: Sampling,
         index: int,
         ids: Tensor,
+        sizes: CacheSizes,
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         device: torch.device,
@@ -40,18 +44,29 @@ class Row:
         self.index, self._show = index, show
         self.text, self.finish, self.since_s = "", "", time.perf_counter()
         self.chooser = sampling.chooser(ids[None].to(device), draw)
-        self._answer = Answer(tokenizer, ids.tolist(), sampling, ends)
+        before, self._sizes = ids.tolist(), sizes
+        self._num_before = len(before)
+        self.lookup = Lookup(sampling.lookup, before) if sampling.lookup else None
+        self._answer = Answer(tokenizer, before, sampling, ends)
         self.token_ids = self._answer.token_ids
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has ended as it should."""
+        """Return whether it has ended as it should."""
         return self.finish in ("stop", "length")
+
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that have left the cache since the answer began."""
+        num_fed = self._num_before + len(self.token_ids) - 1
+        return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
     def take(self, token: int) -> None:
         """Go on with a token that was chosen."""
         if not self.chooser.is_bare:  # which looks at nothing that came before
             self.chooser.append(token)
+        if self.lookup is not None:
+            self.lookup.append(token)
         _, shown = self._answer.take(token)
         self.finish = self._answer.finish
         if shown:
@@ -61,7 +76,7 @@ class Row:
 
 @dataclass(eq=False)
 class Turn:
-    """What one request asks of the engine: to take in tokens and to answer, once or several times.
+    """One request to the engine: to take in tokens and to answer, once or several times.
 
     `ended` is told of an answer that is whole, and of the state of a method that has been fed all
     but its last token (None where `keeps` is False); `failed`, why the answers of this turn end.
@@ -78,7 +93,7 @@ class Turn:
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:
-    """What some rows of a batch are, each alone; the batch stays as it is."""
+    """Return the states of some rows of a batch, each alone; the batch stays as it is."""
     if not rows:
         return []
     several, states = batch.new(), []

@@ -1,10 +1,20 @@
 """Requests of OpenAI's API, checked field by field."""
 
-import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from kvalign.app.serve.bodies import values_of
 from kvalign.app.serve.errors import RequestError
 
 Token = Annotated[int, Field(ge=0)]
@@ -36,9 +46,13 @@ _IGNORED = (
     *("prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity"),
 )
 
+_LONGEST_KEY = 255
+
 M = TypeVar("M", bound="Asked")
 T = TypeVar("T")
-Several = Annotated[list[T], Field(min_length=1)]
+Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
+MOST_MESSAGES = 4096
+_MOST_PARTS = 256  # of a message
 
 
 class StreamOptions(BaseModel, extra="ignore", strict=True):
@@ -46,7 +60,7 @@ class StreamOptions(BaseModel, extra="ignore", strict=True):
 
 
 class Asked(BaseModel, extra="forbid", strict=True):
-    """What both kinds of requests may say."""
+    """Fields that both kinds of requests have."""
 
     model: str
     stream: bool | None = None
@@ -56,7 +70,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Choices | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     session: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")] | None = None
 
     @model_validator(mode="before")
@@ -70,6 +84,9 @@ class Asked(BaseModel, extra="forbid", strict=True):
                     f"{name} is not served here: leave it out", param=name, code="unsupported"
                 )
         without = {*_NEUTRAL, *_IGNORED}
+        for name in values:
+            if name not in without and name not in cls.model_fields:
+                raise RequestError(f"{name:.80}: no such parameter", param=name)
         return {name: value for name, value in values.items() if name not in without}
 
     @property
@@ -102,6 +119,11 @@ class Message(BaseModel, extra="ignore", strict=True):
         role = "system" if values.get("role") == "developer" else values.get("role")
         content = values.get("content")
         if isinstance(content, list):
+            if len(content) > _MOST_PARTS:
+                raise RequestError(
+                    f"a message has at most {_MOST_PARTS} parts, got {len(content)}",
+                    param="messages",
+                )
             content = "".join(TextPart.model_validate(part).text for part in content)
         return {"role": role, "content": content}
 
@@ -109,7 +131,9 @@ class Message(BaseModel, extra="ignore", strict=True):
 class Chat(Asked):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @field_validator("messages")
@@ -126,10 +150,24 @@ class Chat(Asked):
         return self.max_completion_tokens or self.max_tokens
 
 
+def _kind_of_prompt(prompt: Any) -> str:
+    """Return the kind of a prompt by its first value, so that only one kind is looked for in it."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
+
+
 class Completion(Asked):
     """A request to /v1/completions."""
 
-    prompt: str | Several[str] | Several[Token] | Several[Several[Token]]
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Several[str], Tag("texts")]
+        | Annotated[Several[Token], Tag("ids")]
+        | Annotated[Several[Several[Token]], Tag("rows")],
+        Discriminator(_kind_of_prompt),
+    ]
 
     @property
     def prompts(self) -> list[Any]:
@@ -143,14 +181,29 @@ class Completion(Asked):
         return self.max_tokens or 16  # as OpenAI's API has it
 
 
-def parsed(model: type[M], body: bytes, session: str | None) -> M:
+@dataclass(frozen=True)
+class Sent:
+    """Information in the headers of a request on how it was sent."""
+
+    session: str | None = None
+    key: str = ""  # the same if it is sent again
+    is_retry: bool = False  # OpenAI's client says so
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> "Sent":
+        """From headers by their names in small letters; RequestError for a key that is too long."""
+        key = headers.get("idempotency-key", "")
+        if len(key) > _LONGEST_KEY or not key.isprintable():
+            raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")
+        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+        return cls(headers.get("x-session-id"), key, is_retry)
+
+
+def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -> M:
     """A request from its body, and the session that a header names; RequestError, in one line, if
     it is none.
     """
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+    values = values_of(body, most_values)
     if isinstance(values, dict) and values.get("session") is None and session is not None:
         values["session"] = session
     try:
@@ -161,6 +214,4 @@ def parsed(model: type[M], body: bytes, session: str | None) -> M:
         fault = error.errors(include_url=False, include_context=False)[0]
         param = str(fault["loc"][0]) if fault["loc"] else None
         what = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            what = "no such parameter"
         raise RequestError(f"{param or 'the body'}: {what}", param=param) from None

@@ -1,4 +1,4 @@
-"""What can be typed in a conversation that is no turn: `/help`, `/save talk.safetensors`."""
+"""Commands within a conversation: `/help`, `/save talk.safetensors`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalign.app.sessions.conversation import SYSTEM
+from kvalign.app.sessions.turns_held import all_in_words
 from kvalign.foundation.errors import ExistsError, UserError
 from kvalign.foundation.registry import unknown
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/help": "this list",
     "/tokens": "how long the conversation is, and what of it is in the cache",
+    "/memory": "which turns are out of the cache, and what keeps more",
     "/system": "what --system said: it begins the conversation, and stays",
     "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
     "/reset": "begin anew, with the same --system",
@@ -24,7 +26,7 @@ COMMANDS = {
 
 
 def is_command(line: str) -> bool:
-    """Whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
+    """Return whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
     return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
 
 
@@ -42,11 +44,13 @@ def obey(line: str, conversation: Conversation) -> str:
         raise UserError(f"{name} takes nothing, got {rest.strip()!r}")
     if name == "/tokens":
         return _tokens(conversation)
+    if name == "/memory":
+        return all_in_words(conversation.stream)
     if name == "/system":
         none = "none: kvalign chat --system TEXT begins with one"
         return conversation.stream.notes.get(SYSTEM, none)
     if name == "/reset":
-        conversation.stream.reset()
+        conversation.reset()
         until = (
             f"; {conversation.path} is written after the next answer" if conversation.path else ""
         )
@@ -60,8 +64,7 @@ def _save(conversation: Conversation, name: str) -> str:
         raise UserError("/save needs a file: /save talk.safetensors")
     if path != conversation.path and path.exists():
         raise ExistsError(f"{path} exists: name another file")
-    conversation.stream.save(path)
-    conversation.path = path
+    conversation.save(path)
     return f"saved: {path}; it goes on with {conversation.to_go_on()}"
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvalign.app.sessions.stream_settings import StreamSettings, pieces_of
-from kvalign.foundation.errors import Interrupted, RunError, UserError
+from kvalign.app.sessions.stream_settings import StreamSettings, kept_of, pieces_of
+from kvalign.app.sessions.turns_held import EVICT, NUM_GONE, TURNS, evict_turns, note_turn
+from kvalign.foundation.errors import Interrupted, Killed, RunError, UserError
+from kvalign.foundation.files import check_not_locked
 from kvalign.foundation.runs import held_back
-from kvalign.foundation.settings import flag, option
-from kvalign.streaming.sampling import Sampling
+from kvalign.foundation.settings import DEFAULT_MODEL, flag, option
+from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
 SYSTEM = "system"  # the note of a stream that holds --system
+# How a turn is answered where neither a flag nor the model says.
+CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,17 @@ class TalkSettings(StreamSettings):
         "auto",
         help="first entries that stay; auto: what comes before the user's first word where a "
         "system prompt does, else the method's default",
+    )
+    evict: str = option(
+        "entries",
+        help="what goes when the cache is full; turns: before a turn that would not fit, whole "
+        "ones, the oldest first, and the rest is encoded anew",
+        choices=("entries", "turns"),
+    )
+    special_tokens: bool = option(
+        False,
+        help="special tokens in what is said, as <|im_end|>, steer the model; without, they are "
+        "text",
     )
     stop_at_end: bool | None = option(
         None, help="an answer ends at the model's end-of-text token (the default)"
@@ -47,14 +62,41 @@ class ConversationSettings(TalkSettings):
 
     Ctrl-C stops an answer, Ctrl-D ends, /help lists what else can be typed. Without a terminal,
     each line of stdin is a turn. Where no flag says how to sample, the model's generation_config
-    does; in a conversation that goes on, what is saved with it.
+    does, else --temperature 0.3 --top-p 0.9; in a conversation that goes on, what is saved with it.
+
+    What is out of the cache is forgotten, which is said; --memory 100000 keeps it, and takes back
+    what is asked for, which is slower.
 
     Example:
         kvalign chat --say "Who lived on the island?" --max-new-tokens 30 --state talk.safetensors
     """
 
-    system: str | None = option(None, help="what the model is told first; it is never evicted")
-    say: str | None = option(None, help="one turn to say, instead of reading turns")
+    model: str = option(
+        "",
+        help="shipped name, hub id or folder of a causal LM (default: that of --state, else "
+        f"{DEFAULT_MODEL})",
+    )
+    system: str | None = option(None, help="first message to the model, which is never evicted")
+    temperature: float | None = option(
+        None,
+        help="divides the logits before drawing; 0 takes the most likely token (default: the "
+        f"model's, else {CALM['temperature']:g})",
+    )
+    top_p: float | None = option(
+        None,
+        help="draw from the fewest tokens whose probabilities add up to this (default: the "
+        f"model's, else {CALM['top_p']:g})",
+    )
+    keep: str | None = option(
+        None,
+        help="what is never evicted: system, all before the user's first word (the default with "
+        "--system), or so many of the first tokens",
+    )
+    say: tuple[str, ...] | None = option(
+        None,
+        help="a turn to say, instead of reading turns; repeat it for more turns",
+        repeats=True,
+    )
     state: Path | None = option(
         None,
         help="file of the conversation: resumed if it exists, written after each answer",
@@ -63,8 +105,24 @@ class ConversationSettings(TalkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.say is not None and not self.say.strip():
+        if self.keep is not None and self.num_sinks != "auto":
+            raise UserError("--keep and --num-sinks say the same: give one of them")
+        if self.keep is not None:
+            kept_of(self.keep, "system")
+        if not all(turn.strip() for turn in self.say or ()):
             raise UserError("--say is empty: give at least one word")
+
+    def resolved(self) -> ConversationSettings:
+        """These settings with a model: the one that is named, that of the file, or the default."""
+        from kvalign.streaming import stream_file
+
+        if self.model:
+            return self
+        if self.state is None or not self.state.exists():
+            return replace(self, model=DEFAULT_MODEL)
+        saved = stream_file.about(self.state)
+        weights = (saved.weights or "auto") if self.weights == "auto" else self.weights
+        return replace(self, model=saved.base_model or DEFAULT_MODEL, weights=weights)
 
 
 class Conversation:
@@ -73,15 +131,23 @@ class Conversation:
     """
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
+        from kvalign.streaming.stream_file import checksum_of
         from kvalign.streaming.turns import turn_ids
 
         self.settings, self.tokenizer, self.path = settings, loaded.tokenizer, settings.state
+        self._checksum, self._how = "", {"special_tokens": settings.special_tokens}
         is_resumed = settings.state is not None and settings.state.exists()
+        if settings.state is not None:
+            check_not_locked(settings.state.parent)
+            self._checksum = checksum_of(settings.state)
         # A chat template that fails is known before anything is said.
         if not is_resumed:
-            turn_ids(loaded.tokenizer, "?", True, settings.system)
+            turn_ids(loaded.tokenizer, "?", True, settings.system, **self._how)
         self.stream = (_resume if is_resumed else _begin)(settings, loaded)
-        turn_ids(loaded.tokenizer, "?", not self.stream.ids, self.stream.notes.get(SYSTEM))
+        if settings.evict == "turns":
+            self.stream.notes[EVICT] = settings.evict
+        system = self.stream.notes.get(SYSTEM)
+        turn_ids(loaded.tokenizer, "?", not self.stream.ids, system, **self._how)
 
     def answer(self, turn: str) -> Iterator[str]:
         """The pieces of the answer to a turn, with a bar over a long one; Ctrl-C ends the answer.
@@ -92,16 +158,41 @@ class Conversation:
         stream = self.stream
         with held_back(signal.SIGINT) as interrupted:  # in a step, it would break the cache
             system = stream.notes.get(SYSTEM)
-            stream.feed(turn_ids(self.tokenizer, turn, not stream.ids, system))
+            new = turn_ids(self.tokenizer, turn, not stream.ids, system, **self._how)
+            stream.feed(new)
+            note_turn(stream, len(stream.ids) - len(new))
+            if EVICT in stream.notes:
+                evict_turns(stream, system, **self._how)
             for piece in pieces_of(stream, "turn"):
                 yield piece
                 if interrupted.is_set():
                     break
         if self.path:
             try:
-                stream.save(self.path)
-            except OSError as error:
+                self.save(self.path)
+            except (OSError, UserError) as error:
                 raise RunError(f"this answer is not kept: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write the conversation to a file, from now on after each answer.
+
+        Raises:
+            UserError: a server writes to its folder, or another program to the file since this
+                conversation did.
+        """
+        from kvalign.streaming.stream_file import checksum_of
+
+        check_not_locked(path.parent)
+        if path == self.path and checksum_of(path) != self._checksum:
+            raise UserError(f"{path} was changed by another program since")
+        self.stream.save(path)
+        self.path, self._checksum = path, checksum_of(path)
+
+    def reset(self) -> None:
+        """Begin anew, with the same --system."""
+        self.stream.reset()
+        for note in (TURNS, NUM_GONE):
+            self.stream.notes.pop(note, None)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -116,12 +207,18 @@ class Conversation:
 
     def to_go_on(self) -> str:
         """The command that takes it up from its file."""
-        same = ("model", "dtype", "device", "aligner", "compile")
+        same = (
+            "dtype",
+            "device",
+            "aligner",
+            "compile",
+            "special_tokens",
+        )  # the file names the rest
         given = {name: getattr(self.settings, name) for name in same}
         return ConversationSettings(**given, state=self.path).command_line("chat")
 
     def about(self) -> str:
-        """What it is, in a line: model, method, sizes, sampling, file."""
+        """The conversation in one line: model, method, sizes, sampling, file."""
         stream = self.stream
         sampling, says = stream.sampling, Sampling.of_model(stream.method.model.generation_config)
         flags = sampling.in_flags()
@@ -139,22 +236,32 @@ class Conversation:
         )
 
 
-def turns(say: str | None = None) -> Iterator[str]:
-    """What the user says, without empty turns: `say` alone, or else what stdin has."""
+def turns(say: Sequence[str] | None = None) -> Iterator[str]:
+    """Yield what the user says, without empty turns: `say` alone, or else what stdin has. In a
+    terminal a first Ctrl-C in place of a turn is asked about.
+    """
     if say is not None:
-        yield say
+        yield from say
         return
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
     import readline  # noqa: F401  line editing in input()
 
+    is_warned = False
     while True:
         try:
             turn = input("\n> ").strip()
         except EOFError:
             print()
             return
+        except KeyboardInterrupt as stop:
+            if is_warned or isinstance(stop, Killed):
+                raise
+            is_warned = True
+            print("\nCtrl-C once more leaves, as Ctrl-D does", file=sys.stderr)
+            continue
+        is_warned = False
         if turn:
             yield turn
 
@@ -172,14 +279,16 @@ def _begin(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.turns import opening_len
 
     num_sinks = sinks_of(settings.num_sinks)
-    if num_sinks is None and settings.system is not None:
-        num_sinks = opening_len(loaded.tokenizer, settings.system)
-        if num_sinks >= settings.cache_size:
-            raise UserError(
-                f"--system takes {num_sinks} entries, so --cache-size must be above that, got "
-                f"{settings.cache_size}"
-            )
-    defaults = {"stop_at_end": True, **Sampling.of_model(loaded.model.generation_config)}
+    keep = settings.keep or ("system" if settings.system is not None else None)
+    if num_sinks is None and keep is not None:
+        num_sinks = kept_of(keep, "system")
+        if num_sinks is None:
+            how = {"special_tokens": settings.special_tokens}
+            num_sinks = opening_len(loaded.tokenizer, settings.system, **how)
+        settings.check_kept("--system" if settings.keep is None else "--keep", num_sinks)
+    says = Sampling.of_model(loaded.model.generation_config)
+    calm = {} if says.keys() & set(DRAWS) else CALM
+    defaults = {"stop_at_end": True, **calm, **says}
     stream = settings.stream(loaded, num_sinks=num_sinks, defaults=defaults)
     if settings.system is not None:
         stream.notes[SYSTEM] = settings.system
@@ -191,7 +300,7 @@ def _resume(settings: ConversationSettings, loaded: LoadedModel) -> TextStream:
     from kvalign.streaming.text_stream import load_stream
 
     assert settings.state is not None
-    has_aligner = stream_file.read(settings.state)[0].aligner is not None
+    has_aligner = stream_file.about(settings.state).aligner is not None
     stream = load_stream(
         settings.state,
         loaded.model,

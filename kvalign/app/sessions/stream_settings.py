@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
+from kvalign.cache.default_size import MOST, OF_A_MINI
 from kvalign.cache.sizes import OF_POLICY, Positions, RecallBy, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -17,10 +18,12 @@ from kvalign.foundation.settings import (
     NUM_EVICTED,
     NUM_RECALLED,
     NUM_RECENT,
+    OF_WEIGHTS,
     POLICY,
     POSITIONS,
-    RECALL_BLOCK,
+    RECALL_LAYERS,
     RECALL_PLACES,
+    WEIGHTS,
     ModelSettings,
     Settings,
     flag,
@@ -31,6 +34,7 @@ from kvalign.policies import OLDEST, POLICIES
 from kvalign.streaming.sampling import DRAWS, Sampling
 
 if TYPE_CHECKING:
+    from kvalign.methods.choice import Merit
     from kvalign.models.loading import LoadedModel
     from kvalign.streaming.text_stream import TextStream
 
@@ -43,11 +47,16 @@ class MethodSettings(Settings):
     """Base of the settings of commands that stream with a method."""
 
     method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
-    cache_size: int = option(128, help="entries the cache keeps, sinks included", at_least=1)
+    cache_size: int | None = option(
+        None,
+        help="entries the cache keeps, sinks included (default: what the context length and a "
+        f"quarter of the free memory allow, at most {MOST}; of a mini model {OF_A_MINI})",
+        at_least=1,
+    )
     num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
         None,
-        help="evicted entries after which kvalign moves those that stay (default: 1)",
+        help="kvalign realigns once in so many evictions (default: 1)",
         at_least=1,
     )
     policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
@@ -57,8 +66,8 @@ class MethodSettings(Settings):
     )
     memory: int | None = option(None, help=f"{MEMORY} (default: 0, none)", at_least=0)
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
-    recall_block: int | None = option(None, help=f"{RECALL_BLOCK} (default: 1)", at_least=1)
     recall_places: str | None = option(None, help=RECALL_PLACES, choices=get_args(RecallBy))
+    recall_layers: str | None = option(None, help=RECALL_LAYERS)
     aligner: str | None = option(
         None, help="aligner of kvalign: folder, hub id or shipped name (default: shipped)"
     )
@@ -68,7 +77,7 @@ class MethodSettings(Settings):
         num_evicted_of(self.num_evicted or 1, 2)
 
     def sizes(self) -> dict[str, Any]:
-        """What the flags say of what is evicted and moved, as `make_method` takes it."""
+        """Return what the flags say of eviction and moves, as `make_method` takes it."""
         return {name: getattr(self, name) for name in SIZES}
 
 
@@ -76,16 +85,20 @@ class MethodSettings(Settings):
 class StreamSettings(MethodSettings, ModelSettings):
     """Base of the settings of commands that stream text: method, sizes and sampling."""
 
+    weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
     aligner: str | None = option(
         None,
-        help="aligner of kvalign: folder, hub id or shipped name (default: shipped; where none is, "
-        "the newest in kvalign-data/MODEL)",
+        help="aligner of kvalign: folder, hub id or shipped name (default: of --method kvalign the "
+        "newest in kvalign-data/MODEL, else the shipped one)",
     )
     compile: bool = option(
-        False, help="compile the step with torch.compile: slow to begin, faster from then on"
+        False,
+        help="compile the step: a slow start, then faster; kept for later starts where "
+        "it can be (kvalign compile)",
     )
+    # Their ranges are those of `Sampling`.
     max_new_tokens: int | None = option(
-        None, help=f"tokens to generate at most (default: {MAX_NEW_TOKENS})", at_least=1
+        None, help=f"tokens to generate at most (default: {MAX_NEW_TOKENS})"
     )
     do_sample: bool | None = option(
         None, help="draw each token (the default); --no-do-sample takes the most likely one"
@@ -94,51 +107,44 @@ class StreamSettings(MethodSettings, ModelSettings):
         None,
         help="divides the logits before drawing; 0 takes the most likely token "
         f"(default: {Sampling.temperature:g})",
-        at_least=0,
     )
     top_k: int | None = option(
         None,
         help="draw from the k most likely tokens; 1 takes the most likely, 0 draws from all "
         f"(default: {Sampling.top_k})",
-        at_least=0,
     )
     top_p: float | None = option(
         None,
         help="draw from the fewest tokens whose probabilities add up to this "
         f"(default: {Sampling.top_p:g}, off)",
-        above=0,
-        at_most=1,
     )
     min_p: float | None = option(
         None,
-        help="draw from tokens of at least this times the most likely one's probability "
+        help="draw from tokens with at least this share of the highest probability "
         f"(default: {Sampling.min_p:g}, off)",
-        at_least=0,
-        at_most=1,
     )
     repetition_penalty: float | None = option(
         None,
         help="above 1, tokens that were there before, evicted ones too, are less likely "
         f"(default: {Sampling.repetition_penalty:g}, off)",
-        above=0,
     )
     no_repeat_ngram_size: int | None = option(
         None,
         help=f"never repeat an n-gram of this size (default: {Sampling.no_repeat_ngram_size}, off)",
-        at_least=0,
     )
     stop_at_end: bool | None = option(None, help="stop at the model's end-of-text token")
-    stop_strings: str | None = option(None, help="stop where this text has been generated")
+    stop_strings: str | None = option(None, help="stop when this text has been generated")
     seed: int | None = option(
+        None, help="seed of the draws (default: a random one, which is printed)", at_most=MOST_SEED
+    )
+
+    lookup: int | None = option(
         None,
-        help="seed of the draws (default: a random one, which is printed)",
-        at_least=0,
-        at_most=MOST_SEED,
+        help="tokens that are guessed at most at a time, from what followed the same words before: "
+        f"the same text, sooner where it repeats itself (default: {Sampling.lookup}, off)",
     )
 
     def __post_init__(self) -> None:
-        if self.top_k == -1:  # all, to other programs
-            raise UserError("--top-k must be at least 0, got -1: 0 draws from all")
         super().__post_init__()
         try:
             Sampling(**self.sampling())
@@ -146,12 +152,21 @@ class StreamSettings(MethodSettings, ModelSettings):
             name, _, rest = str(error).partition(" ")
             raise UserError(f"{flag(name)} {rest}") from None
 
+    @property
+    def num_streams(self) -> int:
+        """Streams at once, which a default --cache-size leaves memory for."""
+        return 1
+
     def load(self) -> LoadedModel:
         """The model and its tokenizer; an unknown method is refused before anything is loaded."""
         from kvalign.models.loading import load_model
+        from kvalign.models.packed import PACKED, weights_of
 
         check_name(self.method)
-        return load_model(self.model, self.device, self.dtype)
+        loaded = load_model(self.model, self.device, self.dtype, self.weights)
+        if self.weights == "auto" and (weights := weights_of(loaded.model)) in PACKED:
+            print(f"weights {weights}: as they were stored (--weights float32)", file=sys.stderr)
+        return loaded
 
     def stream(
         self,
@@ -163,64 +178,90 @@ class StreamSettings(MethodSettings, ModelSettings):
         """A new stream, as `kvalign.stream` makes it; what `auto` takes is said on stderr, and
         `defaults` of sampling are for what no flag says.
         """
+        from kvalign.methods import make_method
         from kvalign.methods.choice import choose
-        from kvalign.streaming.text_stream import stream
+        from kvalign.streaming.text_stream import TextStream
 
         aligner = self.aligner_for(loaded)
         method, why = self.method, ""
         if method == AUTO:
             choice = choose(loaded.model, cache_size=self.cache_size, aligner=aligner)
             method, why = choice.method, choice.why
-        text_stream = stream(
+        how = {"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()}
+        streaming = make_method(
+            method,
             loaded.model,
-            loaded.tokenizer,
-            prompt,
-            method=method,
             cache_size=self.cache_size,
             num_sinks=num_sinks,
             aligner=aligner,
             compile=self.compile,
+            num_streams=self.num_streams,
             **self.sizes(),
-            **{"max_new_tokens": MAX_NEW_TOKENS, **(defaults or {}), **self.sampling()},
         )
+        text_stream = TextStream(loaded.tokenizer, streaming, Sampling(**how))
+        if prompt:
+            text_stream.feed(prompt)
         if why and aligner is None:  # one that is named or was trained here needs no more words
             print(f"method {method}: {why} (--method names another)", file=sys.stderr)
+        if streaming.why_size and loaded.spec.name not in checkpoints.MODELS:
+            size = streaming.sizes.cache_size
+            said = f"cache of {size} entries: {streaming.why_size} (--cache-size names another)"
+            print(said, file=sys.stderr)
         return text_stream
 
+    def check_kept(self, what: str, num_sinks: int) -> None:
+        """Raise UserError if what never goes leaves no room in the cache that is asked for."""
+        if self.cache_size is not None and num_sinks >= self.cache_size:
+            raise UserError(
+                f"{what} takes {num_sinks} entries, so --cache-size must be above that, got "
+                f"{self.cache_size}"
+            )
+
     def used(self, stream: TextStream) -> dict[str, Any]:
-        """What holds for a stream, as JSON can hold it: the settings, and what the stream takes
-        where they leave it open or where it goes on from a file.
+        """Return the settings that hold for a stream, as JSON can hold them: the flags, and what
+        the stream takes where they leave it open or where it goes on from a file.
         """
+        from kvalign.models.packed import weights_of
+
         taken = {**asdict(stream.method.sizes), **asdict(stream.sampling)}
-        return {**self.as_dict(), "method": stream.method.name, **taken}
+        weights = weights_of(stream.method.model)
+        return {**self.as_dict(), "method": stream.method.name, "weights": weights, **taken}
 
     def sampling(self) -> dict[str, Any]:
-        """What the flags say of sampling; one that says how to draw says that tokens are drawn."""
+        """Return what the flags say of sampling; one that says how to draw says that tokens are
+        drawn.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         given = {name: value for name, value in values.items() if value is not None}
         return {"do_sample": True, **given} if given.keys() & set(DRAWS) else given
 
     def aligner_for(self, loaded: LoadedModel) -> str | None:
-        """The aligner to take: what is named, else None for what ships, else what was trained here;
-        what was is said on stderr.
+        """The aligner to take: what is named, else, where the method is, what was trained here and
+        changes something, else None for what ships, else what was trained here; what was is said on
+        stderr, with how it compares.
         """
-        from kvalign.methods.choice import trained_here
+        from kvalign.methods.choice import in_figures, trained_here
 
         if self.aligner is not None:
             return self.aligner
         is_auto = self.method == AUTO
         if not is_auto and not METHODS.find(self.method).takes_aligner:
             return None
-        trained = trained_here(loaded.model, self.model, at_least="judged" if is_auto else "any")
         shipped, taken = checkpoints.default_aligner(self.model), None
+        merit: Merit = "judged" if is_auto else "used" if shipped else "any"
+        trained = trained_here(loaded.model, self.model, at_least=merit)
         if trained is not None and shipped is None:
             taken = str(trained)
             said = f"{trained}, trained here, is taken: none ships for {self.model}"
-        elif trained is not None:
+        elif trained is not None and is_auto:
             said = (
                 f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
                 f"{shipped}"
             )
+        elif trained is not None:
+            taken = str(trained)
+            figures = in_figures(trained) or f"not compared with the shipped {shipped}"
+            said = f"{trained}, trained here, is taken: {figures}; --aligner {shipped} takes that"
         elif is_auto and (other := trained_here(loaded.model, self.model)):
             said = (
                 f"{other}, trained here, was not judged by streams and is not taken: --method "
@@ -230,6 +271,15 @@ class StreamSettings(MethodSettings, ModelSettings):
             return None
         print(said, file=sys.stderr)
         return taken
+
+
+def kept_of(keep: str, all_of: str) -> int | None:
+    """The number that `--keep` says, None for the word that it may say; UserError if neither."""
+    if keep == all_of:
+        return None
+    if not (keep.isascii() and keep.isdigit()):
+        raise UserError(f"--keep must be {all_of} or a number of tokens, got {keep!r}")
+    return int(keep)
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:

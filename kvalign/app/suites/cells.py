@@ -7,7 +7,7 @@ from pathlib import Path
 from kvalign.app.cli import catalogue
 from kvalign.app.cli.arguments import parse
 from kvalign.app.inventory.listing import suites
-from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.evaluations import EVALUATIONS, READERS
 from kvalign.eval.report.suite_file import Suite, parse_suite_text
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text
@@ -77,7 +77,7 @@ def _check_kind(words: list[str], is_preparation: bool) -> None:
     command = catalogue.find(words)[0]
     if is_preparation and not command.has_json:
         raise UserError(f"{command.name} prints no document, so it prepares nothing")
-    evaluations = {f"{catalogue.FAMILY} {name}" for name in EVALUATIONS}
+    evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
         raise UserError(f"{command.name} is no evaluation: put what others need under prepare")
     if own := {"-h", "--help", "--json", "--debug"} & set(words):

@@ -91,7 +91,7 @@ def _run_on_ray(cells: list[Cell], settings: RunSettings) -> Iterator[tuple[Cell
 
 
 def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[str, str]:
-    """What a cell prints, and its error; its relative paths start at `folder`."""
+    """Return what a cell prints, and its error; its relative paths start at `folder`."""
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
@@ -101,7 +101,9 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
-    """Whether the cell's document exists; UserError if it is damaged, or another command's."""
+    """Return whether the cell's document exists; UserError if it is damaged, or another
+    command's.
+    """
     path = _path(cell, out)
     if not path.exists():
         return False

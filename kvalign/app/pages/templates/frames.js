@@ -8,26 +8,41 @@ const FIXED = {
   "discard-half": { num_evicted: (cacheSize, numSinks) => Math.max(1, Math.floor((cacheSize - numSinks) / 2)) },
 };
 
-// The settings with sizes that fit together, as CacheSizes of kvalign/sizes.py asks for, which has `num_kept` for a cache size: entries
-// that a token finds. A cache that evicts `after` a step keeps all of its own and sees one more; `before` a step it makes room first.
-function fitted({ method, family, evicts = "after", cache_size, num_sinks, num_evicted }) {
+// What is evicted can be placed again where a memory can give it back: kvalign/cache/memory_cache.py.
+const canRecall = (method, family) => (family === "rotary" && ["window", "streaming-llm"].includes(method)) ||
+  (family !== "alibi" && method === "kvalign");
+
+// The settings with sizes that fit together, as CacheSizes of kvalign/cache/sizes.py asks for, which has `num_kept` for a cache size:
+// entries that a token finds. A cache that evicts `after` a step keeps all of its own and sees one more; `before` a step it makes room first.
+// `memory` is 0 where there is none, and evicts one entry at a time; `num_recalled` null is a quarter of the cache.
+function fitted({ method, family, evicts = "after", cache_size, num_sinks, num_evicted, memory = 0, num_recalled = null }) {
   const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
   const fixed = FIXED[method] || {};
   const size = evicts === "before" ? Math.max(cache_size, 2) : cache_size;
   const kept = evicts === "before" ? size - 1 : size;
   const sinks = fixed.num_sinks ? fixed.num_sinks() : clamp(num_sinks, 0, kept - 1);
-  const evicted = fixed.num_evicted ? fixed.num_evicted(kept, sinks) : clamp(num_evicted, 1, kept - sinks);
-  return { method, family, evicts, cache_size: size, num_kept: kept, num_sinks: sinks, num_evicted: evicted };
+  const most = Math.min(kept - sinks - 1, memory); // of the window one entry stays in sight at least
+  const recalled = canRecall(method, family) && most > 0 ? clamp(num_recalled ?? Math.floor(kept / 4), 1, most) : 0;
+  const evicted = fixed.num_evicted ? fixed.num_evicted(kept, sinks) : clamp(num_evicted, 1, recalled ? 1 : kept - sinks);
+  return {
+    method, family, evicts, cache_size: size, num_kept: kept, num_sinks: sinks, num_evicted: evicted,
+    memory: recalled ? memory : 0, num_recalled: recalled,
+  };
 }
 
+const stateOfMoved = (method, family) =>
+  method === "kvalign" ? "realigned" : { learned: "stale", rotary: "rotated", alibi: "by-slot" }[family];
+
 /* One frame a token: `seen`, the entries it attends to, itself the last of them; `going`, those that are dropped before the
-   next token; `stored`, those that stay, at their new positions; `encoded`, tokens that the model ran on. An entry has the
-   place of its token in the stream (`index`), the positions it was `born` at and has `now`, and a `state`.
-   A pure function: kvalign/sizes.py and kvalign/methods/base.py (Reencoding.keep) in a few lines. */
+   next token; `stored`, those that stay, at their new positions; `encoded`, tokens that the model ran on; `lost`, the tokens that
+   a memory holds. An entry has the place of its token in the stream (`index`), the positions it was `born` at and has `now`, and a `state`.
+   A pure function: kvalign/cache/sizes.py and kvalign/methods/reencoding.py (Reencoding.keep) in a few lines. */
 function laneFrames(settings, numTokens) {
-  const { method, family, num_kept, num_sinks, num_evicted } = fitted(settings);
+  const fit = fitted(settings);
+  if (fit.memory) return Array.from({ length: numTokens }, (_, token) => memoryFrame(fit, token));
+  const { method, family, num_kept, num_sinks, num_evicted } = fit;
   const reencodes = method === "recompute" || method === "discard-half";
-  const moved = method === "kvalign" ? "realigned" : { learned: "stale", rotary: "rotated", alibi: "by-slot" }[family];
+  const moved = stateOfMoved(method, family);
   const frames = [];
   let stored = [];
   let refill = false;
@@ -49,6 +64,7 @@ function laneFrames(settings, numTokens) {
       going: seen.slice(num_sinks, num_sinks + numGoing).map((entry) => entry.index),
       stored,
       encoded: method === "recompute" || (reencodes && refill) ? seen.length : 1,
+      lost: [],
     });
     refill = numGoing > 0;
   }
@@ -56,7 +72,45 @@ function laneFrames(settings, numTokens) {
 }
 window.laneFrames = laneFrames;
 
-/* Where entries lie: kvalign/buffer.py, and how kvalign/cache.py writes the sinks. One frame a token: what the buffer `held`, up to its
+const range = (first, end) => Array.from({ length: Math.max(0, end - first) }, (_, i) => first + i);
+
+/* The frame of a token with a memory: kvalign/cache/memory_layer.py, by the sums of kvalign/cache/recall.py. Once something is lost, what
+   is taken back stands between sinks and window, in the order of time, and the window is as much shorter. It is so many tokens `away`. */
+function memoryFrame({ method, family, num_kept, num_sinks, memory, num_recalled }, token) {
+  const numInSight = num_kept - num_sinks - num_recalled;
+  const moved = stateOfMoved(method, family);
+  const entry = (index, now) => {
+    const born = Math.min(index, num_kept);
+    return { index, born, now, state: born === now ? "in-place" : moved };
+  };
+  const end = token - numInSight; // of what the window has lost
+  const lost = token > num_kept ? range(Math.max(num_sinks, end - memory), end) : [];
+  const back = recalled(lost, num_recalled, token);
+  const window = token > num_kept ? range(end, token) : range(num_sinks, token);
+  const seen = [...range(0, Math.min(num_sinks, token)), ...back, ...window, token].map(entry);
+  for (const one of seen) if (back.includes(one.index)) one.away = token - one.index;
+  const isFull = token >= num_kept;
+  const going = isFull ? window.filter((index) => index <= end) : [];
+  const stored = isFull
+    ? [...seen.slice(0, num_sinks), ...range(end + 1, token + 1).map((index, i) => entry(index, num_kept - numInSight + i))]
+    : seen;
+  return { token, seen, going, stored, encoded: 1, lost };
+}
+
+// Which tokens come back, the oldest first. A model's queries say; here chance does, the same each time, and newer ones are likelier.
+function recalled(lost, num, token) {
+  const drawn = lost.map((index) => [Math.log(chance(token, index)) * (token - index), index]);
+  return drawn.sort(([a], [b]) => b - a).slice(0, num).map(([, index]) => index).sort((a, b) => a - b);
+}
+
+// Above 0 and below 1, of two whole numbers.
+function chance(a, b) {
+  let x = Math.imul(a + 1, 0x9e3779b1) ^ Math.imul(b + 1, 0x85ebca6b);
+  for (const factor of [0x2c1b3c6d, 0x297a2d39]) x = Math.imul(x ^ (x >>> 15), factor);
+  return ((x >>> 0) + 0.5) / 2 ** 32;
+}
+
+/* Where entries lie: kvalign/cache/buffer.py, and how kvalign/cache/streaming_cache.py writes the sinks. One frame a token: what the buffer `held`, up to its
    end, with the token and `before` it, and whether what is kept was `copied` to the front for it. What is read are the last of them. */
 function bufferFrames(settings, frames) {
   const { num_kept, num_sinks } = fitted(settings);
@@ -76,20 +130,23 @@ function bufferFrames(settings, frames) {
 }
 window.bufferFrames = bufferFrames;
 
-// Two moments a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too.
+// Two moments a token that makes others go: it arrives, then they leave. The end of `dense` is a moment, too. Each has what a memory holds,
+// or else what the buffer does.
 function momentsOf(settings, numTokens) {
   const frames = laneFrames(settings, numTokens);
-  const buffers = bufferFrames(settings, laneFrames(settings, numTokens + 1));
+  const buffers = settings.memory ? [] : bufferFrames(settings, laneFrames(settings, numTokens + 1));
   let numGone = 0;
   let left = false; // whether the moment before was one of leaving: then the copy was its
   const moments = frames.flatMap((frame, i) => {
-    const { held, copied, size } = buffers[i];
-    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, buffer: { held, size, copied: copied && !left } };
-    left = frame.going.length > 0;
+    const { held, copied, size } = buffers[i] ?? {};
+    const { lost, going } = frame;
+    const arrives = { kind: "arrives", frame, entries: frame.seen, numGone, lost, buffer: { held, size, copied: copied && !left } };
+    left = going.length > 0;
     if (!left) return [arrives];
-    numGone += frame.going.length;
-    const next = buffers[i + 1];
-    return [arrives, { kind: "leave", frame, entries: frame.stored, numGone, buffer: { held: next.before, size, copied: next.copied } }];
+    numGone += going.length;
+    const next = buffers[i + 1] ?? {};
+    const leave = { kind: "leave", frame, entries: frame.stored, numGone, lost: [...lost, ...going].slice(-settings.memory) };
+    return [arrives, { ...leave, buffer: { held: next.before, size, copied: next.copied } }];
   });
   if (frames.length < numTokens) moments.push({ ...moments[moments.length - 1], kind: "stops" });
   return moments;

@@ -4,16 +4,19 @@
 const NUM_TOKENS = 100; // played before the demo ends
 const MOMENT_MS = 1500;
 const BUFFERED = ["window", "streaming-llm", "kvalign"];
-const CELL_PX = { least: 36, most: 104, wordy: 66 };
+const CELL_PX = { least: 36, most: 104, wordy: 82 };
 const PRESETS = {
-  "figure-4": [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 7, num_sinks: 4, num_evicted: 1 }, 9],
-  "gpt-2": [{ method: "streaming-llm", family: "learned", evicts: "after", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
-  "gpt-2-before": [{ method: "streaming-llm", family: "learned", evicts: "before", cache_size: 7, num_sinks: 3, num_evicted: 1 }, null],
+  "figure-4": [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 7, num_sinks: 4, num_evicted: 1, memory: 0 }, 9],
+  "gpt-2": [{ method: "streaming-llm", family: "learned", evicts: "after", cache_size: 7, num_sinks: 3, num_evicted: 1, memory: 0 }, null],
+  "gpt-2-before": [{ method: "streaming-llm", family: "learned", evicts: "before", cache_size: 7, num_sinks: 3, num_evicted: 1, memory: 0 }, null],
+  memory: [{ method: "streaming-llm", family: "rotary", evicts: "after", cache_size: 8, num_sinks: 2, num_evicted: 1, memory: 30, num_recalled: 2 }, 26],
 };
+
+const ARRIVALS = ["coming", "rising", "hidden"]; // how a cell looks before it is there
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const sizes = ["cache_size", "num_sinks", "num_evicted"];
+const sizes = ["cache_size", "num_sinks", "num_evicted", "memory", "num_recalled"];
 let chosen = data.settings; // as the reader set them; `settings` fit together
 let settings, moments, at, timer = null;
 const cells = new Map(); // by place in the stream
@@ -25,9 +28,10 @@ function make(tag, className, text = "") {
   return element;
 }
 
-// The first moment that has everything to see: something has moved, something has to go.
+// The first moment that has everything to see: something has moved, something has to go, a memory has something to choose from.
 function tellingMoment() {
-  const telling = (moment) => moment.kind === "arrives" && moment.frame.going.length &&
+  const some = Math.min(settings.memory, 4 * settings.num_recalled);
+  const telling = (moment) => moment.kind === "arrives" && moment.frame.going.length && moment.lost.length >= some &&
     moment.entries.some((entry) => entry.index !== entry.now);
   const found = moments.findIndex(telling);
   return found < 0 ? moments.length - 1 : found;
@@ -49,26 +53,36 @@ function choose(change, token = null) {
 }
 
 function showSettings() {
-  const { method, family, evicts, cache_size, num_kept, num_sinks, num_evicted } = settings;
+  const { method, family, evicts, cache_size, num_kept, num_sinks, num_evicted, memory, num_recalled } = settings;
   $("method").value = method;
   $("family").value = family;
   $("evicts").value = evicts;
   const least = cache_size - num_kept + 1;
-  const limits = { cache_size: [least, data.max_cache_size], num_sinks: [0, num_kept - 1], num_evicted: [1, num_kept - num_sinks] };
+  const room = num_kept - num_sinks; // for the window
+  const limits = {
+    cache_size: [least, data.max_cache_size], num_sinks: [0, num_kept - 1], num_evicted: [1, memory ? 1 : room],
+    memory: [0, NUM_TOKENS], num_recalled: [1, Math.min(memory, room - 1)],
+  };
+  const lack = canRecall(method, family) ? (room < 2 ? "needs a window of 2" : "") :
+    BUFFERED.includes(method) ? `not on ${family} positions` : `not for ${method}`;
+  const fixed = { ...FIXED[method], ...(memory ? { num_evicted: 1 } : { num_recalled: 1 }), ...(lack ? { memory: 0 } : {}) };
   for (const name of sizes) {
     const slider = $(name);
     [slider.min, slider.max] = limits[name];
     slider.value = settings[name];
-    slider.disabled = name in (FIXED[method] || {});
+    slider.disabled = name in fixed;
     slider.parentElement.querySelector("output").textContent = settings[name];
   }
+  if (lack) $("memory").parentElement.querySelector("output").textContent = lack;
   const sinks = count(num_sinks, "sink");
   $("about").textContent = `${method} ${data.methods[method]}.` + (data.controls ? "" :
-    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${num_evicted} evicted at once.`) + (evicts === "after" ? "" :
+    ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${memory ? `a memory of ${memory} tokens` : `${num_evicted} evicted at once`}.`) +
+    (memory ? ` It has a memory: of what its window loses each token takes back ${count(num_recalled, "entry", "entries")}.` : "") + (evicts === "after" ? "" :
     ` It evicts before a step: that sees ${count(cache_size, "entry", "entries")}, the new token's with them. KV-Align evicts after a step, and does these steps` +
     ` with --cache-size ${num_kept}.`);
+  $("of-away").hidden = !memory || family !== "rotary";
   drawSlots();
-  const seen = moments.flatMap((moment) => moment.entries.map((entry) => tagOf(entry, moment, num_sinks)));
+  const seen = moments.flatMap((moment) => moment.entries.map((entry) => tagOf(entry, moment, settings)));
   const found = new Set([...seen, ...moments.flatMap((moment) => moment.entries.map((entry) => entry.state))]);
   $("legend").replaceChildren(...Object.keys(TAGS).filter((tag) => found.has(tag)).map((tag) => {
     const [sign, word, about] = TAGS[tag];
@@ -82,7 +96,7 @@ function showSettings() {
 
 // What lies behind the entries: a place for each position, and what the places are for.
 function drawSlots() {
-  const { method, num_kept, num_sinks } = settings;
+  const { method, num_kept, num_sinks, num_recalled } = settings;
   $("lane").style.setProperty("--slots", num_kept + 1);
   $("slots").replaceChildren(...Array.from({ length: num_kept + 1 }, (_, position) => {
     const slot = make("span", "slot");
@@ -98,7 +112,8 @@ function drawSlots() {
   };
   const zones = method === "dense" ? [zone("everything", 0, num_kept + 1)] : [
     ...(num_sinks ? [zone("sinks", 0, num_sinks)] : []),
-    zone("window", num_sinks, num_kept - num_sinks),
+    ...(num_recalled ? [zone("taken back", num_sinks, num_recalled)] : []),
+    zone("window", num_sinks + num_recalled, num_kept - num_sinks - num_recalled),
     zone("new", num_kept, 1),
   ];
   $("zones").replaceChildren(...zones);
@@ -132,7 +147,7 @@ function show(moment, animate = true) {
       cells.set(entry.index, cell);
       cell.style.setProperty("--slot", entry.now);
       $("entries").insertBefore(cell, next);
-      if (animate) cell.classList.add(entry.index === frame.token ? "coming" : "hidden");
+      if (animate) cell.classList.add(entry.index === frame.token ? "coming" : entry.away ? "rising" : "hidden");
     }
     write(cell, entry, moments[at]);
     next = cell;
@@ -140,11 +155,12 @@ function show(moment, animate = true) {
   if (animate) $("lane").getBoundingClientRect(); // so that what is added now moves from where it is
   for (const entry of entries) {
     const cell = cells.get(entry.index);
-    cell.classList.remove("coming", "hidden");
+    cell.classList.remove(...ARRIVALS);
     cell.style.setProperty("--slot", entry.now);
   }
-  showText(frame.token, entries, numGone);
+  showText(frame.token, entries);
   showBuffer(moments[at]);
+  showMemory(moments[at]);
   $("says").textContent = told(moments[at], settings);
   $("num-seen").textContent = frame.seen.length;
   $("num-stale").textContent = frame.seen.filter((entry) => entry.state === "stale").length;
@@ -155,23 +171,36 @@ function show(moment, animate = true) {
   scroll();
 }
 
-// The text so far: what is in the cache, and what is gone between the sinks and the window.
-function showText(token, entries, numGone) {
-  const { num_sinks } = settings;
-  const parts = entries.map((entry) => {
-    const kind = entry.index === token ? " last" : entry.now < num_sinks ? " first" : "";
-    return make("b", `kept${kind}`, entry.index);
+// The text so far: what is in the cache, and what is gone between.
+function showText(token, entries) {
+  const parts = [];
+  const gaps = [];
+  entries.forEach(({ index, away }, i) => {
+    const first = i ? entries[i - 1].index + 1 : 0;
+    if (index > first) {
+      gaps.push([make("s", "", index - 1 > first ? `${first}–${index - 1}` : first), index - first]);
+      parts.push(gaps[gaps.length - 1][0]);
+    }
+    parts.push(make("b", index === token ? "last" : index < settings.num_sinks ? "first" : away ? "back" : "", index));
   });
-  const gone = make("s", "", numGone > 1 ? `${num_sinks}–${num_sinks + numGone - 1}` : num_sinks);
-  gone.style.setProperty("--length", Math.min(numGone, 12));
-  if (numGone) parts.splice(num_sinks, 0, gone);
-  $("stream").classList.toggle("tiny", (entries.length + 4) * 22 > $("scroll").clientWidth);
+  for (const [gap, length] of gaps) gap.style.setProperty("--length", Math.min(length, 12 / gaps.length));
+  $("stream").classList.toggle("tiny", entries.length * 28 + gaps.length * 52 > $("scroll").clientWidth);
   $("stream").replaceChildren(...parts, make("span", "", "…"));
+}
+
+// What a memory holds: those that were taken back with their numbers, the others as far as there is room.
+function showMemory(moment) {
+  $("recalls").hidden = !settings.memory;
+  const back = new Set(moment.entries.filter((entry) => entry.away).map((entry) => entry.index));
+  $("lost").classList.toggle("tiny", moment.lost.length * 28 > $("scroll").clientWidth);
+  $("lost").replaceChildren(...moment.lost.map((index) => make("b", back.has(index) ? "back" : "", index)));
+  $("kept").textContent = kept(moment, settings);
 }
 
 // The buffer of a method that has one: what it holds, and in a box the slice that is read.
 function showBuffer(moment) {
-  $("memory").hidden = !BUFFERED.includes(settings.method);
+  $("lies").hidden = settings.memory || !BUFFERED.includes(settings.method);
+  if ($("lies").hidden) return;
   const { held, size } = moment.buffer;
   const first = held.length - moment.entries.length;
   const kindOf = (i) => {
@@ -187,9 +216,9 @@ function showBuffer(moment) {
 }
 
 function write(cell, entry, moment) {
-  const tag = tagOf(entry, moment, settings.num_sinks);
-  const kept = ["coming", "hidden"].filter((name) => cell.classList.contains(name));
-  cell.className = ["cell", entry.state, ...kept, tag, entry.now < settings.num_sinks ? "sink" : ""].join(" ").trim();
+  const tag = tagOf(entry, moment, settings);
+  const arriving = ARRIVALS.filter((name) => cell.classList.contains(name));
+  cell.className = ["cell", entry.state, ...arriving, tag, entry.now < settings.num_sinks ? "sink" : ""].join(" ").trim();
   const line = make("span", "tag");
   const sign = make("i", "", TAGS[tag][0]);
   sign.setAttribute("aria-hidden", "true");
@@ -201,14 +230,14 @@ function write(cell, entry, moment) {
     part.append(make("span", "word", `${name} `), make("b", "", entry[name]));
     return part;
   };
-  cell.replaceChildren(line, token, position("born"), position("now"));
+  cell.replaceChildren(line, token, position("born"), position(entry.away && settings.family === "rotary" ? "away" : "now"));
 }
 
 function leave(index, cell, animate) {
   cells.delete(index);
   const gone = animate && index < moments[at].frame.token && !matchMedia("(prefers-reduced-motion: reduce)").matches;
   if (!gone) return cell.remove(); // it steps back, or nothing moves
-  cell.classList.add("gone");
+  cell.classList.add(settings.memory ? "sinking" : "gone");
   cell.setAttribute("aria-hidden", "true");
   setTimeout(() => cell.remove(), MOMENT_MS);
 }

@@ -9,6 +9,12 @@ function named(indices) {
   return `entries ${first} ${last === first + 1 ? "and" : "to"} ${last}`;
 }
 
+// `tokens 3, 5 and 9`.
+function listed(indices) {
+  const last = indices[indices.length - 1];
+  return indices.length === 1 ? `token ${last}` : `tokens ${indices.slice(0, -1).join(", ")} and ${last}`;
+}
+
 const AFTER = {
   stale: "Nothing corrects their keys and values: they still tell of the positions they were born at. They are stale.",
   rotated: "Their keys stay as they were written: scores depend on differences of positions alone, and those have not changed.",
@@ -20,6 +26,7 @@ const AFTER = {
 function told({ kind, frame, entries }, settings) {
   const { method, evicts, cache_size, num_sinks } = settings;
   const { token, seen, going, stored, encoded } = frame;
+  if (settings.memory && going.length) return toldOfMemory({ kind, frame, entries }, settings);
   if (kind === "stops") return `Token ${token + 1} does not fit: the context length, ${seen.length} here, is reached. The stream stops.`;
   if (kind === "arrives") {
     const numStale = seen.filter((entry) => entry.state === "stale").length;
@@ -42,6 +49,30 @@ function told({ kind, frame, entries }, settings) {
   return first[0].toUpperCase() + first.slice(1) + (state === "reencoded" ? again : AFTER[state]);
 }
 
+// The same once a memory takes what the window loses.
+function toldOfMemory({ kind, frame, entries }, { num_sinks, num_recalled, evicts, cache_size, num_kept }) {
+  const { token, seen, going, lost, stored } = frame;
+  const goes = `${named(going)} ${going.length === 1 ? "goes" : "go"} to the memory`;
+  if (kind === "leave") {
+    const back = lost.length ? "What was taken back stays in the memory: the next token asks for itself. " : "";
+    const who = named(entries.slice(num_sinks).map((entry) => entry.index));
+    const moves = `${who} ${stored.length - num_sinks === 1 ? "moves" : "move"} one place left. `;
+    return `${goes[0].toUpperCase()}${goes.slice(1)}. ${back}${who[0].toUpperCase()}${moves.slice(1)}${AFTER[stored[stored.length - 1].state]}`;
+  }
+  const back = seen.filter((entry) => entry.away).map((entry) => entry.index);
+  const asked = back.length ? `, ${back.length} of them taken back from the memory: ${listed(back)}` : "";
+  const text = `Token ${token} arrives at position ${seen.length - 1} and attends to ${count(seen.length, "entry", "entries")}${asked}. `;
+  if (back.length) return `${text}Next, ${goes}.`;
+  const full = evicts === "before" ? `All ${cache_size} places are taken` : `The cache keeps ${num_kept}`;
+  return `${text}${full}: ${goes}, and from now on each token takes ${num_recalled} back.`;
+}
+
+// What a memory holds in a moment, in words.
+function kept({ lost }, { num_sinks }) {
+  const isFull = lost[0] > num_sinks;
+  return lost.length ? `${count(lost.length, "token")}${isFull ? ", as many as it has room for: older ones are forgotten" : ""}.` : "nothing is lost yet.";
+}
+
 // What the buffer does in a moment, in words.
 function written({ kind, frame, entries, buffer }, { method, num_sinks, family }) {
   if (buffer.copied) return "The room at the end, a quarter of the cache's size, is used up: what is kept is copied to the front.";
@@ -59,6 +90,8 @@ const TAGS = {
   sink: ["⚓\uFE0E", "sink", "one of the first entries, never evicted: large models lean on them"],
   new: ["+", "new", "the token that comes in"],
   going: ["✕", "goes", "is evicted next"],
+  aside: ["↓", "aside", "goes to the memory next"],
+  recalled: ["↑", "recalled", "taken back from the memory for this token alone, in place of the window's oldest entries"],
   stale: ["≠", "stale", "its place has changed, but its key and value still hold the position it was born at"],
   rotated: ["↻", "exact", "its key stays as written: only differences of positions count, and the sinks are turned to follow"],
   "by-slot": ["#", "by place", "holds no position: ALiBi goes by the place it is in"],
@@ -67,8 +100,9 @@ const TAGS = {
   "in-place": ["", "", "stands where it was born"],
 };
 
-function tagOf(entry, moment, numSinks) {
-  if (moment.kind === "arrives" && moment.frame.going.includes(entry.index)) return "going";
+function tagOf(entry, moment, { num_sinks: numSinks, memory }) {
+  if (entry.away) return "recalled";
+  if (moment.kind === "arrives" && moment.frame.going.includes(entry.index)) return memory ? "aside" : "going";
   if (moment.kind === "arrives" && entry.index === moment.frame.token) return "new";
   return entry.now < numSinks ? "sink" : entry.state;
 }

@@ -5,24 +5,28 @@ import math
 import pytest
 import torch
 
-from kvalign.eval.evaluations.perplexity.bigrams import distances, slices
-from kvalign.eval.evaluations.perplexity.bigrams_shown import figure, slice_name, tables
-from kvalign.eval.evaluations.perplexity.scores import slice_bigrams
-from kvalign.eval.protocol.conclusions import recall
+from kvalign.eval.evaluations.perplexity import SLICES
+from kvalign.eval.evaluations.perplexity.scores import slice_losses
+from kvalign.eval.evaluations.perplexity.slices import distances, slices
+from kvalign.eval.evaluations.perplexity.slices_shown import figure, sections, slice_name, tables
+from kvalign.eval.protocol.conclusions import last_said, recall
+
+EDGES = SLICES["bigrams"].edges
 
 
 def test_distances_are_to_the_last_token_of_the_same_bigram():
     #       0  1  2  3  4  5  6  7  8  9
     text = [5, 6, 7, 5, 6, 6, 6, 5, 6, 7]
     #  "5 6" ends at 1, 4, 8; "6 7" at 2, 9; "6 6" at 5, 6; "7 5" and "6 5" once
-    assert distances(text).tolist() == [0, 0, 0, 0, 3, 0, 1, 0, 4, 7]
-    assert distances([3]).tolist() == [0] and distances([]).tolist() == []
+    assert distances(text, 2).tolist() == [0, 0, 0, 0, 3, 0, 1, 0, 4, 7]
+    assert distances([3], 2).tolist() == [0] and distances([], 2).tolist() == []
+    assert distances(text, 1).tolist() == [0, 0, 0, 3, 3, 1, 1, 4, 2, 7]
 
 
 def test_slices_end_with_parts_of_the_cache():
     far = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 0])
     nll = torch.arange(13.0)
-    found = slices(nll, far, 8)
+    found = slices(nll, far, 8, EDGES)
     ends = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 2.0), (2.0, None)]
     assert [(one["from"], one["to"]) for one in found] == [*ends, (None, None)]
     labels = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11], [0, 12]]
@@ -35,7 +39,7 @@ def test_slices_end_with_parts_of_the_cache():
 
 
 def test_a_slice_without_labels_has_no_figure():
-    found = slices(torch.ones(2), torch.tensor([0, 1]), 8)
+    found = slices(torch.ones(2), torch.tensor([0, 1]), 8, EDGES)
     empty = {"num_labels": 0, "perplexity": None, "low": None, "high": None}
     assert [one.items() >= empty.items() for one in found] == [False, *[True] * 5, False]
 
@@ -47,7 +51,7 @@ def rows_of_two(num_labels, forgets):
         *(n % 8 if n < num_labels // 2 else 100 + n for n in range(1, num_labels + 1)),
     ]
     losses = torch.rand(num_labels, generator=torch.Generator().manual_seed(0))
-    far = distances(ids)[9:]
+    far = distances(ids, 2)[9:]
     worse = torch.where(far == 8, forgets, 0.1)
     rows = [
         dict(method=name, aligner=None, cache_size=8, num_sinks=0, num_evicted=1)
@@ -58,7 +62,7 @@ def rows_of_two(num_labels, forgets):
 
 def test_ratios_are_paired_and_say_who_forgets():
     rows, losses, ids = rows_of_two(1000, 0.5)
-    slice_bigrams(rows, losses, ids, "recompute")
+    slice_losses(rows, losses, ids, "recompute")
     old, new = rows[1]["bigrams"][3], rows[1]["bigrams"][-1]
     assert old["num_labels"] == 496 and new["num_labels"] == 503  # and one, 2 C back
     ratios = [old[name] for name in ("ratio", "ratio_low", "ratio_high")]
@@ -68,20 +72,46 @@ def test_ratios_are_paired_and_say_who_forgets():
     said = recall(rows, "recompute")
     assert said.endswith("than on new ones: window with 0 sinks 1.65 against 1.11 at C = 8.")
     rows, losses, ids = rows_of_two(1000, 0.1)
-    slice_bigrams(rows, losses, ids, "recompute")
+    slice_losses(rows, losses, ids, "recompute")
     assert recall(rows, "recompute").startswith("No method is shown to be further from recompute")
 
 
 @pytest.mark.parametrize("reference", ["recompute", None])
 def test_tables_name_slices_and_count_their_labels(reference):
     rows, losses, ids = rows_of_two(1000, 0.5)
-    slice_bigrams(rows, losses, ids, reference)
+    slice_losses(rows, losses, ids, reference)
     document = {"rows": rows, "settings": {"model": "tiny", "reference": reference}}
-    found = tables(document)
+    found = tables(document, "bigrams")
     assert len(found) == (2 if reference else 1)
     count = rows[0]["bigrams"][3]["num_labels"]
     assert found[-1].columns[1].title == f"0.75-1 C ({count})"  # slices without labels are left out
-    drawn, caption, _ = figure(document)
+    drawn, caption, _ = figure(document, "bigrams")
     assert len(drawn.axes) == 1 and "by how far back" in caption
     old = {"rows": [{"method": "window"}], "settings": document["settings"]}
-    assert figure(old) is None and tables(old) == []
+    assert figure(old, "bigrams") is None and tables(old, "bigrams") == []
+    names = [(section.title, section.plots[0].name) for section in sections({"a": document})]
+    assert names == [("Recall slices", "a-recall-slices"), ("Last said", "a-last-said")]
+
+
+def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
+    """Of one method, with a memory and without: the reference is the one without."""
+    ids = [*range(40)] * 30  # each token was last said 40 tokens ago, 5 C
+    losses = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    size = dict(method="kvalign", aligner=None, cache_size=8, num_sinks=0, num_evicted=1)
+    rows = [size | dict(memory=memory, num_recalled=2) for memory in (0, 500)]
+    slice_losses(rows, [losses, losses - 0.1], ids, "kvalign")
+    for row in rows:
+        row["ratio"] = math.exp(-0.1 * bool(row["memory"]))
+        counts = [(x["from"], x["to"], x["num_labels"]) for x in row["tokens"]]
+        assert counts == [(0, 1, 0), (1, 4, 0), (4, 16, 969), (16, None, 0), (None, None, 31)]
+    found = rows[1]["tokens"][2]
+    ratios = [found[name] for name in ("ratio", "ratio_low", "ratio_high")]
+    assert ratios == pytest.approx([math.exp(-0.1)] * 3)
+    said = last_said(rows, "kvalign")
+    assert said.startswith("Shown to be below kvalign on tokens last said beyond C: kvalign with m")
+    assert said.endswith("0.90 at C = 8.")
+    assert "No method" in last_said(rows[:1], "kvalign")
+    document = {"rows": rows, "settings": {"model": "tiny", "reference": "kvalign"}}
+    (axes,) = figure(document, "tokens")[0].axes
+    line = axes.containers[0].lines[0]
+    assert [*line.get_ydata()] == pytest.approx([math.exp(-0.1)] * 2)

@@ -1,0 +1,158 @@
+"""Needle: codes are hidden in a real text, and each is asked for some way on.
+
+    ... text ... The secret code of the red door is 48213 . Remember : ... 48213 . ... text ...
+    The secret code of the red door is                       asked for 1, 4, 16, 64 C later
+
+An answer is right if the model itself, greedy, writes the code. Questions are asked of a copy of
+the stream, so none of them is in the way of another. After G. Kamradt's needle in a haystack
+(2023), for streams: what counts is the distance, since a text without end has no length.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.conclusions import farthest
+from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    ends_of,
+    share_column,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.foundation import progress
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.loading import LoadedModel
+
+COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
+THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
+NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
+"""What codes belong to, each its own in a stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleSettings(ComparisonSettings):
+    """Hide codes in a real text, and ask for each some way on: how far back a stream can read. For
+    models that copy what they read (`--model smollm2-135m-instruct`).
+
+    Example:
+        kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
+    """
+
+    methods: tuple[str, ...] = option(
+        ("dense", "streaming-llm", "discard-half"),
+        help="methods, comma-separated; dense where the context length allows",
+    )
+    corpus: str = option(
+        "python-docs", help="the text around the codes: python-docs, wikitext, text:PATH, ..."
+    )
+    distances: tuple[int, ...] = option(
+        (1, 4, 16, 64),
+        help="tokens from a code to its question, in cache sizes, a row each",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    num_needles: int = option(
+        1,
+        help="codes of a stream, near its beginning; small models mix several up",
+        at_least=1,
+        at_most=len(NAMES),
+    )
+    gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
+    num_streams: int = option(
+        10, help="streams, each with text of its own", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the codes, the same for each method")
+    plot: Path | None = option(None, help="also draw methods against distance (.png or .svg)")
+
+
+@keywords_of(NeedleSettings)
+@progress.shown_as("eval needle")
+def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method read the same streams, and count the codes that it finds again.
+
+    Returns:
+        A document with a row for each method, its sizes and `distance` (cache sizes): `accuracy`
+        with the ends of its 95 % interval (accuracy_low, accuracy_high), num_questions, num_tokens
+        (of the stream before the question, a mean), distance_tokens and seconds. A distance at
+        which the context length of a method that does not evict leaves no room for all questions
+        has no row.
+
+    Raises:
+        UserError: a corpus without so much text.
+    """
+    from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
+    from kvalign.eval.protocol.asked import rows_of
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    progress.phase(f"reading {settings.corpus}")
+    streams = haystacks(settings, loaded)
+    distances, rows = set(settings.distances), []
+    num_all = settings.num_streams * settings.num_needles * len(distances)
+    for method, bar in in_turn(methods, num_all, "questions"):
+        size = method.sizes.cache_size
+        stops = [stream.stops(distances, size) for stream in streams]
+        for row in rows_of(method, stops, is_found, "distance", bar):
+            rows.append(row | {"distance_tokens": row["distance"] * size})
+    return document("eval needle", settings, rows, started=started, plot=EVALUATION.plot)
+
+
+COLUMNS = {
+    "distance": Column(
+        "distance", weight=6, about="from the code to its question, in cache sizes", is_key=True
+    ),
+    "accuracy": share_column(
+        "accuracy", "codes found", "codes that are written, greedy, in all their digits", 5
+    ),
+    "distance_tokens": Column("tokens back", about="from the code to its question"),
+}
+
+
+class NeedleEvaluation(Evaluation):
+    settings = NeedleSettings
+    run = staticmethod(needle)
+    heading = "Needle in a stream"
+    about = (
+        "Codes of five digits are hidden in a text, and each is asked for some way on, on a copy "
+        "of the stream. An answer is right if the model writes all digits, greedy: none is by "
+        "chance."
+    )
+    in_summary = ("accuracy",)
+    columns = COLUMNS
+    more_columns = ends_of(COLUMNS)
+
+    def figure(self, document: Document) -> Drawing | None:
+        """A heat map a cache size: methods, distances, and the share of codes that are found."""
+        from kvalign.eval.drawing.strips import draw_shares
+        from kvalign.eval.protocol.tables import grouped, label_of
+
+        title, rows = self.title(document), document["rows"]
+        distances = sorted({row["distance"] for row in rows})
+        if len(distances) == 1:
+            return None
+        panels = {}
+        for size, group in grouped(rows, "cache_size").items():
+            shares = {
+                label: [
+                    next((row["accuracy"] for row in of_label if row["distance"] == d), None)
+                    for d in distances
+                ]
+                for label, of_label in grouped(group, label_of).items()
+            }
+            panels[f"{title}, C = {size}"] = shares, [f"{d} C" for d in distances]
+        figure = draw_shares(panels, x="from the code to its question; codes found in %")
+        return figure, f"Codes found, %: {title}", farthest(rows, "distance", "Codes found {} C on")
+
+
+EVALUATION = NeedleEvaluation()

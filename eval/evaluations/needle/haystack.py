@@ -1,0 +1,99 @@
+"""The streams of `kvalign eval needle`: a text with codes near its beginning, as tokens.
+
+A code is tokenised apart from what is before and after it, in the text and in an answer alike, so
+an answer has the very tokens of the text, whatever a tokenizer would merge.
+"""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from kvalign.data_gen.corpora import first_ids
+from kvalign.eval.evaluations.needle import NAMES, NeedleSettings
+from kvalign.eval.protocol.asked import Stop
+from kvalign.methods.base import Method
+from kvalign.models.input_ids import ids_of
+from kvalign.models.loading import LoadedModel
+from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.streaming.health import check_losses
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A code in a stream.
+
+    Attributes:
+        end: tokens of the stream up to its end.
+        question: what asks for it.
+        code: the answer.
+    """
+
+    end: int
+    question: list[int]
+    code: list[int]
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A stream as tokens, up to the last question, and its codes in order."""
+
+    ids: list[int]
+    needles: list[Needle]
+
+    def stops(self, distances: Iterable[int], cache_size: int) -> list[Stop[Needle]]:
+        """Where each code is asked for: at each distance, in cache sizes, from its end."""
+        pairs = [(needle, distance) for needle in self.needles for distance in distances]
+        stops, num_read = list[Stop[Needle]](), 0
+        for place, distance, needle in sorted(
+            ((needle.end + distance * cache_size, distance, needle) for needle, distance in pairs),
+            key=lambda stop: stop[:2],
+        ):
+            room = len(needle.question) + len(needle.code)
+            stops.append(Stop(distance, self.ids[num_read:place], [needle], room))
+            num_read = place
+        return stops
+
+
+def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
+    """As many as the settings say, each with other text, long enough for the largest cache.
+
+    Raises:
+        UserError: a corpus without so much text.
+    """
+    tokenizer, rng = loaded.tokenizer, random.Random(settings.seed)
+    farthest = max(settings.distances) * max(settings.cache_sizes)
+    num_ids = settings.num_streams * (settings.num_needles * settings.gap + farthest)
+    smaller = "--distances, --gap, --num-needles or --num-streams"
+    text = iter(first_ids(settings.corpus, tokenizer, num_ids, smaller))
+
+    def ids(said: str) -> list[int]:
+        return ids_of(said, tokenizer, special=False)
+
+    found = []
+    for _ in range(settings.num_streams):
+        stream, needles = prefix_ids(tokenizer), []
+        for name in rng.sample(NAMES, settings.num_needles):
+            code = ids(f" {rng.randrange(10_000, 100_000)}")
+            question = ids(f"\n The secret code of the {name} is")
+            again = ids(f" . Remember : the secret code of the {name} is")
+            said = [*question, *code, *again, *code, *ids(" . \n")]
+            stream = [*stream, *islice(text, settings.gap), *said]
+            needles.append(Needle(len(stream), question, code))
+        found.append(Haystack([*stream, *islice(text, farthest)], needles))
+    return found
+
+
+def is_found(method: Method, needle: Needle) -> dict[str, bool]:
+    """Return whether a code is written, greedy, once it is asked for."""
+    new = needle.question
+    for token in needle.code:
+        logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()
+        check_losses(-logits.log_softmax(-1)[needle.code], method, most=math.inf)
+        if int(logits.argmax()) != token:
+            return {"accuracy": False}
+        new = [token]
+    return {"accuracy": True}

@@ -1,0 +1,63 @@
+"""Recall slices: the loss of labels by how far back the text had the same before.
+
+    ... Ser na do ... Ser [na]      the label na ends the bigram "Ser na": distance to the last na
+
+`bigrams`: by the bigram that a label ends. A model that looks into its context finds what followed
+the last time; one that has lost the place does not (the "AR hits" of Arora et al. 2023, Zoology,
+who leave out bigrams that are frequent in the training text; here all count, since that text is not
+at hand). `tokens`: by the label's token alone, further back: what is rare was last said beyond the
+cache, and is what a memory can know of.
+
+What lies d tokens back is still in the cache up to d = C less the sinks: a step sees C + 1 entries.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvalign.eval.protocol.statistics import interval
+
+Slice = dict[str, float | None]
+
+
+def distances(ids: Sequence[int], length: int) -> Tensor:
+    """For each of a text's ids, how many tokens back the `length` ids that end with it were there
+    last, [N] int64; 0: never.
+    """
+    last: dict[tuple[int, ...], int] = {}
+    found = [0] * len(ids)
+    for i, gram in enumerate(zip(*(ids[n:] for n in range(length)), strict=False), length - 1):
+        found[i] = i - last.get(gram, i)
+        last[gram] = i
+    return torch.tensor(found)
+
+
+def slices(nll: Tensor, far: Tensor, cache_size: int, edges: Sequence[float]) -> list[Slice]:
+    """Return the loss of each slice of labels, from nll [N] in nats and their distances [N]; of a
+    paired difference: the ratio.
+
+    Args:
+        edges: where slices end, in cache sizes; the last of them has all that is farther.
+
+    Returns:
+        For each slice `from` and `to` (in cache sizes: above the one, up to the other; both None:
+        it was not there before), num_labels, and perplexity, low, high (95 %, moving blocks of the
+        slice's own labels), None of no labels.
+    """
+    found = [
+        _slice(nll[(far > low * cache_size) & (far <= high * cache_size)])
+        | {"from": low, "to": high if math.isfinite(high) else None}
+        for low, high in pairwise((0.0, *edges, math.inf))
+    ]
+    return [*found, _slice(nll[far == 0]) | {"from": None, "to": None}]
+
+
+def _slice(nll: Tensor) -> Slice:
+    if not len(nll):
+        return {"num_labels": 0, "perplexity": None, "low": None, "high": None}
+    low, high = interval(nll)
+    perplexity = nll.double().mean().exp().item()
+    return {"num_labels": len(nll), "perplexity": perplexity, "low": low, "high": high}

@@ -1,0 +1,144 @@
+"""Recall slices in the report: a table and a plot of each kind by distance (`slices.py`)."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from kvalign.eval.drawing.plots import draw, panels_by
+from kvalign.eval.protocol import conclusions
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Documents,
+    Drawing,
+    Row,
+    Section,
+    Table,
+)
+from kvalign.eval.protocol.tables import grouped, table
+from kvalign.eval.protocol.verdicts import is_reference
+
+NEW = "new"  # what was not there before
+
+
+class Shown(NamedTuple):
+    """A kind of slices in the report: its section, the labels of its plot, what is concluded."""
+
+    title: str
+    about: str
+    labels: str
+    conclude: Callable[[list[Row], str | None], str]
+
+
+SHOWN = {
+    "bigrams": Shown(
+        "Recall slices",
+        "Labels that end a bigram which the text had before, by how far back that was last, in "
+        "cache sizes, and those whose bigram is new (Arora et al. 2023). Who has the place in "
+        "sight can copy what followed; perplexity over all labels hides who has lost it. Beyond C "
+        "nobody has but a memory.",
+        "labels that end a bigram",
+        conclusions.recall,
+    ),
+    "tokens": Shown(
+        "Last said",
+        "Labels by how far back their token itself was last, in cache sizes, and those that the "
+        "text did not have before. What was last said beyond C is forgotten but by a memory: here "
+        "it shows what it knows of a text.",
+        "labels that the text had before",
+        conclusions.last_said,
+    ),
+}
+
+
+def sections(documents: Documents) -> list[Section]:
+    """A section for each kind of slices."""
+    return [
+        Section.of(
+            documents,
+            shown.title,
+            shown.about,
+            partial(figure, name=name),
+            partial(tables, name=name),
+            suffix=f"-{shown.title.lower().replace(' ', '-')}",
+        )
+        for name, shown in SHOWN.items()
+    ]
+
+
+def slice_name(one: Row) -> str:
+    """Return the name of a slice: the part of the cache, or of the text before it."""
+    if one["from"] is None:
+        return NEW
+    return f"{one['from']:g}-{one['to']:g} C" if one["to"] else f"over {one['from']:g} C"
+
+
+def figure(document: Document, name: str) -> Drawing | None:
+    """The ratio to the reference, or the perplexity, by distance, of the slices of that name; None
+    of a document without.
+    """
+    reference = document["settings"]["reference"]
+    rows = [row for row in document["rows"] if row.get(name)]
+    points = [
+        row | {"x": x} | one
+        for row in rows
+        if not is_reference(row, reference)
+        for x, one in enumerate(_figures(row[name], "ratio" if reference else "perplexity"))
+        if one["y"] is not None
+    ]
+    if not points:
+        return None
+    by = f" by {reference}'s" if reference else ""
+    names = [slice_name(one) for one in rows[0][name]]
+    panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
+    y = f"perplexity{by} (lower is better)"
+    drawn = draw(panels, x="last there, tokens back", y=y, log_y=True, names=names)
+    caption = f"Perplexity{by} of {SHOWN[name].labels}, by how far back that was: "
+    caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
+    return drawn, caption, SHOWN[name].conclude(rows, reference)
+
+
+def tables(document: Document, name: str) -> list[Table]:
+    """Return for each cache size a table of the perplexities of the slices of that name, and with a
+    reference one of ratios.
+    """
+    reference, model = document["settings"]["reference"], document["settings"]["model"]
+    rows = [row for row in document["rows"] if row.get(name)]
+    return [
+        _table(f"{model}, C = {size}, {judged} by distance", group, name, judged, reference)
+        for size, group in grouped(rows, "cache_size").items()
+        for judged in (("perplexity", "ratio") if reference else ("perplexity",))
+    ]
+
+
+def _table(title: str, rows: list[Row], name: str, judged: str, reference: str | None) -> Table:
+    columns = {
+        f"y{i}": Column(
+            f"{slice_name(one)} ({one['num_labels']})",
+            2 if judged == "perplexity" else 3,
+            "lower",
+            "how far back it was there last, and labels",
+            ends=None if reference and judged == "perplexity" else (f"low{i}", f"high{i}"),
+            by_reference=True,
+        )
+        for i, one in enumerate(rows[0][name])
+    }
+    lines = [
+        row | {f"{end}{i}": one[end] for i, one in enumerate(figures) for end in one}
+        for row in rows
+        for figures in [_figures(row[name], judged)]
+    ]
+    return table(title, lines, columns, reference)
+
+
+def _figures(slices: list[Row], judged: str) -> list[Row]:
+    """Return for each slice the figure, `y`, and the ends of its interval, `low` and `high`: the
+    figure itself where labels were too few.
+    """
+    low, high = ("ratio_low", "ratio_high") if judged == "ratio" else ("low", "high")
+    own = {"y": judged, "low": judged, "high": judged}
+    names = {"y": judged, "low": low, "high": high}
+    return [
+        {end: one[name] for end, name in (own if one[high] is None else names).items()}
+        for one in slices
+    ]

@@ -1,0 +1,148 @@
+"""Told: a conversation tells eight facts in its first turns, and asks for them after other talk.
+
+    user: The dog of the teacher is called Biscuit.     assistant: I see.
+    ...                                                 other talk: passages of a text
+    user: What is the dog of the teacher called?        assistant: The dog of the teacher is called
+
+All turns are written, those of the assistant too. An answer is right if of the eight words that may
+stand there the one that was told is the most likely: one in eight is by chance, so a small model
+that talks badly still shows what it can read. Questions are asked of a copy of the stream, so none
+of them is in the way of another.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvalign.eval.protocol.conclusions import farthest
+from kvalign.eval.protocol.document import document
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    ends_of,
+    share_column,
+)
+from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
+from kvalign.foundation import progress
+from kvalign.foundation.settings import MOST_ROWS, MOST_SIZE, keywords_of, option
+
+if TYPE_CHECKING:
+    from kvalign.models.loading import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldSettings(ComparisonSettings):
+    """Tell eight facts at the beginning of a conversation, and ask for them after other talk: what
+    a stream still knows. For models that answer (`--model smollm2-135m-instruct`).
+
+    Example:
+        kvalign eval told --cache-sizes 32 --talk 1,4 --num-conversations 1
+    """
+
+    methods: tuple[str, ...] = option(
+        ("dense", "streaming-llm", "discard-half"),
+        help="methods, comma-separated; dense where the context length allows",
+    )
+    corpus: str = option(
+        "python-docs",
+        help="what the other talk reads out: python-docs, wikitext, hub:NAME, text:PATH, ...",
+    )
+    talk: tuple[int, ...] = option(
+        (4, 16, 64),
+        help="tokens of other talk before the questions, in cache sizes, a row each",
+        at_least=0,
+        at_most=MOST_SIZE,
+    )
+    passage_len: int = option(
+        400,
+        help="tokens of the corpus in a turn of other talk; the more turns, the harder it is",
+        at_least=1,
+        at_most=MOST_SIZE,
+    )
+    num_conversations: int = option(
+        4, help="conversations of eight facts each", at_least=1, at_most=MOST_ROWS
+    )
+    seed: int = seed_option("the facts, the same for each method")
+    plot: Path | None = option(
+        None, help="also draw right answers against other talk (.png or .svg)"
+    )
+
+
+@keywords_of(ToldSettings)
+@progress.shown_as("eval told")
+def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Document:
+    """Let every method read the same conversations, and count right answers.
+
+    Returns:
+        A document with a row for each method, its sizes and `talk` (cache sizes of other talk):
+        `COLUMNS` with the ends of their 95 % intervals (NAME_low, NAME_high), num_questions,
+        num_tokens (of the conversation before the questions, a mean) and seconds. What exceeds the
+        context length of a method that does not evict has no row.
+
+    Raises:
+        UserError: a corpus without so much text, a tokenizer that does not tell the answers apart.
+    """
+    from kvalign.eval.evaluations.told.conversation import conversations, is_right
+    from kvalign.eval.protocol.asked import rows_of
+    from kvalign.eval.protocol.grid import in_turn, load, make_grid
+
+    started = time.perf_counter()
+    settings, loaded = load(settings, loaded)
+    methods = make_grid(settings, loaded.model)
+    progress.phase(f"reading {settings.corpus}")
+    talks = conversations(settings, loaded)
+    stages, rows = sorted(set(settings.talk)), []
+    for method, bar in in_turn(methods, len(talks) * len(stages), "rounds of questions"):
+        stops = [talk.stops(stages, method.sizes.cache_size) for talk in talks]
+        rows += rows_of(method, stops, is_right, "talk", bar)
+    return document("eval told", settings, rows, started=started, plot=EVALUATION.plot)
+
+
+CHANCE = "0.125 by chance"
+COLUMNS = {
+    "talk": Column("other talk", weight=6, about="tokens, in cache sizes", is_key=True),
+    "accuracy": share_column(
+        "accuracy", "right of eight", f"answers whose word is the likeliest of eight, {CHANCE}", 5
+    ),
+    "exact": share_column(
+        "exact", "right of all", "answers whose word is the likeliest of all tokens", 3
+    ),
+    "num_tokens": Column("tokens", about="of the conversation before the questions, a mean"),
+}
+
+
+class Told(Evaluation):
+    settings = ToldSettings
+    run = staticmethod(told)
+    heading = "Told in conversation"
+    about = (
+        "Eight facts are told in the first turns of a conversation and asked for after other talk, "
+        "on a copy of the stream. All turns are written. An answer is right if the word that was "
+        f"told is the likeliest of the eight that may stand there: {CHANCE}."
+    )
+    in_summary = ("accuracy",)
+    columns = COLUMNS
+    more_columns = ends_of(COLUMNS)
+
+    def figure(self, document: Document) -> Drawing | None:
+        """Right answers against other talk, a panel a cache size."""
+        from kvalign.eval.drawing.plots import draw, panels_by
+
+        title, rows = self.title(document), document["rows"]
+        if len({row["talk"] for row in rows}) == 1:
+            return None
+        names = ("talk", "accuracy", "accuracy_high", "accuracy_low")
+        panels = panels_by("cache_size", rows, f"{title}, C = ", *names)
+        x, y = "other talk, cache sizes", "right answers (by chance 1 in 8)"
+        figure = draw(panels, x=x, y=y, doubling_x=all(row["talk"] for row in rows))
+        caption = f"Right answers against other talk, 95 %: {title}"
+        said = "After {} C of other talk the word that was told is the likeliest of eight"
+        return figure, caption, farthest(rows, "talk", said)
+
+
+EVALUATION = Told()

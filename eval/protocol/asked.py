@@ -1,0 +1,99 @@
+"""Questions that are asked of a stream some way on (`needle`, `told`), each on a copy of it: no
+question is in the way of another, and a stream is read once for all distances.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from kvalign.eval.protocol.evaluation import Row
+from kvalign.eval.protocol.grid import sizes_of, title_of
+from kvalign.eval.protocol.verdicts import share_of
+from kvalign.foundation.progress import Bar
+from kvalign.methods.base import Method
+
+log = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+Ask = Callable[[Method, Q], dict[str, bool]]
+"""Feeds a method a question, and says by which measures its answer is right."""
+
+
+@dataclass(frozen=True)
+class Stop(Generic[Q]):
+    """A place of a stream at which questions are asked.
+
+    Attributes:
+        distance: from what they are about, in cache sizes.
+        ids: tokens since the stop before.
+        questions: asked one by one.
+        room: tokens that the longest of them takes, with its answer.
+    """
+
+    distance: int
+    ids: list[int]
+    questions: Sequence[Q]
+    room: int
+
+
+@dataclass
+class Tally:
+    """The answers at one distance, and how much of each stream was read by then."""
+
+    answers: list[dict[str, bool]] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def row(self) -> Row:
+        mean = sum(self.num_tokens) / len(self.num_tokens)
+        row: Row = {"num_questions": len(self.answers), "num_tokens": mean}
+        for name in self.answers[0]:
+            row |= share_of(name, [answer[name] for answer in self.answers])
+        return row | {"seconds": self.seconds}
+
+
+def rows_of(
+    method: Method, streams: Sequence[Sequence[Stop[Q]]], ask: Ask[Q], by: str, bar: Bar
+) -> list[Row]:
+    """Let a method read streams, and ask at each of their stops: a row for each distance, under the
+    name `by`, at which there is room for all questions. `bar` counts stops.
+    """
+    tallies = {stop.distance: Tally() for stops in streams for stop in stops}
+    for stops in streams:
+        method.reset()
+        num_read = 0
+        for done, stop in enumerate(stops):
+            began, tally = time.perf_counter(), tallies[stop.distance]
+            if method.tokens_left is not None and method.tokens_left < len(stop.ids) + stop.room:
+                bar.skip(len(stops) - done)
+                break
+            if stop.ids:
+                method.feed(torch.tensor([stop.ids], device=method.model.device))
+            num_read += len(stop.ids)
+            tally.answers += on_copies(method, stop.questions, ask)
+            tally.num_tokens.append(num_read)
+            tally.seconds += time.perf_counter() - began
+            bar.update(1)
+    rows = []
+    for distance, tally in sorted(tallies.items()):
+        # Rows are of the same questions: one that lacks some is left out.
+        num_stops = sum(stop.distance == distance for stops in streams for stop in stops)
+        if len(tally.num_tokens) == num_stops:
+            rows.append(sizes_of(method) | {by: distance} | tally.row())
+        else:
+            log.warning("%s has no room for all questions at %d C", title_of(method), distance)
+    return rows
+
+
+def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[dict[str, bool]]:
+    """The answers to questions, each asked of the stream as it is, which stays so."""
+    state, found = method.state(), []
+    for question in questions:
+        method.restore(state)  # before the first, too: a state shows buffers that a step changes
+        found.append(ask(method, question))
+    method.restore(state)
+    return found

@@ -1,0 +1,66 @@
+"""`kvalign compile`: the decode step of a model is compiled and kept for later starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvalign.app.cli.next_steps import say_next
+from kvalign.app.sessions.stream_settings import MethodSettings
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import NUM_SINKS, OF_WEIGHTS, WEIGHTS, ModelSettings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings(MethodSettings, ModelSettings):
+    """Compile the decode step of a model, so that commands with --compile begin at once.
+
+    The step is kept in the user's cache folder (KVALIGN_CACHE moves it), for a cache of this size
+    and this kind of weights; it needs a C++ compiler here, later starts need none.
+
+    Example:
+        kvalign compile --model llama-mini --method streaming-llm --cache-size 32
+    """
+
+    weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
+    num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
+
+
+def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
+    import torch
+
+    from kvalign.methods import make_method
+    from kvalign.methods.step_file import folder
+    from kvalign.methods.stored_step import StoredStep
+    from kvalign.models.loading import load_model
+    from kvalign.models.packed import weights_of
+
+    loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
+    method = make_method(
+        settings.method,
+        loaded.model,
+        cache_size=settings.cache_size,
+        num_sinks=settings.num_sinks,
+        aligner=settings.aligner,
+        compile=True,
+        **settings.sizes(),
+    )
+    began, size = time.perf_counter(), method.sizes.cache_size
+    if isinstance(method.compiled, StoredStep):
+        for num_tokens in (size + 1, 1):
+            method.feed(torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.model.device))
+    if not isinstance(method.compiled, StoredStep) or not method.compiled.is_stored:
+        raise UserError(
+            f"the step of {method.in_words} is not stored: that of streaming-llm and window is, on "
+            "a CPU with a C++ compiler, where an entry goes at each step; --compile compiles "
+            "others at each start"
+        )
+    seconds = time.perf_counter() - began
+    about = {"model": settings.model, "method": method.name, "cache_size": size}
+    about |= {"weights": weights_of(loaded.model), "folder": str(folder()), "seconds": seconds}
+    if not as_json:
+        print(f"{method.in_words}, weights {about['weights']}: the step is ready ({folder()})")
+        words = ("--model", settings.model, "--method", method.name)
+        say_next("generate", *words, "--cache-size", str(size), "--compile")
+    return about

@@ -1,0 +1,14 @@
+"""`kvalign eval import-losses`: losses that the paper's authors measured, analysed as ours are."""
+
+from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
+from kvalign.eval.protocol.evaluation import Document
+
+
+def run(settings: ImportLossesSettings, as_json: bool) -> Document:
+    from kvalign.eval.evaluations.perplexity import EVALUATION
+    from kvalign.eval.evaluations.perplexity.imported import import_losses
+
+    document = import_losses(settings)
+    if not as_json:
+        EVALUATION.show(document, settings)
+    return document

@@ -1,0 +1,46 @@
+"""Where a stream of text passes what a model stops at: its cache is full, its context ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvalign.streaming.text_stream import TextStream
+
+MOST = 1024
+"""The longest context length that a stream without a length passes: further takes minutes."""
+BEYOND = 88
+"""Tokens that it writes past that."""
+
+
+def tokens_past(context_len: int | None, num_before: int) -> int | None:
+    """Return how many tokens lead past the context length; None where it is long, or none."""
+    if context_len is None or context_len > MOST:
+        return None
+    return max(context_len - num_before, 0) + BEYOND
+
+
+def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
+    """The pieces of a stream; before the first that was written with an entry evicted, and the
+    first past the context length, a line on stderr says so.
+    """
+    context_len = stream.method.spec.context_len
+    size = stream.method.sizes.cache_size
+    left = [(lambda: stream.num_evicted > 0, f"the cache of {size} entries is full, the oldest go")]
+    if context_len is not None:
+        said = f"the context of {context_len} tokens ends here, the stream goes on"
+        left.append((lambda: stream.num_fed > context_len, said))
+    for number, piece in enumerate(pieces):
+        for mark in [one for one in left if one[0]()]:
+            left.remove(mark)
+            if number:  # else the prompt passed it, which is said where that forgets something
+                _say(f"[token {stream.num_fed}: {mark[1]}]")
+        yield piece
+
+
+def _say(line: str) -> None:
+    """A line of its own, also where the text stands on the same terminal."""
+    start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+    print(start + line, file=sys.stderr, flush=True)

@@ -1,0 +1,66 @@
+"""Default number of entries in a cache: what the model and the machine allow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvalign import checkpoints
+from kvalign.foundation.memory import free_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST, OF_A_MINI = 4096, 128
+_LEAST = 128  # of a machine without memory; what then does not fit is said where it is allocated
+_ROOM = 1.25  # a buffer has slack
+_SHARE = 1 / 4  # of the memory that is free, for the caches of all streams
+
+
+class DefaultSize(NamedTuple):
+    """A cache_size that nobody named, and what it comes from, in words."""
+
+    cache_size: int
+    why: str
+
+
+def default_size(
+    model: PreTrainedModel,
+    *,
+    longest: int | None = None,
+    realign_every: int | None = None,
+    num_streams: int = 1,
+) -> DefaultSize:
+    """The smallest of what the context length, the aligner and a quarter of the free memory allow,
+    and of `MOST`; of the mini models that ship `OF_A_MINI`, so that they evict something.
+
+    Args:
+        model: the model itself, on its device.
+        longest: the largest cache that its aligner is for; None: any.
+        realign_every: as of `CacheSizes`: positions run on by that much.
+        num_streams: that memory is left for.
+    """
+    from kvalign.models.architectures import spec_of
+
+    spec, run_on = spec_of(model.config), (realign_every or 1) - 1
+    limits = [DefaultSize(MOST, "the most that is taken unasked")]
+    if spec.context_len is not None:
+        room = spec.context_len - 1 - run_on
+        limits.append(DefaultSize(room, f"what the context length {spec.context_len} has room for"))
+    if longest is not None:
+        limits.append(DefaultSize(longest - run_on, "the most that its aligner is for"))
+    if (free := _free_bytes(model)) is not None:
+        of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
+        held = int(free * _SHARE / num_streams / (of_an_entry * _ROOM))
+        limits.append(DefaultSize(max(held, _LEAST), "what a quarter of the free memory holds"))
+    if spec.name in checkpoints.MODELS:
+        limits.append(DefaultSize(OF_A_MINI, "for a mini model, which shows what is evicted"))
+    return min(limits)
+
+
+def _free_bytes(model: PreTrainedModel) -> int | None:
+    """Bytes that are free where the model is, as far as that is known."""
+    if model.device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(model.device)[0]
+    return free_bytes()

@@ -1,0 +1,250 @@
+"""Recall: how the queries of a pass take entries back, the same for the memories of all layers.
+
+A query asks as if what it asks for lay right before its window. What is found is brought to its
+place, and stands for the window's oldest entries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvalign.aligners import Move
+from kvalign.cache.buffer import KV, cat
+from kvalign.cache.realigner import Realigner
+from kvalign.cache.recall_places import RecallPlaces
+from kvalign.cache.recalled import Recalled
+from kvalign.cache.segments import Block
+from kvalign.cache.sizes import CacheSizes
+from kvalign.cache.step import Step
+from kvalign.models.rope import Turn
+
+COMPARED = 2
+"""Times as many entries as are taken back are compared with one another."""
+
+
+class Found(NamedTuple):
+    """Entries that each of T queries takes back, in the order of time.
+
+    Attributes:
+        entries: [B, H, T, R, D], without their position.
+        ages: [B, H, T, R] int64, tokens from each to the query.
+        visible: [B, H, T, R] bool; what is not counts for nothing: fewer were found.
+    """
+
+    entries: KV
+    ages: Tensor
+    visible: Tensor
+
+
+class Lost:
+    """Entries of a ring of slots that the windows of T queries have lost; one row if all are alike.
+
+    Args:
+        recency: by how much a score is worth less for each e-fold of age.
+        seen: [B, T] int64, tokens before each query.
+        end: [B] int64, tokens of each row that have been put aside.
+        num_slots, group: of the ring, and of a group of it.
+
+    Attributes:
+        worth: [B, 1, T, S] float32, added to the score of an entry; -inf: it is not lost.
+        of_groups: [B, 1, T, S / group] float32, the most of it in each group of slots.
+        are_many: whether each has lost as many as are compared.
+        newer: [M, M] float32, of M entries in the order of time 0 for those newer than each, -inf
+            for the others.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        recency: float,
+        seen: Tensor,
+        end: Tensor,
+        num_slots: int,
+        group: int,
+    ):
+        self.num_slots, self.group = num_slots, group
+        seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
+        # The newest entry lies in slot `_last` of a ring without an end, written `_since` ago.
+        self._last, self._since = newest - sizes.num_sinks, seen - newest
+        ages = self.ages(torch.arange(num_slots, device=seen.device))
+        near, is_there = sizes.num_in_sight, ages <= seen - sizes.num_sinks
+        lost = is_there & (ages > near) & (ages <= near + sizes.memory)
+        lost &= seen >= sizes.first_input_len
+        self.worth = torch.where(lost, -recency * ages.clamp_min(1).float().log(), -torch.inf)
+        self.of_groups = self.worth.unflatten(-1, (-1, group)).amax(-1)
+        assert sizes.num_recalled is not None
+        num = min(COMPARED * sizes.num_recalled, num_slots)
+        self.are_many = bool((lost.sum(-1) >= num).all())
+        self.newer = self.worth.new_full((num, num), -torch.inf).tril()
+
+    def ages(self, slots: Tensor, queries: slice = slice(None)) -> Tensor:
+        """Return ages of the entries in slots [B, H, T, R], or [R] for all: tokens to a query."""
+        return (self._last - slots).remainder(self.num_slots) + self._since[:, :, queries]
+
+    def worth_in(self, groups: Tensor, queries: slice) -> Tensor:
+        """The worth [B, H, T, N * group] of the entries of groups [B, H, T, N]."""
+        worth = self.worth[:, :, queries].unflatten(-1, (-1, self.group))
+        num_rows, _, num, num_groups, _ = worth.shape
+        if num_rows * num > 1:
+            firsts = torch.arange(num_rows * num, device=groups.device) * num_groups
+            groups = groups + firsts.view(num_rows, 1, num, 1)
+        return worth.flatten(0, 3).index_select(0, groups.flatten()).view(*groups.shape[:3], -1)
+
+
+class Asking:
+    """Queries that ask together: those of a block of a segment, or one a row.
+
+    Args:
+        seen: [B, T] int64, tokens before each query.
+        end: [B] int64, tokens of each row that have been put aside.
+        recency: by how much a score is worth less for each e-fold of age.
+        positions: at which the queries were computed, one number or [B, 1, 1, T].
+        turn: what turns the queries as if what they ask for lay right before their windows.
+
+    Attributes:
+        has_lost: [B, T] bool, whether a query's window has lost anything; None: that of all has.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        seen: Tensor,
+        end: Tensor,
+        recency: float,
+        positions: int | Tensor = 0,
+        turn: Turn | None = None,
+    ):
+        self.sizes, self.recency, self.positions, self.turn = sizes, recency, positions, turn
+        has_lost = seen >= sizes.first_input_len
+        self.has_lost = None if has_lost.all() else has_lost
+        num = 1 if bool((seen == seen[:1]).all()) else len(seen)
+        self.seen, self.end = seen[:num], end[:num]
+        self._lost: dict[torch.device, Lost] = {}
+
+    @property
+    def finds_all(self) -> bool:
+        """Return whether each query, of all layers, has lost as much as is compared for it."""
+        return bool(self._lost) and all(lost.are_many for lost in self._lost.values())
+
+    def lost(self, num_slots: int, group: int, device: torch.device) -> Lost:
+        """Return what rings of so many slots may give; made once, as layers have equally many."""
+        if device not in self._lost:
+            of_rows = self.seen.to(device), self.end.to(device)
+            self._lost[device] = Lost(self.sizes, self.recency, *of_rows, num_slots, group)
+        return self._lost[device]
+
+
+class Recalls:
+    """Recall for all layers of a cache: they take back what they have lost.
+
+    Args:
+        born: what places entries from their birth.
+        places: where what is taken back lies.
+
+    Attributes:
+        of_step: the queries of a pass of one token a row; None where no window has lost anything.
+    """
+
+    def __init__(self, sizes: CacheSizes, born: Realigner, places: RecallPlaces):
+        self.sizes, self.born, self.places = sizes, born, places
+        assert sizes.num_recalled is not None
+        # The slots of a step whose entries, the window's oldest, give way.
+        self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
+        self._asking: dict[int, Asking] = {}  # of blocks, by the first of its queries
+
+    def begin(self, step: Step, num_aside: list[int]) -> None:
+        """Another pass: other queries, of rows of which so many tokens have been put aside."""
+        self._step, self._num_aside, self._asking = step, num_aside, {}
+        is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
+        self.of_step = self._of_pass(step, None) if is_asked else None
+
+    def of_block(self, block: Block) -> Asking:
+        """The queries of a block of this pass, for whichever layer."""
+        first = block.queries.start
+        if first not in self._asking:
+            self._asking[first] = self._of_pass(self._step, block)
+        return self._asking[first]
+
+    def _of_pass(self, step: Step, block: Block | None) -> Asking:
+        seen, end = torch.tensor(step.seen)[:, None], torch.tensor(self._num_aside)
+        if block is not None:
+            assert step.segment is not None
+            seen = seen + torch.arange(block.queries.start, block.queries.stop)
+            end = end + step.num_new
+            positions = step.segment.birth[block.queries]
+        else:
+            of_rows = step.positions[: 1 if len(set(step.positions)) == 1 else None]
+            positions = torch.tensor(of_rows, device=step.device)[:, None, None, None]
+        turn, rotation = None, self.born.rotation
+        if rotation is not None:
+            turn = rotation.turn(positions - self.places.near)
+        return Asking(self.sizes, seen, end, self.places.recency, positions, turn)
+
+    def asked(self, query: Tensor, asking: Asking) -> Tensor:
+        """Scaled queries [B, H, G, T, D], turned as if what they ask for lay right before the
+        window, for entries without a position.
+        """
+        return query if asking.turn is None else asking.turn.to(query.device)(query)
+
+    def unturned(self, layer: int, asking: Asking, found: Found) -> KV:
+        """Return the found entries, [B, H, T, R, D] each, at their places, before what is rotary
+        turns. If any place is free, a table is read at the places of the entries that give way.
+        """
+        if self.born.rotation is not None:
+            at = torch.arange(self.slots.start, self.slots.stop, device=found.ages.device)
+        else:
+            now = asking.positions
+            if isinstance(now, Tensor):
+                now = now.view(-1, 1, found.ages.shape[2], 1).to(found.ages.device)
+            at = self.places.at(found.ages, now)  # [R] or [B, H, T, R]
+            at = at.transpose(1, 2).flatten(0, 1) if at.dim() > 1 else at
+        entries = found.entries.map(lambda x: x.transpose(1, 2).flatten(0, 1))  # [B * T, H, R, D]
+        placed = KV(*self.born.unturned(layer, *entries, Move(0, self.slots.start, at)))
+        of_rows = len(found.ages), -1
+        return placed.map(lambda x: x.unflatten(0, of_rows).transpose(1, 2))
+
+    def recalled(self, layer: int, asked: Tensor, asking: Asking, found: Found) -> Recalled:
+        """Return what the queries of a segment take back, as each sees it."""
+        keys, values = self.unturned(layer, asking, found).map(lambda x: x.to(asked.dtype))
+        if self.born.rotation is not None:
+            keys = self.born.rotation.shift(keys, self.places.beyond(found.ages))
+        scores = (asked.transpose(2, 3) @ keys.mT).float()  # [B, H, T, G, R]
+        bias = self.bias(found)
+        scores = scores if bias is None else scores + bias[:, :, :, None]
+        return Recalled(scores.transpose(2, 3), values)
+
+    def bias(self, found: Found) -> Tensor | None:
+        """Return what is added to the scores of found entries, [B, H, T, R] float32: -inf if one is
+        not visible; None: nothing.
+        """
+        loudness = self.places.loudness(found.ages)
+        if loudness is None:
+            if not torch.compiler.is_compiling() and found.visible.all():
+                return None
+            loudness = torch.zeros_like(found.ages, dtype=torch.float32)
+        return loudness.masked_fill(~found.visible, -torch.inf)
+
+    def stored(
+        self, layer: int, realigner: Realigner, step: Step, asking: Asking, found: Found
+    ) -> KV:
+        """Return what one query a row takes back, [B, H, R, D] each, as the realigner of the cache
+        has it stored in the slots of the entries that give way.
+        """
+        if realigner.reads and self.places.are_ranks:
+            return found.entries.map(lambda x: x.squeeze(2))  # attention gives slots their places
+        keys, values = self.unturned(layer, asking, found)
+        if self.born.rotation is not None:
+            away = self.places.beyond(found.ages) + self.places.near
+            keys = self.born.rotation.shift(keys, away - asking.positions)
+        keys, values = keys.squeeze(2), values.squeeze(2)
+        if not realigner.reads:
+            return KV(keys, values)
+        parts = []
+        for rows in step.alike_rows():
+            first = self.slots.start + step.births[rows][0] - step.stored[rows][0]
+            places = slice(first, first + keys.shape[2])
+            at = torch.arange(first, places.stop, device=keys.device)
+            at = at + step.behind_rows[rows].to(keys.device)  # [B, 1, R]
+            parts.append(realigner.anchor(layer, keys[rows], values[rows], places, at))
+        return cat(parts, dim=0)

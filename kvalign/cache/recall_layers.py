@@ -1,0 +1,35 @@
+"""Which layers take back what they have lost, as `--recall-layers` says."""
+
+from collections.abc import Sequence
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.settings import typed
+
+NAME = "recall_layers"
+
+
+def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:
+    """Return which of the layers that have attention are asked for; None: all. UserError if one has
+    none.
+    """
+    asked = {*attention} if text is None else numbers_in(text)
+    if others := asked - {*attention}:
+        raise UserError(
+            f"{NAME} must be among the {len(attention)} layers that have attention, up to "
+            f"{attention[-1]}: {min(others)} is none"
+        )
+    return asked
+
+
+def numbers_in(text: str) -> set[int]:
+    """Return the numbers of `"7,15-29"`: 7 and those from 15 to 29; UserError for anything else."""
+    found: set[int] = set()
+    for part in typed(NAME, text, str).split(","):
+        first, _, last = (x.strip() for x in part.partition("-"))
+        ends = (first, last or first)
+        if not all(x.isascii() and x.isdigit() and len(x) < 6 for x in ends):
+            raise UserError(f"{NAME} must be numbers and ranges as 7,15-29, got {text!r:.80}")
+        if int(ends[0]) > int(ends[1]):
+            raise UserError(f"{NAME} must have ranges that go up, as 15-29, got {text!r:.80}")
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
+    return found

@@ -1,0 +1,60 @@
+"""All that a cache holds as tensors by name, and how one made alike takes it up."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvalign.cache.rows import Rows
+from kvalign.cache.saved import expect_tensor
+from kvalign.cache.state_layer import restore_states
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import spec_of
+
+
+class Saving(Rows):
+    """Saving and restoring of a cache."""
+
+    attention: list[Any]
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def state(self) -> dict[str, Tensor]:
+        """All that it holds, by name; `restore` of a cache made alike goes on with it."""
+        if not self.seen:
+            return {}
+        with self.changing():
+            self.settle()
+        tensors = {"seen": torch.tensor(self.seen)}
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"{i}.{name}": x for name, x in layer.state().items()}
+        return tensors
+
+    def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        """Take up what `state` gave; UserError if it does not fit this cache or this model."""
+        self.reset()
+        if not state:
+            return
+        with self.changing():
+            self._restore(state, model)
+
+    def _restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
+        num_rows = state["seen"].numel() if "seen" in state else 0
+        seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
+        if not all(0 < n < 2**62 for n in seen) or not seen:
+            raise UserError("a stream's rows must have seen a token at least")
+        spec = spec_of(model.config)
+        restore_states(self.layers, state, num_rows, model)
+        for layer in self.attention:
+            i = layer.layer_idx
+
+            def read(name: str, shape: tuple[int, ...], dtype: torch.dtype, i: int = i) -> Tensor:
+                of_rows = (num_rows, spec.num_kv_heads, *shape)
+                return expect_tensor(state, f"{i}.{name}", of_rows, dtype).to(model.device)
+
+            layer.restore(read, seen, spec.head_dim, model.dtype)
+        self._hold(seen)

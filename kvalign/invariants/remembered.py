@@ -1,0 +1,239 @@
+"""Invariants of a memory: what it holds, what a step takes back of it, and that taking back all
+changes nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvalign.aligners import Move
+from kvalign.cache.memory_cache import MemoryCache
+from kvalign.cache.recall import Found
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.invariants.base import Measured, difference, invariant
+from kvalign.invariants.stream import NotApplicableError, Stream, Watched
+from kvalign.invariants.subject import Subject, once
+from kvalign.models.attention import mark, read_of
+
+NUM_ROWS = 2
+NUM_TIMES = 8  # that what is taken back is looked at
+MOST_LOST = 128  # tokens of the stream after the first eviction: all that is lost is looked through
+
+
+@dataclass
+class Heard:
+    """The attention of a step in one layer.
+
+    Attributes:
+        query: [B, H, G, D], scaled.
+        given: [B, H, G, D].
+        found: what the layer took back.
+    """
+
+    query: Tensor
+    given: Tensor
+    found: Found
+
+
+@dataclass
+class Remembered:
+    """A stream that has lost some tokens, to a memory.
+
+    Attributes:
+        apart: by how much attention was off from that to entries placed from their birth.
+        where: the token at which that was, from 0, and the layer.
+        times: that it was looked at.
+    """
+
+    cache: MemoryCache
+    watched: Watched
+    apart: float = 0.0
+    where: tuple[int, int] = (0, 0)
+    times: int = 0
+
+
+def _memory_of(stream: Stream) -> MemoryCache:
+    if not isinstance(stream.cache, MemoryCache):
+        raise NotApplicableError("it has no memory: what it evicts is gone")
+    return stream.cache
+
+
+@once
+def remember(subject: Subject) -> Remembered:
+    """Feed a stream token by token, and look at what it takes back."""
+    subject.needs_eviction()
+    _memory_of(subject.stream())
+    stream = subject.stream(is_watched=True)
+    cache, watched = _memory_of(stream), cast(Watched, stream.watched)
+    begin = cache.sizes.first_input_len
+    num = begin + min(MOST_LOST, 4 * subject.capacity)
+    remembered, ids = Remembered(cache, watched), subject.ids(NUM_ROWS, num)
+    stream.feed_singly(ids[:, :begin])
+    for t in range(begin, num):
+        with _heard(cache) as heard:
+            stream.feed(ids[:, t : t + 1])
+        if (num - 1 - t) % max(1, (num - begin) // NUM_TIMES):
+            continue
+        remembered.times += 1
+        for layer, one in heard.items():
+            apart = difference(one.given, _attention(cache, watched, layer, one))
+            if not apart <= remembered.apart:
+                remembered.apart, remembered.where = apart, (t, layer)
+    return remembered
+
+
+@contextmanager
+def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
+    """Record what each layer is asked within it, and gives, for one token."""
+    heard: dict[int, Heard] = {}
+    update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
+
+    def listening(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        found = update(keys, values, layer, *args, **kwargs)
+        if layer not in asking:
+            return found
+        read = read_of(found[0])
+        memory: Any = asking[layer].memory
+        assert read is not None
+        find, took = memory.find, []
+
+        def finding(*asked: Any) -> Found:
+            took.append(find(*asked))
+            return took[0]
+
+        def reading(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+            memory.find = finding
+            try:
+                given = read(query, keys, values, scale)
+            finally:
+                del memory.find
+            by_head = keys.shape[1], -1
+            heard[layer] = Heard(
+                query[:, :, 0].unflatten(1, by_head) * scale,
+                given[:, 0].unflatten(1, by_head),
+                took[0],
+            )
+            return given
+
+        mark(found[0], reading)
+        return found
+
+    cache.update = listening
+    try:
+        yield heard
+    finally:
+        cache.update = update
+
+
+def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values [B, H, N, D] of all tokens without their position, and the place [N] that
+    each had when it was computed.
+    """
+    at = torch.tensor(watched.positions)
+    place = at
+    if cache.realigner.runs_on:
+        place = torch.tensor([cache.sizes.num_stored(n) for n in range(len(at))])
+    return *cache.recalls.born.anchor(layer, *watched.born(layer), place, at), place
+
+
+def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -> Tensor:
+    """[B, H, G, D] over sinks, what was taken back, and the window: each as it was born, placed
+    once.
+    """
+    sizes, recalls = cache.sizes, cache.recalls
+    num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
+    *held, place = _at_birth(cache, watched, layer)
+    last, device = len(place) - 1, held[0].device
+    ages = heard.found.ages[:, :, 0].to(device)
+    of_window = torch.arange(sizes.num_in_sight, -1, -1, device=device)
+    of_window = of_window.expand(*ages.shape[:2], -1)
+    # 1. How far before the token each entry lies, and the place of it.
+    beyond = recalls.places.near + recalls.places.beyond(ages)
+    away = torch.cat([beyond.expand_as(ages), of_window], -1)  # [B, H, S]
+    at = (place[-1] - away).long()
+    if rotation is not None or not recalls.places.by_age:
+        at = num_sinks + torch.arange(at.shape[-1], device=device)
+    # 2. The entries there.
+    tokens = last - torch.cat([ages, of_window], -1)
+    index = tokens.clamp(0, last)[..., None].expand(*tokens.shape, held[0].shape[-1])
+    keys, values = (x.gather(2, index) for x in held)
+    keys, values = recalls.born.unturned(layer, keys, values, Move(0, num_sinks, at))
+    query = heard.query
+    if rotation is not None:
+        keys = rotation.shift(keys, away.float() - place[-1])
+        query = rotation.shift(query, watched.positions[-1] - int(place[-1]))
+    sinks = [x[:, :, :num_sinks] for x in watched.born(layer)]
+    keys, values = (torch.cat(x, 2) for x in zip(sinks, (keys, values), strict=True))
+    # 3. What attention gives.
+    scores = query @ keys.mT
+    bias = recalls.bias(heard.found)
+    if bias is not None:
+        scores[..., num_sinks : num_sinks + ages.shape[-1]] += bias.to(device)
+    return scores.softmax(-1) @ values
+
+
+@invariant(
+    "a memory holds what was evicted, but for rounding",
+    unit="other entries",
+    look_at="what is written to the memory: entries without their position, each once, and in the "
+    "model's precision",
+)
+def stored(subject: Subject) -> Measured:
+    remembered = remember(subject)
+    cache, watched = remembered.cache, remembered.watched
+    cache.settle()
+    sizes, num = cache.sizes, cache.seen[0]
+    lost = slice(max(sizes.num_sinks, num - sizes.num_in_sight - sizes.memory), None)
+    num_other = 0
+    for layer in cache.asking:
+        keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
+        slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
+        for born, held in zip((keys, values), layer.memory.held, strict=True):
+            # A turn by the same angle may differ in the last digit with what is turned beside it.
+            same = torch.isclose(born[:, :, lost], held[:, :, slots].float(), rtol=1e-5, atol=1e-6)
+            num_other += int((~same.all(-1)).sum())
+    num_lost = num - (lost.start or 0)
+    return Measured(num_other, 0, f"{num_lost} tokens, {len(cache.asking)} layers, each head")
+
+
+@invariant(
+    "what a step takes back counts as if it was computed where it lies",
+    unit="sd of attention",
+    look_at="which slot a token's entry is taken from, in which order, and for which row and head; "
+    "where it is placed",
+)
+def recalled(subject: Subject) -> Measured:
+    remembered = remember(subject)
+    token, layer = remembered.where
+    note = f"{remembered.times} steps, all layers; the most in layer {layer} at token {token}"
+    return Measured(remembered.apart, note=note)
+
+
+@invariant(
+    "a memory of no more entries than are taken back is the window that they were",
+    look_at="what counts as lost: each token is in the window or in the memory, and in one alone",
+)
+def all_recalled(subject: Subject) -> Measured:
+    """All is recalled, then, and lies side by side: by rank and by age alike."""
+    subject.needs_eviction()
+    cache, spec = _memory_of(subject.stream()), subject.spec
+    assert spec is not None
+    most = cache.sizes.num_recalled
+    assert most is not None
+    few = replace(cache.sizes, memory=most)
+    none = replace(few, memory=0, num_recalled=None, recall_places=None, recall_layers=None)
+    of_model = subject.model.config, cache.recalls.places.num_positions
+    with_memory = MemoryCache(spec, few, cache.realigner, *of_model)
+    without = StreamingCache(spec, none, cache.realigner)
+    without.frame = with_memory.frame
+    one, other = (Stream(subject.model, x) for x in (with_memory, without))
+    first, *tokens = subject.ids(NUM_ROWS, subject.num_tokens).split(1, 1)
+    apart = difference(one.feed(first), other.feed(first))
+    for layer in with_memory.asking:
+        layer.memory.alike = 2  # of all that is lost, nothing is left out for a newer one
+    apart = max(apart, *(difference(one.feed(x), other.feed(x)) for x in tokens))
+    return Measured(apart, subject.exact, f"{most} of {most} entries, {len(tokens) + 1} tokens")

@@ -1,0 +1,187 @@
+"""The file of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
+
+import functools
+import hashlib
+import json
+import logging
+import platform
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from filelock import FileLock
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json, sha256, write_json, write_together
+from kvalign.models import packed
+from kvalign.models.fetched import cache_dir
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+"""Of a token [1, 1], its position [1, 1], and keys and values [1, H, C + 1, D] of each layer:
+logits [1, 1, V]. The last of the entries are written.
+"""
+
+NO_COMPILER = "there is no C++ compiler here (g++): steps that are not stored are not compiled"
+_UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(packed.GROUP)
+"""What inductor makes a constant for each packed product, and what it is."""
+_CLOSE = 0.05  # share of the greatest logit; packed weights round the inputs of their products
+
+
+def folder() -> Path:
+    """Where compiled steps are kept."""
+    return cache_dir() / "steps"
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Return whether there is a C++ compiler; where there is none a line is logged, once."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        log.warning(NO_COMPILER)
+        return False
+    return True
+
+
+class _Layer(CacheLayerMixin):
+    """Entries that are given, the last of which is written."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for x, new in zip(self.entries, (key_states, value_states), strict=True):
+            x.narrow(2, self.length - 1, 1).copy_(new)
+        return self.entries
+
+    def get_seq_length(self) -> int:
+        return self.length - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class _Step(nn.Module):
+    """A step as a function of nothing but tensors."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, position_ids: Tensor, *entries: Tensor) -> Tensor:
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        cache = Cache(layers=[_Layer(*pair) for pair in pairs])
+        told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
+        return self.model(input_ids=ids, logits_to_keep=1, **told).logits
+
+
+def load_or_make(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
+) -> Run | None:
+    """The step of the file for such a model and such inputs, which is made if need be; None where
+    it cannot be.
+    """
+    about = _about(model, inputs, weights)
+    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    file = folder() / f"{key}.pt2"
+    if (run := _load(file, weights)) is not None or not has_compiler():
+        return run
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with FileLock(folder() / f".{key}.lock"):  # another start may be making it
+            return _load(file, weights) or _made(model, inputs, weights, file)
+    except Exception as error:  # whatever a model has that export, or a full disk, does not take
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        log.info("the step of this model is compiled at each start: %s", why)
+        return None
+
+
+@progress.shown_as("compile")
+def _made(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
+) -> Run | None:
+    """The step, once a file has it and it gives what the model gives."""
+    step, about = _Step(model), file.with_suffix(".json")
+    progress.phase("tracing the step, once; a minute or more, later starts load it")
+
+    def write(partial: Path) -> None:
+        made = partial / file.name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(step, tuple(inputs), strict=False)
+            progress.phase("compiling the step, once; a minute or more, later starts load it")
+            torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=str(made),
+                inductor_configs={"aot_inductor.package_constants_in_so": False},
+            )
+        write_json(partial / about.name, {"sha256": sha256(made), "torch": torch.__version__})
+        run = _load(made, weights)
+        expected, found = step(*inputs), run([*inputs])[0] if run else None
+        if found is None or (found - expected).abs().max() >= _CLOSE * expected.abs().max():
+            raise RuntimeError("what was compiled does not give what the model gives")
+
+    write_together(file.parent, write, about.name)
+    return _load(file, weights)
+
+
+def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
+    """The step of a file; None where there is none, or it is damaged."""
+    try:
+        if read_json(file.with_suffix(".json"))["sha256"] != sha256(file):
+            return None
+        compiled = torch._inductor.aoti_load_package(str(file), run_single_threaded=True)
+        names = compiled.get_constant_fqns()
+        needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
+        compiled.load_constants(needed, check_full_update=True, user_managed=True)
+    except (UserError, KeyError, OSError, RuntimeError):
+        return None
+    return compiled.loader.boxed_run
+
+
+def _about(
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """All that a compiled step depends on."""
+    config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    sources = (Path(__file__), Path(packed.__file__))
+    return {
+        "config": config,
+        "attention": model.config._attn_implementation,
+        "modules": [(name, type(x).__qualname__) for name, x in model.named_modules()],
+        "weights": {name: (tuple(x.shape), x.dtype) for name, x in weights.items()},
+        "entries": [(tuple(x.shape), x.stride(), x.dtype) for x in inputs[2:]],
+        "versions": (torch.__version__, transformers.__version__),
+        "sources": [sha256(path) for path in sources],
+        "cpu": (platform.machine(), torch.cpu.get_capabilities(), torch.get_num_threads()),
+    }
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and buffers by the names that they have in a `_Step`."""
+    found = _Step(model)
+    named = [
+        *found.named_parameters(remove_duplicate=False),
+        *found.named_buffers(remove_duplicate=False),
+    ]
+    return {name: x.detach() for name, x in named}

@@ -1,0 +1,119 @@
+"""Special tokens by who wrote them: those of a chat template steer the model, in what people say
+they are text, as `<|im_end|>` is here.
+
+What is said goes through the template with a mask, one character, in the place of each special
+token, so that the template can do with it what it does with any text. In what comes out, all
+special tokens are the template's, then; they become tokens that only a copy of the tokenizer knows,
+which takes no other for special.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import count
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from kvalign.foundation.escape import check_text
+
+_PRIVATE = 0xF0000  # the first of the characters that mean nothing
+
+
+def masked(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], dict[str, str]]:
+    """Texts without special tokens: the masks in their place, and what each stands for; none where
+    there are no special tokens.
+
+    Raises:
+        UserError: a text that is no Unicode.
+    """
+    masks: dict[str, str] = {}
+    free = (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
+    without = []
+    for text in texts:
+        check_text(text)
+        pieces, done = [], 0
+        for start, end, _ in _special_in(text, tokenizer):
+            if text[start:end] not in masks:
+                masks[text[start:end]] = next(free)
+            pieces += [text[done:start], masks[text[start:end]]]
+            done = end
+        without.append("".join([*pieces, text[done:]]))
+    return without, {mask: token for token, mask in masks.items()}
+
+
+def ids_of_masked(
+    text: str, masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, special: bool
+) -> list[int]:
+    """The token ids of a text in which masks are the text that they stand for, and special tokens
+    are special; `special`: with what the tokenizer puts before a text.
+    """
+    splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    pieces, done = [], 0
+    for start, end, token in _special_in(text, tokenizer):
+        pieces += [text[done:start], placeholders[token]]
+        done = end
+    whole = "".join([*pieces, text[done:]])
+    for mask, stands_for in masks.items():
+        whole = whole.replace(mask, stands_for)
+    own = {splitter.token_to_id(name): token for token, name in placeholders.items()}
+    return [own.get(x, x) for x in splitter.encode(whole, add_special_tokens=special).ids]
+
+
+def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
+    """Where the special tokens of a text begin and end, without the space that some take along, and
+    which they are.
+    """
+    special = _special_of(tokenizer)
+    if not special:
+        return []
+    is_changed = tokenizer.backend_tokenizer.normalizer is not None
+    if not any(
+        (is_changed and token.normalized) or token.content in text for token in special.values()
+    ):
+        return []
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = []
+    for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
+        inner = text[start:end].strip()
+        if inner and token in special and (is_changed or inner == special[token].content):
+            start += text[start:end].index(inner)
+            found.append((start, start + len(inner), token))
+    return found
+
+
+def _special_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, AddedToken]:
+    """The tokens that it calls special, and those that its chat template writes."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    template = str(tokenizer.chat_template)
+    return {
+        number: token
+        for number, token in added.items()
+        if token.special or token.content in template
+    }
+
+
+@lru_cache(maxsize=4)
+def _splitter_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str
+) -> tuple[Tokenizer, dict[int, str]]:
+    """A copy of a tokenizer of so many tokens that splits special ones as text, and the words that
+    it takes for each of them instead, which nobody can guess.
+    """
+    special = _special_of(tokenizer)
+    about = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in about["added_tokens"]:
+        token["special"] = token["id"] in special
+    splitter = Tokenizer.from_str(json.dumps(about | {"truncation": None, "padding": None}))
+    splitter.encode_special_tokens = True
+    secret, placeholders = secrets.token_hex(16), {}
+    for number, token in special.items():
+        placeholders[number] = f"<{secret}.{number}>"
+        spaces = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+        splitter.add_tokens([AddedToken(placeholders[number], normalized=False, **spaces)])
+    return splitter, placeholders

@@ -1,0 +1,35 @@
+"""A model that is being trained, or has fresh layers of PEFT, streams without its dropout."""
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within it the modules are in eval mode, afterwards each is in its own again; where that
+    changes one, a line is logged, once.
+    """
+    trained = [module for module in modules if module.training]
+    if trained:
+        _say()
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@functools.cache
+def _say() -> None:
+    log.warning(
+        "the model is in training mode, at least in part: it takes the steps of a stream in eval "
+        "mode, without dropout, and is left as it is (model.eval() settles it)"
+    )

@@ -1,0 +1,255 @@
+"""Weights of 4 or 8 bits in memory: a decode step on a CPU does little else than read weights, and
+reads fewer bytes.
+
+int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. That is the
+form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights that were stored so get the same q again; others
+are rounded to the nearest of 16 even levels from the least to the greatest of the group. The head
+has 8 bits, as in those files. int8: w = s q in the same groups, as llama.cpp's Q8_0.
+
+Products are PyTorch's own kernel for CPUs, which takes inputs in bfloat16; everything between the
+products stays as it is. For many tokens weights are unpacked first, product by product.
+"""
+
+import functools
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+
+PACKED = ("int8", "int4")
+GROUP = 32  # inputs that share a scale
+FEW = 48  # rows up to which the kernel is faster than unpacking
+_BLOCK = 64  # outputs that lie together
+_CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
+
+
+class PackedLinear(nn.Module):
+    """In place of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype."""
+
+    def __init__(self, num_in: int, num_out: int, bias: Tensor | None):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = num_in, num_out, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        if rows.shape[0] <= FEW:
+            out = self.product(rows)
+            if out.shape[1] > self.out_features:
+                out = out[:, : self.out_features]
+        else:
+            kind = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+            out = rows.to(kind) @ self.unpacked(kind)
+        out = out.to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(x.dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @abstractmethod
+    def product(self, rows: Tensor) -> Tensor:
+        """Rows [M, K] times the weights: [M, N or more], both in bfloat16."""
+
+    @abstractmethod
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The weights that are multiplied with, [K, N]."""
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Int4Linear(PackedLinear):
+    """Weights of 4 bits, in the layout of PyTorch's kernel, which differs between CPUs.
+
+    Args:
+        weight: [N, K], K a multiple of `GROUP`.
+    """
+
+    packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks
+    scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__(weight.shape[1], weight.shape[0], bias)
+        q, scales = (_filled(x) for x in self.parts(weight))
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales.transpose(0, 1).contiguous(), persistent=False)
+
+    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed parts of weights [N, K]: q [N, K] of 0 to 15, s and z [N, K / GROUP, 2]
+        bfloat16.
+        """
+        q, step, low = levels_of(weight)
+        return q, torch.stack([step, low + 8 * step], -1).bfloat16()
+
+    def product(self, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        q = (unpacked_levels(self.packed).view(torch.int8) - 8).to(dtype)  # [K, N']
+        step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
+        weight = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
+        return weight.flatten(0, 1)[:, : self.out_features]
+
+
+class Int8Linear(Int4Linear):
+    """Weights of 8 bits, as two of 4 that see the same input: w = 16 s high + s low. The kernel for
+    4 bits takes less time for both than PyTorch's own for 8.
+    """
+
+    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        groups = weight.detach().float().unflatten(1, (-1, GROUP))
+        step = (groups.abs().amax(-1).clamp_min(1e-30) / 127).bfloat16()  # [N, K / GROUP]
+        q = (groups / step.float()[..., None]).round_().clamp_(-127, 127).flatten(1).int()
+        high = torch.stack([16 * step, torch.zeros_like(step)], -1)
+        low = torch.stack([step, 8 * step], -1)
+        return torch.cat([(q >> 4) + 8, q & 15], 1), torch.cat([high, low], 1)
+
+    def product(self, rows: Tensor) -> Tensor:
+        return super().product(torch.cat([rows, rows], 1))
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        high, low = super().unpacked(dtype).chunk(2)
+        return high + low
+
+
+def pack(model: PreTrainedModel, weights: str) -> None:
+    """Put packed weights in the place of a model's own, in all products but those whose inputs come
+    in no groups of 32. An embedding that shares the head's weights keeps them as they are.
+
+    Args:
+        model: with weights in float32, on the CPU.
+        weights: int8, or int4.
+
+    Raises:
+        UserError: no product can be packed.
+    """
+    head = model.get_output_embeddings()
+    found = [(name, module) for name, module in model.named_modules() if _fits(module)]
+    if not found:
+        raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
+    for name, module in found:
+        kind = Int8Linear if weights == "int8" or module is head else Int4Linear
+        packed = kind(_weight_of(module), module.bias).train(module.training)
+        model.set_submodule(name, packed)
+        progress.phase(f"packing {name}")
+
+
+def weights_of(model: PreTrainedModel) -> str:
+    """Return how a model's weights are held: int4, int8, or as torch names their dtype."""
+    kinds = {type(module) for module in model.modules()}
+    if Int4Linear in kinds:
+        return "int4"
+    return "int8" if Int8Linear in kinds else str(model.dtype).removeprefix("torch.")
+
+
+def is_of_4_bits(model: PreTrainedModel) -> bool:
+    """Return whether the weights of all products but the head were stored in 4 bits, as far as a
+    few of their groups tell.
+    """
+    head = model.get_output_embeddings()
+    products = [x for x in model.modules() if _fits(x) and x is not head]
+    return bool(products) and all(_has_levels(_weight_of(x)) for x in products)
+
+
+def levels_of(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The even levels of each group, and the nearest of them to each weight: w = low + q step.
+
+    Where all weights of a group lie on at most 16 even levels, as those that were stored in 4 bits,
+    these are its levels.
+
+    Args:
+        weight: [N, K], K a multiple of `GROUP`.
+
+    Returns:
+        q [N, K] of 0 to 15 uint8; step and low [N, K / GROUP] float32.
+    """
+    groups = weight.detach().float().reshape(-1, GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    offset = groups - low
+    step = (high - low) / 15
+    if _has_levels(weight):
+        step = _even_steps(offset, high - low)
+    q = (offset / step.clamp_min(1e-30)).round_().clamp_(0, 15).to(torch.uint8)
+    return q.view(weight.shape), step.view(len(weight), -1), low.view(len(weight), -1)
+
+
+def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
+    """The greatest number of steps, at most 15, on whose levels all of a group lie, as its step;
+    where there is none, 15.
+
+    Args:
+        offset: [G, GROUP] weights less the least of their group.
+        span: [G, 1] the greatest of them.
+    """
+    step = span / 15
+    left = torch.arange(len(span))
+    for num in range(15, 0, -1):
+        tried = span[left] / num
+        places = offset[left] / tried.clamp_min(1e-30)
+        fits = ((places - places.round()).abs() < _CLOSE).all(1)
+        step[left[fits]] = tried[fits]
+        left = left[~fits]
+        if not len(left):
+            break
+    return step
+
+
+def _has_levels(weight: Tensor) -> bool:
+    """Return whether the first groups of weights lie on at most 16 even levels each."""
+    groups = weight.detach().flatten()[: 64 * GROUP].float().view(-1, GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    places = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
+    return bool(((places - places.round()).abs() < _CLOSE).all())
+
+
+def unpacked_levels(packed: Tensor) -> Tensor:
+    """The levels that were packed, [K, N'] uint8, from [N', K / 2]."""
+    num_rows, num_in = packed.shape[0], 2 * packed.shape[1]
+    block = _block_of_kernel()
+    bytes_of = packed.view(num_rows // block, num_in, block // 2)
+    both = torch.cat([bytes_of & 15, bytes_of >> 4], -1)  # [blocks, K, block]
+    return both.transpose(0, 1).reshape(num_in, num_rows)
+
+
+@functools.cache
+def _block_of_kernel() -> int:
+    """Return how many outputs the kernel's layout keeps together on this CPU: the first half of
+    them in the low bits of its bytes, the others in the high ones.
+    """
+    rng = torch.Generator().manual_seed(0)  # the global one is the sampling's
+    q = torch.randint(16, (_BLOCK, GROUP), dtype=torch.int32, generator=rng)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    for block in (64, 32, 16):
+        bytes_of = packed.view(_BLOCK // block, GROUP, block // 2)
+        found = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
+        if torch.equal(found.reshape(_BLOCK, GROUP).int(), q):
+            return block
+    raise AssertionError("a layout of 4-bit weights that is not known")
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Return whether this CPU has a fast product in bfloat16."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _fits(module: nn.Module) -> bool:
+    """Return whether it is a product whose inputs come in groups."""
+    return type(module) in (nn.Linear, Conv1D) and _weight_of(module).shape[1] % GROUP == 0
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """The weights [N, K] of a product; GPT-2's are stored the other way round."""
+    weight: Any = module.weight
+    return (weight.T if isinstance(module, Conv1D) else weight).detach()
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Zeros after the last output, up to whole blocks."""
+    missing = -len(x) % _BLOCK
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

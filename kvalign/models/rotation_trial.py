@@ -1,0 +1,151 @@
+"""Rotation of a model's keys, found out by trying it: a pair of tokens is encoded at two offsets,
+and what turns the keys of one into those of another, layer by layer, is the rotation.
+
+The frequencies are the model's own. Which layer turns by which of them, in which layout, or not at
+all, is measured, so no architecture needs to be known by name; one whose keys no rotation moves is
+refused with what differed.
+"""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.lasting import lasting
+from kvalign.models.eval_mode import in_eval_mode
+from kvalign.models.rope import LAYOUTS, Rotation, RotationByLayer
+
+OFFSETS = (0, 37)
+# Of the largest number of a key: what counts as equal, by the precision that it is stored in.
+_NEAR = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 1e-2}
+_NEAR_ELSE = 4e-2
+# The second token of a pair sees the first: errors of all layers add up there.
+_NEAR_AFTER = 5
+_TABLE = "embed_positions"
+
+
+class Still(Rotation):
+    """Rotation of keys that do not turn."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(0), is_bounded=False)
+
+    def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
+        return keys
+
+
+def frequencies(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The rotary frequencies [N] float32 that a model has, by name: its own buffers, or what its
+    tables of sines and cosines [P, 2 N] (GPT-J) were made of. Equal ones come once.
+    """
+    found: dict[str, Tensor] = {}
+    for path, buffer in model.named_buffers():
+        name = path.rpartition(".")[2]
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
+            inv_freq = buffer.float()
+        elif name == _TABLE and buffer.ndim == 2 and len(buffer) > 1:
+            inv_freq = _of_table(buffer)
+        else:
+            continue
+        if not any(torch.equal(inv_freq, other) for other in found.values()):
+            found[path] = inv_freq
+    return found
+
+
+def _of_table(table: Tensor) -> Tensor:
+    """The frequencies whose sines and cosines a table has: of each position twice as far the same
+    error is half of what it was, in half precision too.
+    """
+    sin, cos = table.double().chunk(2, -1)
+    inv_freq, position = torch.zeros_like(sin[0]), 1
+    while position < len(table):
+        off = torch.atan2(sin[position], cos[position]) - position * inv_freq
+        inv_freq += torch.atan2(off.sin(), off.cos()) / position
+        position *= 2
+    return inv_freq.float()
+
+
+@lasting()
+def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) -> Rotation:
+    """Measure what moves the keys of a model.
+
+    Args:
+        context_len: positions that the model was built for.
+        is_bounded: see `Rotation`.
+
+    Raises:
+        UserError: no rotation by its frequencies does; says by how much it is off, and where.
+    """
+    most = OFFSETS[-1] if context_len is None else min(OFFSETS[-1], context_len - 2)
+    offsets = [min(offset, most) for offset in OFFSETS]
+    cache, hidden = _encoded(model, offsets)
+    candidates: list[Rotation] = [
+        Rotation(inv_freq, is_bounded or path.endswith(_TABLE), layout)
+        for path, inv_freq in frequencies(model).items()
+        for layout in LAYOUTS
+    ]
+    candidates.append(Still())
+    # Layers without attention keep no keys.
+    held = {i: layer for i, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
+    found: dict[int, Rotation] = {}
+    for i, layer in held.items():
+        near = _near(layer.keys.dtype)
+        candidates.sort(key=lambda one: one not in list(found.values())[-1:])  # as the layer before
+        errors = []
+        for one in candidates:
+            errors.append(_error(one, layer.keys[:, :, 0], offsets))
+            if errors[-1] < near:
+                found[i] = one
+                break
+        else:
+            raise UserError(
+                f"a key of layer {i} is not moved by turning it: {min(errors):.2g} of its size off "
+                f"at best, of {len(candidates) - 1} rotations by the model's own frequencies"
+            )
+        if (apart := _apart(layer.values[:, :, 0])) > near:
+            raise UserError(
+                f"a value of layer {i} changes with the position, by {apart:.2g} of its size"
+            )
+    near = _NEAR_AFTER * _near(hidden.dtype)
+    if (apart := _apart(hidden[:, 1])) > near:
+        raise UserError(
+            "what a token sees of the one before it changes with the position of the pair, by "
+            f"{apart:.2g} of its size"
+        )
+    kinds = list(dict.fromkeys(found.values()))
+    if len(kinds) == 1:
+        return kinds[0]
+    still = Still()
+    return RotationByLayer([found.get(i, still) for i in range(len(cache.layers))])
+
+
+def _encoded(model: PreTrainedModel, offsets: list[int]) -> tuple[DynamicCache, Tensor]:
+    """The cache after two tokens at each offset, and what it ends in [2, 2, ...]."""
+    device, vocab_size = model.device, model.config.vocab_size
+    ids = torch.tensor([[vocab_size // 2, vocab_size // 3]], device=device).expand(len(offsets), -1)
+    positions = torch.tensor(offsets, device=device)[:, None] + torch.arange(2, device=device)
+    cache = DynamicCache(config=model.config)
+    with in_eval_mode([*model.modules()]):
+        out = model.base_model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+    return cache, out[0]
+
+
+def _error(rotation: Rotation, keys: Tensor, offsets: list[int]) -> float:
+    """By how much keys [B, H, D] of one token differ once moved to the first of the offsets."""
+    shift = torch.tensor(offsets, device=keys.device)[:, None]
+    return _apart(rotation.shift(keys, shift - offsets[0]))
+
+
+def _apart(x: Tensor) -> float:
+    """The largest difference of rows from the first, as a part of the largest number; 0 where
+    there is no telling.
+    """
+    x = x.float()
+    apart = ((x - x[:1]).abs().amax() / x.abs().amax().clamp(min=1e-20)).item()
+    return apart if apart == apart else 0.0
+
+
+def _near(dtype: torch.dtype) -> float:
+    return _NEAR.get(dtype, _NEAR_ELSE)

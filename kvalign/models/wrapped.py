@@ -1,0 +1,36 @@
+"""The model of transformers within what its user wrapped it in: here alone it is taken out."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvalign.foundation.errors import UserError
+
+_HELD_AS = ("_orig_mod", "module", "model")
+"""What `torch.compile`, wrappers like DDP, and PEFT call the model that they hold."""
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model itself. Layers of PEFT are inside of it, and stay.
+
+    Raises:
+        UserError: PEFT puts tokens of its own before each input (prompt and prefix tuning).
+        TypeError: there is no model of transformers in it.
+    """
+    given = model
+    while not isinstance(model, PreTrainedModel):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            kind = type(model.active_peft_config).__name__
+            raise UserError(
+                f"a model with {kind} has tokens of its own before each input, which no cache "
+                "knows of: take an adapter that changes layers, as LoRA"
+            )
+        held = (getattr(model, name, None) for name in _HELD_AS)
+        model = next((inner for inner in held if isinstance(inner, nn.Module)), None)
+        if model is None:
+            raise TypeError(
+                f"the model must be a causal LM of transformers, got {type(given).__name__}: "
+                "kvalign.load_model(name).model, or AutoModelForCausalLM.from_pretrained(name)"
+            )
+    return model

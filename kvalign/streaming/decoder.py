@@ -1,0 +1,56 @@
+"""Tokens become text here alone, one by one, as far as they are whole characters."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_MOST = 16
+"""Tokens that wait for a character to become whole, or are looked through for one that is; the
+longest character takes 4."""
+
+
+class Decoder:
+    """The text of tokens that follow others, which never takes back what it gave.
+
+    A tokenizer may change its mind: with byte fallback (Llama 2, Mistral), a byte that makes no
+    character turns those before it into none, too. What was given stays, then, and the tokens
+    since are decoded alone.
+
+    Args:
+        tokenizer: a fast one.
+        before: ids that came before. Those at their end that make no whole character yet are taken
+            as the first.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]):
+        self._tokenizer = tokenizer
+        # What was given last, so that a word keeps its space, and what has not been given yet.
+        self._context, self._waiting = self._cut([*before[-2 * _MOST :]])
+
+    def step(self, token: int) -> str:
+        """The text that a token adds: none while it is part of a character."""
+        self._waiting.append(token)
+        given, whole = self._text(self._context), self._text(self._context + self._waiting)
+        is_whole = whole != given and not whole.endswith(_NO_CHARACTER)
+        if not is_whole and len(self._waiting) < _MOST:
+            return ""
+        follows = whole.startswith(given)
+        piece = whole.removeprefix(given) if follows else self._text(self._waiting)
+        if is_whole:  # a space alone has no text: a tokenizer strips the first one
+            before = [] if self._text(self._waiting) else self._context
+            self._context = [*before, *self._waiting][-2 * _MOST :]
+        self._waiting = []
+        return piece
+
+    def _cut(self, before: list[int]) -> tuple[list[int], list[int]]:
+        """The last tokens that make whole characters, as few as do, and what follows them."""
+        for end in range(len(before), max(len(before) - 4, 0), -1):
+            for start in range(end - 1, max(end - _MOST, 0) - 1, -1):
+                text = self._text(before[start:end])
+                if text and not text.endswith(_NO_CHARACTER):
+                    return before[start:end], before[end:]
+        return before, []
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,93 @@
+"""Lookup decoding: text that repeats what the stream has said is written several tokens a pass.
+
+What followed the last few tokens when they came before is guessed to follow again. The guessed
+tokens go through the model together with the last one, as one segment, and the cache keeps what it
+has read of them beyond its end. Nothing else changes: each token is chosen as ever, from the logits
+after the one before; if it is the one that was guessed, the logits after it are there already. So
+the text is the same, whatever chooses it. (Prompt lookup decoding, Saxena 2023, is a case of
+speculative decoding, Leviathan et al. 2023, whose draft is the stream itself.)
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.foundation.errors import UserError
+from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
+
+NGRAM_SIZE = 3
+LEAST_TRUST = 0.7
+FORGETTING = 0.2
+
+
+class Lookup:
+    """Guesses how a stream goes on.
+
+    A source is a place in the stream after which came what comes now. It is followed as long as it
+    is right; then the newest place of the last `NGRAM_SIZE` tokens is the next one. As many tokens
+    are guessed as have been the same so far, and none while guesses are mostly wrong, be they used
+    or not: a wrong one costs a pass over several tokens.
+
+    Args:
+        most: tokens that are guessed at most.
+        ids: of the stream so far.
+
+    Attributes:
+        trust: how often a source has told the next token lately, between 0 and 1.
+    """
+
+    def __init__(self, most: int, ids: Iterable[int]):
+        self.most, self.trust = most, LEAST_TRUST
+        self._ids: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}  # of an n-gram: where its newest place ends
+        self._source: int | None = None  # the place of the token that is guessed next
+        self._num_same = 0  # tokens before it that are those before the next one
+        for token in ids:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Go on with a token."""
+        if self._source is not None:
+            is_right = self._ids[self._source] == token
+            self.trust += FORGETTING * (is_right - self.trust)
+            self._source = self._source + 1 if is_right else None
+            self._num_same += 1
+        self._ids.append(token)
+        ngram = tuple(self._ids[-NGRAM_SIZE:])
+        if self._source is None:
+            self._source, self._num_same = self._ends.get(ngram), NGRAM_SIZE
+        self._ends[ngram] = len(self._ids)
+
+    def guess(self) -> list[int]:
+        """The next tokens, as far as they can be guessed; what comes round goes on coming round."""
+        if self._source is None or self.trust < LEAST_TRUST:
+            return []
+        num = min(self.most, self._num_same)
+        found = self._ids[self._source : self._source + num]
+        return (found * -(-num // len(found)))[:num]
+
+    def feed(self, method: Method) -> Tensor:
+        """Return what `method.feed` of the last token gives: logits [1, V] float32 of the
+        next one.
+        """
+        assert isinstance(method, Cached)
+        assert isinstance(method.cache, StreamingCache)
+        token = self._ids[-1]
+        logits = method.cache.take_ahead(token)
+        if logits is not None:
+            return logits
+        fed = [token, *self.guess()][: max(1, method.cache.most_at_once)]
+        ids = torch.tensor([fed], device=method.model.device)
+        return method.feed(ids) if len(fed) == 1 else method.read_ahead(ids)
+
+
+def check_lookup(method: Method) -> None:
+    """Raise UserError unless a method can take back what was guessed."""
+    if not (isinstance(method, Cached) and method.reads_ahead):
+        raise UserError(
+            f"lookup is not for {method.in_words}, which cannot take back a wrong guess: it is for "
+            "kvalign with tables, streaming-llm and window, without a memory or another policy"
+        )

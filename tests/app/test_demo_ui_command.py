@@ -1,0 +1,44 @@
+"""`kvalign demo-ui` as a command: whom it lets in, and how it ends."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("gradio", reason="gradio is not installed")
+
+from kvalign.app.cli.main import main
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr("kvalign.app.commands.demo_ui.free_port", lambda *_: served.append(1) or 1)
+    monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_: served.append(2))
+    monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: served.append(3))
+    assert main(["demo-ui", "--host", host]) == 2
+    assert f"--host {host} lets others in" in capsys.readouterr().err and not served
+    assert main(["demo-ui", "--host", host, "--without-key"]) == 0
+    assert main(["demo-ui"]) == 0
+    assert served == 2 * [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_sigint_ends_it_in_the_background():
+    """Where a shell has jobs ignore it."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "kvalign", "demo-ui", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        assert server.stdout.readline().startswith("running on ")
+        server.send_signal(signal.SIGINT)
+        _, complaints = server.communicate(timeout=30)
+        assert (server.returncode, complaints.strip()) == (0, "")
+    finally:
+        server.kill()
+        server.communicate()

@@ -1,0 +1,215 @@
+"""Flags of a memory that do not fit, and saved memories that are damaged: one line, and nothing
+left.
+"""
+
+import json
+
+import pytest
+import torch
+from helpers.refusals import refused
+from helpers.served import serving
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvalign.app.cli.main import main
+from kvalign.app.serve.service import Service
+from kvalign.app.serve.settings import ServeSettings
+from kvalign.foundation.errors import UserError
+from kvalign.models.loading import load_model
+
+MODEL = ["--model", "llama-mini"]
+SINGLE = {
+    "generate": ["generate", *MODEL, "--prompt", "The", "--method", "streaming-llm"],
+    "chat": ["chat", *MODEL, "--say", "Hi", "--method", "streaming-llm"],
+    "serve": ["serve", *MODEL, "--port", "0", "--method", "streaming-llm"],
+}
+EVALUATIONS = {
+    name: ["eval", name, *MODEL, "--methods", "streaming-llm", "--cache-sizes", "128"]
+    for name in (
+        *("perplexity", "latency", "readability", "streameval", "needle", "told", "chat"),
+        "attention",
+    )
+}
+EVALUATIONS["recall"] = ["eval", "recall", "--model", "recall-llama", "--methods", "streaming-llm"]
+ALL = {**SINGLE, **EVALUATIONS}
+# Values that no command takes, by what is said of them.
+FLAGS = [
+    ("--memory=-1", "--memory must be at least 0, got -1"),
+    (f"--memory={10**18}", f"--memory must be at most {10**12}, got {10**18}"),
+    (f"--memory={10**30}", "--memory must be below 2^63"),
+    ("--memory=", "--memory"),
+    ("--memory=1e5", "--memory: invalid"),
+    ("--memory=500 --num-recalled=0", "--num-recalled must be at least 1"),
+    ("--memory=500 --num-recalled=-4", "--num-recalled must be at least 1"),
+    (f"--memory=500 --num-recalled={10**18}", "--num-recalled must be at most"),
+    ("--memory=500 --recall-places=near", "--recall-places must be one of age, rank"),
+    ("--memory=500 --recall-places=", "--recall-places is empty"),
+]
+# What is said once there is a model.
+SIZES = [
+    ("--memory=500 --num-recalled=900", "--num-recalled must be between 1 and"),
+    ("--memory=500 --num-sinks=127", "memory needs a window of at least 2 entries"),
+    ("--memory=3", "memory must be at least --num-recalled ("),
+    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--memory=500 --recall-layers=9", "--recall-layers must be among the 6 layers"),
+    ("--memory=500 --recall-layers=all", "--recall-layers must be numbers and ranges as 7,15-29"),
+    ("--memory=500 --recall-layers=3-1", "--recall-layers must have ranges that go up"),
+    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--memory=500 --policy=h2o", "memory takes what policy oldest evicts"),
+    ("--memory=500 --num-evicted=2", "memory takes what policy oldest evicts"),
+    ("--memory=500 --positions=keep", "memory takes what policy oldest evicts"),
+    ("--memory=0 --num-recalled=4", "are of a memory: give "),
+]
+ONE_OF_EACH = ("generate", "perplexity")
+ROWS = [(ALL[name], *row) for name in ALL for row in FLAGS]
+ROWS += [(ALL[name], *row) for name in ONE_OF_EACH for row in SIZES]
+ROWS += [(ALL[name], *SIZES[0]) for name in ALL if name not in ONE_OF_EACH]
+ROWS += [
+    (["generate", "--prompt", "The", *words.split()], "--memory=500", message)
+    for words, message in (
+        ("--model gpt2-mini --method streaming-llm", "is not for gpt2-mini without an aligner"),
+        ("--aligner kvalign-gpt2-mini-network", "need one that places each from its birth"),
+        ("--realign-every 4", "memory takes --realign-every 1"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags", "message"), ROWS, ids=[f"{' '.join(a[:2])} {f}"[:60] for a, f, _ in ROWS]
+)
+def test_flags(argv, flags, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    # One line is one line, however busy the machine is.
+    monkeypatch.setattr("kvalign.foundation.progress.LINE_S", float("inf"))
+    refused([*argv, *flags.split()], message, capfd)
+
+
+def of_memory(change):
+    """A change of the first layer's keys."""
+    name = "method.0.memory.0"
+    return lambda t, a: t.update({name: change(t[name]).contiguous()})
+
+
+def more_seen(tensors, about):
+    tensors["method.seen"] += 10**6
+
+
+DAMAGED = {
+    "no keys": (lambda t, a: t.pop("method.0.memory.0"), "a stream's 0.memory.0 must be"),
+    "no values": (lambda t, a: t.pop("method.3.memory.1"), "a stream's 3.memory.1 must be"),
+    "none at all": (
+        lambda t, a: [t.pop(name) for name in list(t) if ".memory." in name],
+        "a stream's 0.memory.0 must be",
+    ),
+    "a token less": (of_memory(lambda x: x[:, :, 1:]), "a stream's 0.memory.0 must be"),
+    "no token": (of_memory(lambda x: x[:, :, :0]), "a stream's 0.memory.0 must be"),
+    "a head less": (of_memory(lambda x: x[:, 1:]), "a stream's 0.memory.0 must be"),
+    "other heads": (of_memory(lambda x: x[..., 1:]), "a stream's 0.memory.0 must be"),
+    "two rows": (of_memory(lambda x: torch.cat([x, x])), "a stream's 0.memory.0 must be"),
+    "flat": (of_memory(torch.Tensor.flatten), "a stream's 0.memory.0 must be"),
+    "half precision": (of_memory(torch.Tensor.half), "a stream's 0.memory.0 must be"),
+    "whole numbers": (of_memory(torch.Tensor.int), "a stream's 0.memory.0 must be"),
+    "no numbers": (of_memory(lambda x: x * float("nan")), "its entries"),
+    "more seen": (more_seen, "must be"),
+    "a smaller memory": (lambda t, a: a.update(memory=3), "memory must be at least"),
+    "no memory": (lambda t, a: a.update(memory=0), "of a memory: give"),
+    "less than none": (lambda t, a: a.update(memory=-1), "memory: Input should be"),
+    "endless": (lambda t, a: a.update(memory=10**30), "memory must be"),
+    "text": (lambda t, a: a.update(memory="many"), "memory: Input should be"),
+    "all recalled": (lambda t, a: a.update(num_recalled=10**6), "must be between 1 and"),
+    "other places": (lambda t, a: a.update(recall_places="near"), "must be age or rank"),
+    "other layers": (lambda t, a: a.update(recall_layers="0-99"), "must be among the"),
+    "no layers": (lambda t, a: a.update(recall_layers="-"), "must be numbers and ranges"),
+    "another policy": (lambda t, a: a.update(policy="h2o"), "policy oldest"),
+    "another method": (lambda t, a: a.update(method="recompute"), "cannot go on"),
+}
+
+
+def damage(path, change):
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors, about = load_file(path), json.loads(metadata["stream"])
+    change(tensors, about)
+    del metadata["sha256"]  # as in a file of before: else the rest would not be looked at
+    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
+
+
+GOING_ON = [*SINGLE["chat"][:-2], "--state", "talk.safetensors", "--max-new-tokens", "2"]
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory):
+    """The bytes of a conversation with a memory."""
+    path = tmp_path_factory.mktemp("talk") / "talk.safetensors"
+    argv = [*SINGLE["chat"], "--state", str(path), "--cache-size", "20", "--max-new-tokens", "60"]
+    assert main([*argv, "--memory", "100", "--num-recalled", "4"]) == 0
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_conversations_with_a_damaged_memory(what, talk, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.safetensors").write_bytes(talk)
+    change, message = DAMAGED[what]
+    damage(tmp_path / "talk.safetensors", change)
+    refused(GOING_ON, message, capfd)
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+def test_conversations_cut_short(share, talk, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.safetensors").write_bytes(talk[: int(share * len(talk))])
+    refused(GOING_ON, "is not a stream that kvalign saved", capfd)
+
+
+def test_a_conversation_keeps_its_own_memory(talk, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.safetensors").write_bytes(talk)
+    refused([*GOING_ON, "--memory", "50"], "has its own --memory", capfd)
+    refused([*GOING_ON, "--num-recalled", "8"], "has its own --num-recalled", capfd)
+
+
+SERVED = dict(cache_size=20, memory=100, num_recalled=4, method="streaming-llm")
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """The file of a session with a memory, and its bytes."""
+    folder = tmp_path_factory.mktemp("sessions")
+    loaded = load_model("llama-mini")
+    with serving(loaded, sessions=folder, **SERVED) as server, server.client() as client:
+        client.chat.completions.create(
+            model="llama-mini",
+            messages=[{"role": "user", "content": "Who lived on the island?"}],
+            max_tokens=40,
+            extra_body={"session": "one"},
+        )
+    (path,) = folder.glob("*.safetensors")
+    return path.name, path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def served_model():
+    return load_model("llama-mini")
+
+
+@pytest.mark.parametrize("what", [*DAMAGED, "cut short", "served otherwise"])
+def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
+    """One that is damaged is left alone, in one line; one of other sizes ends the start."""
+    name, content = session
+    path = tmp_path / "talks" / name
+    path.parent.mkdir()
+    path.write_bytes(content if what != "cut short" else content[: len(content) // 2])
+    if what in DAMAGED:
+        damage(path, DAMAGED[what][0])
+    how = SERVED | ({"memory": 50} if what == "served otherwise" else {})
+    settings = ServeSettings(model="llama-mini", sessions=path.parent, **how)
+    try:
+        service = Service(settings, served_model)
+        said, has_begun = service.said_of_folder(), True
+    except UserError as error:
+        said, has_begun = str(error), False
+    assert what != ("served otherwise" if has_begun else "cut short")
+    assert said.startswith("left as it is: ") or "serve as those there were served" in said
+    assert name in said and "\n" not in said

@@ -1,0 +1,271 @@
+"""Sessions of `kvalign serve` are never lost or mixed in silence: requests without one, turns sent
+again, files that are damaged, replaced or written by others.
+"""
+
+import shutil
+
+import httpx
+import openai
+import pytest
+from helpers.served import serving
+
+from kvalign.app.cli.main import main
+from kvalign.foundation.files import locked
+from kvalign.models.loading import load_model
+
+TOLD = {"role": "system", "content": "You know islands."}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture
+def server(loaded):
+    with serving(loaded, cache_size=48) as one:
+        yield one
+
+
+def ask(server, said, session=None, **headers):
+    """The reply to messages, or to one turn; headers by their names, with `_`."""
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    asked = dict(model="gpt2-mini", messages=messages, max_tokens=6, temperature=0)
+    if session:
+        asked["session"] = session
+    named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+    address = f"{server.address}/v1/chat/completions"
+    return httpx.post(address, json=asked, headers=named, timeout=60)
+
+
+def text(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def num_prompt(reply):
+    return reply.json()["usage"]["prompt_tokens"]
+
+
+def num_cached(reply):
+    return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def is_refused(reply, status, code, folder=None):
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, code), reply.text
+    assert folder is None or str(folder) not in reply.text
+    assert "safetensors" not in reply.text
+
+
+def forget(server, session):
+    return httpx.delete(f"{server.address}/v1/sessions/{session}")
+
+
+def files(folder):
+    return sorted(folder.glob("[!.]*"))
+
+
+def test_requests_without_a_session_push_no_named_one_out(loaded):
+    with serving(loaded, cache_size=48, max_sessions=2, max_unnamed=2) as server:
+        first = [ask(server, "Who?", name) for name in ("a", "b")]
+        for i in range(5):
+            text(ask(server, f"Number {i}?"))
+        assert list(server.service.sessions._by_id)[:2] == ["a", "b"]
+        assert len(server.service.sessions) == 4
+        assert all(num_cached(ask(server, "Why?", name)) > 0 for name in ("a", "b")), first
+
+
+def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
+    talk = [{"role": "user", "content": "Who?"}]
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        talk.append({"role": "assistant", "content": text(ask(server, talk))})
+        talk.append({"role": "user", "content": "Why?"})
+        assert num_cached(ask(server, talk)) > 0, "found by its beginning all the same"
+        assert files(tmp_path) == []
+        text(ask(server, "Who?", "named"))
+        assert len(files(tmp_path)) == 1
+    with serving(loaded, cache_size=48, sessions=tmp_path, keep_unnamed=True) as server:
+        talk[1]["content"] = text(ask(server, talk[:1]))
+        assert len(files(tmp_path)) == 2
+    with serving(loaded, cache_size=48, sessions=tmp_path, keep_unnamed=True) as server:
+        assert num_cached(ask(server, talk)) > 0
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        assert len(server.service.sessions) == 1 and len(files(tmp_path)) == 2
+        assert "1 conversation of requests without a session" in server.service.said_of_folder()
+
+
+def test_a_session_that_had_to_go_says_so(loaded):
+    with serving(loaded, cache_size=48, max_sessions=1) as server:
+        answer = text(ask(server, "Who?", "a"))
+        text(ask(server, "Who?", "b"))
+        is_refused(ask(server, "Why?", "a"), 410, "session_dropped")
+        whole = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": answer}]
+        text(ask(server, [*whole, {"role": "user", "content": "Why?"}], "a"))
+        assert num_cached(ask(server, "When?", "a")) > 0, "it is there again"
+        is_refused(ask(server, "Why?", "b"), 410, "session_dropped")
+        assert forget(server, "b").json()["deleted"]
+        assert num_cached(ask(server, "Why?", "b")) == 0
+
+
+@pytest.mark.parametrize("said", ["Who?", [TOLD, {"role": "user", "content": "Who?"}]])
+def test_the_first_turn_sent_again_is_answered_again(server, said):
+    replies = [ask(server, said, "s") for _ in range(3)]
+    assert len({text(reply) for reply in replies}) == 1
+    assert len({num_prompt(reply) for reply in replies}) == 1
+    alone = ask(server, said, "t")
+    expected = ask(server, "Why?", "t")
+    assert text(alone) == text(replies[0])
+    then = ask(server, "Why?", "s")
+    assert (text(then), num_prompt(then)) == (text(expected), num_prompt(expected))
+
+
+def test_a_later_turn_is_answered_again_if_it_says_that_it_is_the_same(server):
+    text(ask(server, "Who?", "s"))
+    once = ask(server, "Why?", "s")
+    again = ask(server, "Why?", "s", x_stainless_retry_count=1)  # OpenAI's client, by itself
+    assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
+    twice = ask(server, "Why?", "s", x_stainless_retry_count=0)
+    assert num_prompt(twice) > num_prompt(once), "a turn that is said twice"
+
+
+def test_a_key_says_what_is_the_same_turn(server):
+    once = ask(server, "Who?", "s", idempotency_key="one")
+    again = ask(server, "Who?", "s", idempotency_key="one")
+    assert (text(again), num_prompt(again)) == (text(once), num_prompt(once))
+    other = ask(server, "Who?", "s", idempotency_key="two")
+    assert num_prompt(other) > num_prompt(once)
+    is_refused(ask(server, "When?", "s", idempotency_key="two"), 422, "idempotency_key_reused")
+    is_refused(ask(server, "When?", "s", idempotency_key="a" * 300), 400, None)
+
+
+def test_a_text_sent_again_is_answered_again(server):
+    asked = dict(model="gpt2-mini", prompt="The king", max_tokens=6, temperature=0, session="t")
+    replies = [httpx.post(f"{server.address}/v1/completions", json=asked).json() for _ in range(2)]
+    assert replies[0]["usage"] | {"prompt_tokens_details": 0} == replies[1]["usage"] | {
+        "prompt_tokens_details": 0
+    }
+    assert replies[0]["choices"] == replies[1]["choices"]
+
+
+def test_openai_s_client_that_tries_again_by_itself(server):
+    """The answer to a first turn is lost on its way; the client asks again, and then goes on."""
+    lost = []
+
+    def losing(reply):
+        if reply.request.url.path.endswith("completions") and not lost:
+            reply.read()
+            lost.append(reply.json())
+            raise httpx.ReadError("the line broke")
+
+    http = httpx.Client(event_hooks={"response": [losing]})
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", http_client=http) as client:
+        asked = dict(model="gpt2-mini", temperature=0, max_tokens=6, extra_body={"session": "s"})
+        messages = [{"role": "user", "content": "Who?"}]
+        reply = client.chat.completions.create(messages=messages, **asked)
+    assert lost and reply.choices[0].message.content == lost[0]["choices"][0]["message"]["content"]
+    assert reply.usage.prompt_tokens == lost[0]["usage"]["prompt_tokens"]
+
+
+def replaced_by_an_older_one(path, older):
+    shutil.copy(older, path)
+
+
+def with_one_byte_changed(path, older):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path, older):
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def removed(path, older):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "change", [replaced_by_an_older_one, with_one_byte_changed, cut_short, removed]
+)
+def test_a_file_that_is_changed_while_it_is_served_is_noticed(change, loaded, tmp_path):
+    folder, older = tmp_path / "talks", tmp_path / "older"
+    with serving(loaded, cache_size=48, sessions=folder) as server:
+        text(ask(server, "Who?", "s"))
+        (path,) = files(folder)
+        shutil.copy(path, older)
+        text(ask(server, "Why?", "s"))
+        change(path, older)
+        left = path.read_bytes() if path.exists() else b""
+        for _ in range(2):
+            is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
+        assert (path.read_bytes() if path.exists() else b"") == left
+        assert text(ask(server, "Who?", "other"))
+        assert forget(server, "s").json() == {
+            "id": "s",
+            "object": "session.deleted",
+            "deleted": True,
+        }
+        assert num_cached(ask(server, "Who?", "s")) == 0
+        assert num_cached(ask(server, "Why?", "s")) > 0
+
+
+def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_path, capfd):
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        for name in ("a", "b", "c"):
+            text(ask(server, f"Who is {name}?", name))
+            text(ask(server, "Why?", name))
+    paths = {s: server.service.sessions.store._path(s) for s in ("a", "b", "c", "d")}
+    with_one_byte_changed(paths["a"], None)
+    shutil.copy(paths["b"], paths["d"])  # one session under two names
+    (tmp_path / "notes.safetensors").write_text("nothing")
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        said = server.service.said_of_folder()
+        for name in (paths["a"].name, paths["d"].name, "notes.safetensors"):
+            assert name in said
+        assert paths["b"].name not in said
+        for name in ("a", "d"):
+            is_refused(ask(server, "When?", name), 500, "session_damaged", tmp_path)
+            assert forget(server, name).status_code == 200
+            assert num_cached(ask(server, "When?", name)) == 0
+        for name in ("b", "c"):
+            assert num_cached(ask(server, "When?", name)) > 0
+        assert forget(server, "never").status_code == 404
+        assert forget(server, "../notes").status_code == 404
+        assert (tmp_path / "notes.safetensors").exists()
+
+
+def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        text(ask(server, "Who?", "s"))
+        (path,) = files(tmp_path)
+        before = path.read_bytes()
+        with locked(tmp_path):  # as the command has it
+            assert main(["chat", "--state", str(path), "--say", "Why?"]) == 2
+        assert "is in use" in capsys.readouterr().err
+        assert path.read_bytes() == before
+        # Without the lock (another machine, say) it is noticed when the session goes on.
+        assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
+        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
+
+
+def test_a_talk_that_chat_went_on_with_is_no_session_any_more(loaded, tmp_path):
+    """What the server knows of what was said is of before."""
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        text(ask(server, "Who?", "s"))
+    (path,) = files(tmp_path)
+    assert main(["chat", "--state", str(path), "--say", "Why?", "--max-new-tokens", "5"]) == 0
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        assert path.name in server.service.said_of_folder()
+        is_refused(ask(server, "When?", "s"), 500, "session_damaged", tmp_path)
+
+
+def test_an_answer_that_cannot_be_kept_names_no_path(loaded, tmp_path, monkeypatch):
+    def full(path, *_):
+        raise OSError(f"cannot write {path}: no space left")
+
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        monkeypatch.setattr("kvalign.streaming.stream_file.write", full)
+        is_refused(ask(server, "Who?", "s"), 500, "not_kept", tmp_path)
+        monkeypatch.undo()
+        assert num_cached(ask(server, "Who?", "s")) == 0

@@ -1,0 +1,153 @@
+"""What `kvalign serve` says of a request's tokens: all of the conversation, what is out of the
+cache, what was encoded anew.
+"""
+
+import pytest
+from helpers.pairwise import one_of_each
+from helpers.served import serving
+
+import kvalign
+from kvalign.models.loading import load_model
+from kvalign.streaming.turns import turn_ids
+
+HEADER = "X-KVAlign-Warning"
+MODELS = ("gpt2-mini", "llama-mini")
+METHODS = [
+    *({"method": x} for x in ("kvalign", "streaming-llm", "window", "discard-half", "recompute")),
+    {"method": "streaming-llm", "num_evicted": "3"},
+    {"method": "streaming-llm", "policy": "h2o"},
+    {"method": "kvalign", "memory": 20},
+    {"method": "kvalign", "aligner": "kvalign-gpt2-mini-network"},
+]
+PAIRS = [*one_of_each(range(len(METHODS) - 1), MODELS), (len(METHODS) - 1, "gpt2-mini")]
+TURNS = ("Who lived there?", "Why was that?", "And what became of the king in the end?", "So?")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: load_model(name) for name in MODELS}
+
+
+def ask(client, model, said, session, **more):
+    """The reply to a turn, with its headers."""
+    return client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=[{"role": "user", "content": said}] if isinstance(said, str) else said,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"session": session},
+        **more,
+    )
+
+
+def usage_of(reply):
+    return reply.parse().usage.model_dump()
+
+
+def usage_in(chunks):
+    *_, last = chunks
+    return last.usage.model_dump()
+
+
+@pytest.mark.parametrize(("number", "name"), PAIRS)
+def test_evicted_tokens_are_those_of_the_stream(number, name, models):
+    loaded, method = models[name], METHODS[number]
+    stream = kvalign.stream(
+        loaded.model,
+        loaded.tokenizer,
+        cache_size=32,
+        do_sample=False,
+        max_new_tokens=8,
+        stop_at_end=True,
+        **method,
+    )
+    settings = {key: str(x) if key == "num_evicted" else x for key, x in method.items()}
+    with serving(loaded, cache_size=32, **settings) as server, server.client() as client:
+        for turn in TURNS:
+            reply = ask(client, name, turn, "t")
+            stream.feed(turn_ids(loaded.tokenizer, turn, not stream.ids))
+            num_prompt = len(stream.ids)
+            next(iter(stream))
+            at_first = stream.num_evicted
+            "".join(stream)
+            usage = usage_of(reply)
+            memory = stream.method.sizes.memory
+            assert usage["prompt_tokens"] == num_prompt
+            assert usage["kvalign"] == {
+                "evicted_tokens": stream.num_evicted,
+                "forgotten_prompt_tokens": max(0, at_first - memory),
+                "reencoded_tokens": 0,
+            }
+            num = usage["kvalign"]["forgotten_prompt_tokens"]
+            said = f"{num} of the prompt's {num_prompt} tokens are out of the cache and forgotten"
+            assert (HEADER in reply.headers) == bool(num)
+            assert reply.headers.get(HEADER, said).startswith(said)
+        assert usage["kvalign"]["evicted_tokens"] > 8
+
+
+def test_all_forms_say_the_same(models):
+    with serving(models["gpt2-mini"], cache_size=32) as server, server.client() as client:
+        last = {"stream": True, "stream_options": {"include_usage": True}}
+        whole, pieces = (
+            ask(client, "gpt2-mini", "word " * 60, name, **more)
+            for name, more in (("a", {}), ("b", last))
+        )
+        assert usage_in(pieces.parse()) == usage_of(whole)
+        assert pieces.headers[HEADER] == whole.headers[HEADER]
+        text = {"model": "gpt2-mini", "prompt": "word " * 60, "max_tokens": 8, "temperature": 0}
+        create = client.completions.with_raw_response.create
+        whole, pieces = create(**text), create(**text, **last)
+        usage = usage_of(whole)
+        assert usage_in(pieces.parse()) == usage
+        assert pieces.headers[HEADER] == whole.headers[HEADER]
+        forgotten = usage["prompt_tokens"] - 32
+        assert usage["kvalign"]["forgotten_prompt_tokens"] == forgotten > 0
+        assert usage["kvalign"]["evicted_tokens"] == forgotten + usage["completion_tokens"] - 1
+        several = usage_of(create(**text | {"n": 2, "prompt": ["word " * 60, "Who?"]}))
+        # A prompt is counted once, and each answer; "Who?" and its answer fit.
+        assert several["kvalign"]["forgotten_prompt_tokens"] == forgotten
+        assert several["kvalign"]["evicted_tokens"] == forgotten + 2 * 7
+        short = create(**text | {"prompt": "Who?"})
+        assert HEADER not in short.headers
+        assert {*usage_of(short)["kvalign"].values()} == {0}
+
+
+def test_whole_turns_that_go_are_counted(models):
+    """Of the conversation, which is always whole in `prompt_tokens`; what stays is encoded anew."""
+    said, before, reencoded = [{"role": "system", "content": "You know islands."}], 0, []
+    with (
+        serving(models["gpt2-mini"], cache_size=96, evict="turns") as server,
+        server.client() as client,
+    ):
+        for number, turn in enumerate((*TURNS, *TURNS, "Where?")):
+            said.append({"role": "user", "content": turn})
+            reply = ask(client, "gpt2-mini", said, "t")
+            usage = usage_of(reply)
+            of_kvalign, num_prompt = usage["kvalign"], usage["prompt_tokens"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert num_prompt > before
+            before = num_prompt
+            gone = of_kvalign["forgotten_prompt_tokens"]
+            assert (HEADER in reply.headers) == bool(gone)
+            assert of_kvalign["evicted_tokens"] == gone  # whole turns make room for the answer
+            assert num_prompt - gone + usage["completion_tokens"] <= 96
+            assert bool(number) == bool(cached or of_kvalign["reencoded_tokens"])
+            if number and not cached:
+                reencoded.append(of_kvalign["reencoded_tokens"])
+                assert 0 < reencoded[-1] < num_prompt - gone
+            said.append({"role": "assistant", "content": reply.parse().choices[0].message.content})
+        again = ask(client, "gpt2-mini", said[:-1], "t")
+    assert len(reencoded) > 1
+    assert usage_of(again)["kvalign"] == of_kvalign | {"reencoded_tokens": 0}
+    assert usage_of(again)["prompt_tokens"] == num_prompt
+
+
+def test_a_page_may_read_the_header(models):
+    origin = "chrome-extension://abc"
+    with (
+        serving(models["gpt2-mini"], allowed_origins=(origin,)) as server,
+        server.client() as client,
+    ):
+        reply = client.with_options(default_headers={"Origin": origin}).models
+        headers = reply.with_raw_response.list().headers
+    assert HEADER.lower() in headers["access-control-expose-headers"].lower()

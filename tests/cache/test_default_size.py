@@ -1,0 +1,58 @@
+"""The cache_size that nobody names: what the model and the machine allow."""
+
+import pytest
+from helpers.tiny_models import CONTEXT_LEN, tiny_model
+
+import kvalign
+from kvalign.cache import default_size as module
+from kvalign.cache.default_size import MOST, OF_A_MINI, default_size
+from kvalign.methods import make_cache, make_method
+from kvalign.models.loading import load_model
+
+
+def test_it_is_the_context_length_less_the_new_token(models):
+    for kind in ("llama", "gpt2", "mpt"):
+        assert make_method("auto", models[kind]).sizes.cache_size == CONTEXT_LEN - 1
+    assert make_cache(models["llama"]).sizes.cache_size == CONTEXT_LEN - 1
+    method = make_method("streaming-llm", models["llama"])
+    assert method.why_size == f"what the context length {CONTEXT_LEN} has room for"
+    assert make_method("streaming-llm", models["llama"], cache_size=30).why_size == ""
+
+
+def test_it_leaves_room_for_positions_that_run_on(models):
+    for realign_every in (1, 2, 16):
+        size = default_size(models["gpt2"], realign_every=realign_every).cache_size
+        sizes = kvalign.CacheSizes(size, realign_every=realign_every)
+        sizes.check_fits(kvalign.models.spec_of(models["gpt2"].config))
+        assert sizes.last_position == CONTEXT_LEN - 1
+
+
+def test_it_is_at_most_what_the_aligner_is_for(models):
+    assert default_size(models["gpt2"], longest=20).cache_size == 20
+    assert default_size(models["gpt2"], longest=20, realign_every=4).cache_size == 17
+
+
+@pytest.mark.parametrize(
+    ("context_len", "free", "num_streams", "size", "why"),
+    [
+        (100_000, None, 1, MOST, "the most that is taken unasked"),
+        (100_000, 2**40, 1, MOST, "the most that is taken unasked"),
+        (100_000, 4_000_000, 1, 2083, "what a quarter of the free memory holds"),
+        (100_000, 4_000_000, 4, 520, "what a quarter of the free memory holds"),
+        (100_000, 1, 1, 128, "what a quarter of the free memory holds"),
+    ],
+)
+def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monkeypatch):
+    """An entry of the tiny llama: 3 layers, 2 heads of 8, keys and values in 4 bytes: 384 bytes,
+    and a quarter of slack.
+    """
+    model = tiny_model("llama", max_position_embeddings=context_len)
+    monkeypatch.setattr(module, "free_bytes", lambda: free)
+    found = default_size(model, num_streams=num_streams)
+    assert (found.cache_size, found.why) == (size, why)
+
+
+def test_a_mini_model_has_few():
+    mini = load_model("gpt2-mini")
+    stream = kvalign.stream(mini.model, mini.tokenizer, "The island")
+    assert (stream.method.name, stream.method.sizes.cache_size) == ("kvalign", OF_A_MINI)

@@ -1,0 +1,35 @@
+"""What transformers and whoever prints it ask of a streaming cache."""
+
+import pytest
+import torch
+
+import kvalign
+
+SIZES = dict(method="streaming-llm", cache_size=20)
+
+
+def test_plain_generate_is_refused_at_its_first_call(model, ids):
+    """Its position ids grow with the stream: learned ones run out, rotary ones are others."""
+    cache = kvalign.make_cache(model, **SIZES)
+    with pytest.raises(kvalign.UserError, match="custom_generate=kvalign.stream_generate"):
+        model.generate(ids[:1, :15], past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert not cache.seen
+
+
+def test_a_loop_of_ones_own_is_not(model, ids):
+    cache = kvalign.make_cache(model, **SIZES)
+    method = kvalign.make_method("streaming-llm", model, cache_size=20)
+    for n in range(30):
+        logits = model(ids[:1, n : n + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+        assert torch.allclose(logits, method.feed(ids[:1, n : n + 1]), atol=1e-4)
+
+
+def test_a_cache_is_printed_in_a_line(models, ids):
+    cache = kvalign.make_cache(models["llama"], **SIZES)
+    made = "StreamingCache(cache_size=20, num_sinks=4)"
+    assert repr(cache) == str(cache) == f"{made}: 0 entries in it, 0 tokens seen"
+    for n in range(30):
+        models["llama"](ids[:, n : n + 1], past_key_values=cache, use_cache=True)
+    assert repr(cache) == f"{made}: 20/20 entries in it, 30/30 tokens seen"
+    other = kvalign.make_cache(models["llama"], **SIZES, policy="h2o")
+    assert repr(other).startswith("AnySlotCache(cache_size=20, num_sinks=4, policy='h2o'): 0 ent")

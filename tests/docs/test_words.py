@@ -1,0 +1,82 @@
+"""Limits of what people read: README's length, the width of pages, and how docstrings begin."""
+
+import ast
+import contextlib
+import io
+import re
+
+import pytest
+from helpers.doc_pages import ROOT, blocks
+
+from kvalign.methods import METHODS
+from kvalign.models.architectures import FAMILIES
+
+PACKAGES = ("kvalign", "training", "eval", "data_gen", "docs", "examples")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/results").glob("*.md")]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# A docstring names a thing or says what is returned: no half of a sentence.
+OPENINGS = re.compile(r"\s*(What|Whether|How|Of|If)\b")
+
+
+def widths(text):
+    """Yield number and line of the prose of a page: neither code nor tables, which cannot wrap."""
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and not line.startswith(("|", "<!--")):
+            yield number, line
+
+
+def test_readme_is_read_in_two_minutes():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100] == []
+
+
+def test_readme_counts_what_there_is():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(METHODS)} methods]" in text and f"[{len(FAMILIES)} architectures]" in text
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorials_are_short(page):
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_lines_of_pages_fit():
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        for number, line in widths(page.read_text(encoding="utf-8"))
+        if len(line) > 120
+    ]
+    assert long == []
+
+
+def test_docstrings_begin_with_a_noun_or_return():
+    wrong = []
+    for path in (path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, DOCUMENTED) and OPENINGS.match(ast.get_docstring(node) or ""):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.body[0].lineno}")
+    assert wrong == []
+
+
+def test_readme_shows_what_its_python_prints():
+    code, shown = [b for b in blocks("README.md") if b.language in ("python", "text")][:2]
+    assert (code.language, shown.language) == ("python", "text")
+    smaller = code.text.replace("max_new_tokens=2000", "max_new_tokens=40")
+    assert smaller != code.text
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(smaller, "README.md", "exec"), {})
+    assert printed.getvalue().startswith(shown.text.rstrip())
+
+
+def test_a_release_is_told_in_40_lines():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *releases = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert all(len(release.strip().splitlines()) <= 40 for release in releases)
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version and any(release.startswith(f"[{version[1]}] - ") for release in releases)

@@ -1,0 +1,111 @@
+"""Losses of the authors, analysed as ours: figures, what names tell, what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from kvalign.app.cli.main import main
+from kvalign.eval.evaluations.perplexity.imported import MODES
+from kvalign.eval.protocol.statistics import by_quarter, interval
+from kvalign.eval.report.results_folder import read_document
+
+NUM, SIZES = 400, (32, 64)
+LOG = "Perplexity after {n} Label Tokens and Cache Size {c} with Mode {mode}: {p:.4f}. "
+LOG += "Took 1.5 seconds\n"
+
+
+def name_of(mode, size, more="", num=NUM):
+    return f"nglls_mode_{mode}_tokens_{num}_cache_size_{size}{more}.pt"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Made-up losses of three modes: those of the network climb, their own log beside them."""
+    rng, log = torch.Generator().manual_seed(0), ""
+    (tmp_path / "nglls").mkdir()
+    for size in SIZES:
+        text = 3 + torch.rand(NUM, generator=rng)
+        climbs = torch.linspace(0, 2, NUM)
+        for mode, nll in zip(MODES, (text, text + 2, text + climbs), strict=True):
+            torch.save(nll, tmp_path / "nglls" / name_of(mode, size))
+            log += LOG.format(n=NUM, c=size, mode=mode, p=nll.double().mean().exp())
+    (tmp_path / "perplexity.log").write_text(log)
+    return tmp_path / "nglls"
+
+
+def command(folder, *more):
+    return ["eval", "import-losses", "--losses", str(folder), "--model", "distilgpt2", *more]
+
+
+def test_figures_are_those_of_our_tools(folder, capsys, tmp_path):
+    assert main(command(folder, "--json")) == 0
+    (tmp_path / "one.json").write_text(printed := capsys.readouterr().out)
+    document = read_document(tmp_path / "one.json")  # the report takes it
+    assert json.loads(printed)["command"].startswith("kvalign eval import-losses --losses ")
+    assert document["settings"]["stepwise"] and document["settings"]["corpus"] == "wikitext"
+    rows = document["rows"]
+    assert [(r["cache_size"], r["method"], r["num_sinks"]) for r in rows] == [
+        (size, *MODES[mode]) for size in SIZES for mode in MODES
+    ]
+    nll, base = (
+        torch.load(folder / name_of(mode, 64)) for mode in ("key_value_net", "with_recompute")
+    )
+    row = rows[-1]
+    assert row["perplexity"] == pytest.approx(nll.double().mean().exp().item())
+    assert (row["low"], row["high"]) == interval(nll) and row["seconds"] == 1.5
+    assert (row["ratio_low"], row["ratio_high"]) == interval(nll - base)
+    quarters = by_quarter(nll - base)
+    assert row["drift"] == quarters[-1] / quarters[0] > 3
+    assert [x["end"] for x in row["segments"]] == [1, 2, 4, NUM / 64]
+    assert rows[-2]["drift"] == pytest.approx(1)
+
+
+def test_names_tell_the_model_and_logs_are_not_needed(folder, capsys):
+    (folder.parent / "perplexity.log").unlink()
+    for path in folder.iterdir():
+        path.rename(path.with_stem(f"{path.stem}_model_name_Some-1B_data_set_everyday"))
+    assert main(["eval", "import-losses", "--losses", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "Some-1B, 400 labels of everyday, C = 32" in printed and "kvalign (network)" in printed
+
+
+def without_recompute(folder):
+    (folder / name_of("with_recompute", 64)).unlink()
+
+
+def saved(value):
+    return lambda folder: torch.save(value, folder / name_of("key_value_net", 32))
+
+
+REFUSED = {
+    "no folder": (lambda folder: folder.rename(folder.with_name("x")), "name one with files"),
+    "no file": (lambda folder: [path.unlink() for path in folder.iterdir()], "no file nglls_mode_"),
+    "damaged": (
+        lambda folder: (folder / name_of("key_value_net", 32)).write_bytes(b"PK\3\4"),
+        "dama",
+    ),
+    "code": (saved({"run": print}), "damaged or holds more than a tensor, which is not run"),
+    "too few": (saved(torch.ones(NUM - 1)), f"must hold {NUM} losses, as its name says"),
+    "whole numbers": (saved(torch.ones(NUM, dtype=torch.int64)), f"must hold {NUM} losses"),
+    "not finite": (saved(torch.full((NUM,), float("nan"))), "losses that are no numbers"),
+    "no reference": (without_recompute, "has no recompute at C = 64: name another --reference"),
+    "other labels": (
+        lambda folder: torch.save(torch.ones(9), folder / name_of("key_value_net", 32, num=9)),
+        "other numbers of labels at C = 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_one_line(case, folder, capsys):
+    change, message = REFUSED[case]
+    change(folder)
+    assert main(command(folder)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_model_must_be_named_somewhere(folder, capsys):
+    assert main(command(folder)[:-2]) == 2
+    assert "name no model: give --model" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Streams of `kvalign eval needle`, and its answers against a reader that can do the task."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers.reader import Reader
+from helpers.refusals import refused
+
+from kvalign import load_model
+from kvalign.app.cli.main import main
+from kvalign.eval.evaluations.needle import EVALUATION, NAMES, NeedleSettings
+from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
+from kvalign.eval.protocol.asked import on_copies, rows_of
+from kvalign.foundation import progress
+from kvalign.methods import make_method
+
+SMALL = dict(cache_sizes=(40,), distances=(0, 2, 5), num_needles=3, num_streams=2, gap=20)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("llama-mini")
+
+
+@pytest.fixture(scope="module")
+def streams(loaded):
+    return haystacks(NeedleSettings(**SMALL), loaded)
+
+
+class CodeReader(Reader):
+    """Writes the code that it is asked for."""
+
+    def answer(self, text, logits):
+        asked = re.search(r"\n The secret code of the (\w+ \w+) is([ \d]*)$", text)
+        told = asked and re.search(rf"code of the {asked[1]} is (\d{{5}}) \.", text)
+        if told:
+            code, begun = self.ids_of(f" {told[1]}"), self.ids_of(asked[2])
+            if len(begun) < len(code):
+                logits[code[len(begun)]] = 1
+
+
+def search(method, streams, distances):
+    with progress.shown_as("needle") as bar:
+        stops = [stream.stops(distances, 40) for stream in streams]
+        return rows_of(method, stops, is_found, "distance", bar)
+
+
+def test_codes_are_in_the_text(loaded, streams):
+    decode = loaded.tokenizer.decode
+    for stream in streams:
+        names = set()
+        for needle in stream.needles:
+            question, code = decode(needle.question), decode(needle.code)
+            (name,) = re.findall(r"^\n The secret code of the (.*) is$", question)
+            assert re.fullmatch(r" \d{5}", code) and name in NAMES
+            names.add(name)
+            said = f"{question}{code} . Remember : the secret code of the {name} is{code} . \n"
+            assert decode(stream.ids[: needle.end]).endswith(said)
+        assert len(names) == 3
+        # As long as the last one is asked for, at most.
+        assert len(stream.ids) == stream.needles[-1].end + 5 * 40
+    assert len({tuple(stream.ids) for stream in streams}) == 2
+    again = haystacks(NeedleSettings(**SMALL | {"cache_sizes": (40, 8)}), loaded)
+    assert again == streams, "the same for each size"
+
+
+@pytest.mark.parametrize(("memory_len", "right"), [(10_000, [1, 1, 1]), (170, [1, 1, 0])])
+def test_a_reader_finds_what_it_has(memory_len, right, loaded, streams):
+    method = CodeReader(loaded, memory_len)
+    rows = search(method, streams, [0, 2, 5])
+    assert [row["accuracy"] for row in rows] == right
+    for row, distance in zip(rows, (0, 2, 5), strict=True):
+        assert row["distance"] == distance and row["num_questions"] == 6
+        assert row["accuracy_low"] <= row["accuracy"] <= row["accuracy_high"] + 1e-9
+    # Each token of a stream is read once.
+    lengths = sum(len(stream.ids) for stream in streams)
+    questions = sum(len(needle.question) for stream in streams for needle in stream.needles)
+    assert lengths + 3 * questions <= method.num_fed <= lengths + 3 * questions + 18 * 5
+
+
+def test_what_has_no_room_has_no_row(loaded, caplog):
+    """A method that does not evict: rows are of all questions, or none."""
+    method = make_method("dense", loaded.model, cache_size=40)
+    streams = haystacks(NeedleSettings(**SMALL | {"distances": (0, 10)}), loaded)
+    longest = max(stream.needles[-1].end for stream in streams)
+    assert longest + 400 > loaded.model.config.max_position_embeddings > longest + 100
+    rows = search(method, streams, [0, 10])
+    assert [row["distance"] for row in rows] == [0]
+    assert "no room for all questions at 10 C" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("streaming-llm", {}), ("streaming-llm", dict(memory=500, num_recalled=8)), ("dense", {})],
+)
+def test_a_question_leaves_the_stream_as_it_is(name, more, loaded, streams):
+    undisturbed, asked = (make_method(name, loaded.model, cache_size=40, **more) for _ in "ab")
+    (*_, last) = streams[0].needles
+    read = torch.tensor([streams[0].ids[: last.end]])
+    for method in (undisturbed, asked):
+        method.feed(read)
+    on_copies(asked, [last], is_found)
+    ids = torch.tensor([streams[0].ids[last.end :]])
+    assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
+
+
+def test_the_command(tmp_path, capsys):
+    flags = "eval needle --model llama-mini --methods streaming-llm,discard-half --cache-sizes 32"
+    more = f"--memory 0,500 --distances 1,3 --num-streams 2 --plot {tmp_path / 'a.png'} --json"
+    assert main(f"{flags} {more}".split()) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = [(row["method"], row["memory"], row["distance"]) for row in document["rows"]]
+    assert all(row["distance_tokens"] == 32 * row["distance"] for row in document["rows"])
+    names = [("streaming-llm", 0), ("streaming-llm", 500), ("discard-half", None)]
+    assert found == [(*name, distance) for name in names for distance in (1, 3)]
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    figure, caption, said = EVALUATION.figure(document)
+    assert "llama-mini" in caption and said.startswith("Codes found 3 C on: ")
+    (axes,) = figure.axes
+    assert [x.get_text() for x in axes.get_xticklabels()] == ["1 C", "3 C"]
+    missing = document | {"rows": document["rows"][1:]}
+    (axes,) = EVALUATION.figure(missing)[0].axes
+    assert [patch.get_hatch() for patch in axes.patches].count("///") == 1
+    assert EVALUATION.figure(document | {"rows": document["rows"][::2]}) is None
+
+
+def test_a_short_corpus_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("The island was settled. " * 20)
+    argv = ["eval", "needle", "--model", "llama-mini", "--corpus", "text:a.txt"]
+    refused(argv, "41960 are needed: name a longer text, or smaller --distances", capfd)

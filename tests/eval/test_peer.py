@@ -1,0 +1,205 @@
+"""llama.cpp beside the methods: what it is asked for, the rows that its answers become, and what is
+refused. xllamacpp is stood in for by one whose clock its own work alone moves; the last test asks
+the real one, where it is installed.
+"""
+
+import itertools
+import json
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from helpers.tiny_gguf import TOKENS, readers, write_gguf
+from helpers.tiny_models import tiny_model
+
+from kvalign.app.cli.main import main
+from kvalign.eval.evaluations.latency import EVALUATION, peer
+from kvalign.eval.protocol.evaluation import PEER
+from kvalign.models import fetched
+
+FETCHED = "smollm2-135m-instruct"
+STEP, SHIFT = 2.0, 30.0  # ms
+READ = {64: 3.0, 128: 1.0, 256: 2.0}  # ms a token of a prompt, by n_ubatch
+
+
+class Server:
+    """Answers as xllamacpp's; every tenth token is told with the one after it."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, params):
+        self.params, self.asked = params, []
+        self.made.append(self)
+
+    def handle_completions(self, request, note=None):
+        assert len(request["prompt"]) < self.params.n_ctx
+        if self.params.n_keep == 13:
+            return {"error": {"code": 400, "message": "no luck"}}
+        self.asked.append(request)
+        CLOCK.now += READ[self.params.n_ubatch] / 1e3 * len(request["prompt"])
+        for number in range(1, request["n_predict"] + 1) if note else ():
+            if number % 10 or number == request["n_predict"]:
+                note(self._timings(number))
+        if note:
+            return note(self._timings(request["n_predict"]))  # how it ends
+        biased = request.get("logit_bias", [[0, 0]])[0][0]
+        return {"choices": [{"logprobs": {"content": [{"id": biased, "logprob": -1.5}]}}]}
+
+    def _timings(self, number):
+        period = (self.params.n_ctx - 1 - self.params.n_keep) // 2
+        shifts = -(-(number - 1) // period)
+        ms = STEP * (number - 1) + (SHIFT - STEP) * shifts
+        return {"timings": {"predicted_n": number, "predicted_ms": ms}}
+
+
+CLOCK = SimpleNamespace(now=0.0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """In place of xllamacpp; the servers that were made."""
+    module = ModuleType("xllamacpp")
+    module.__version__, module.Server = "0.0", Server
+    module.get_system_info = lambda: "CPU : AVX2 = 1 | AVX512 = 0 | F16C = 1 | "
+    module.CommonParams = lambda: SimpleNamespace(
+        model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
+    )
+    monkeypatch.setitem(sys.modules, "xllamacpp", module)
+    monkeypatch.setattr(peer, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+    monkeypatch.setattr(Server, "made", [])
+    return Server.made
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The GGUF file of a tiny model."""
+    readers()
+    model = tiny_model(
+        "llama", vocab_size=len(TOKENS), tie_word_embeddings=True, max_position_embeddings=1024
+    )
+    write_gguf(tmp_path / "tiny.gguf", model)
+    return tmp_path / "tiny.gguf"
+
+
+@pytest.fixture
+def run(file, capsys):
+    """The document of the command with more flags."""
+
+    def run(*flags):
+        argv = ["eval", "latency", "--model", str(file), "--methods", "streaming-llm", "--json"]
+        assert (
+            main([*argv, "--num-threads", "1", "--num-trials", "2", "--trial-len", "3", *flags])
+            == 0
+        )
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_rows_are_its_answers(stand_in, run, tmp_path):
+    flags = ["--cache-sizes", "255", "--peer", PEER, "--prompts", "random", "--prompt-len", "200"]
+    document = run(*flags, "--num-sinks", "3", "--plot", f"{tmp_path}/plot.svg")
+    about = {"name": PEER, "xllamacpp": "0.0", "build": "AVX2 F16C", "file": "tiny.gguf"}
+    assert document["peer"] == about and isinstance(document["environment"]["flags"], str)
+    bare, ours, row = document["rows"]
+    assert [x["method"] for x in document["rows"]] == ["bare", "streaming-llm", PEER]
+    period = (255 - 3) // 2
+    expected = {
+        "cache_size": 255,
+        "num_sinks": 3,
+        "num_evicted": period,
+        "num_steps": 2 * period,
+        "mean_ms": (SHIFT + STEP * (period - 1)) / period,
+        "median_ms": STEP,
+        "max_ms": SHIFT,
+        "turn_by_peer": 1,
+        "prompt_by_peer": 1,
+        "peer_perplexity": math.exp(1.5),
+        "num_ubatch": 128,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert (
+        row["turn_low"]
+        == row["turn_per_s"]
+        == row["turn_high"]
+        == pytest.approx(1e3 / row["mean_ms"])
+    )
+    assert ours["turn_by_peer"] == pytest.approx(ours["turn_per_s"] / row["turn_per_s"])
+    assert ours["turn_low"] <= ours["turn_per_s"] <= ours["turn_high"]
+    assert ours["prompt_by_peer"] == pytest.approx(ours["prompt_per_s"] / row["prompt_per_s"])
+    assert ours["peer_perplexity"] == bare["peer_perplexity"] != row["peer_perplexity"]
+    assert ours["num_ubatch"] is None
+
+    (table,) = EVALUATION.tables(document)
+    assert "peak MB" not in [column.title for column in table.columns]
+    assert table.rows[-1][0].text == f"{PEER}, 3 sinks"
+    assert f"{PEER}, 3 sinks" in (tmp_path / "plot.svg").read_text()
+
+
+def test_it_streams_in_a_context_of_one_place_more_and_reads_in_one_of_the_prompt(stand_in, run):
+    flags = ["--cache-sizes", "255", "--peer", PEER, "--prompts", "random", "--prompt-len", "200"]
+    run(*flags)
+    stream, *readers_made = stand_in
+    assert {s.params.n_keep for s in stand_in} == {4} and all(s.params.ctx_shift for s in stand_in)
+    for server in stand_in:
+        assert server.params.cpuparams.n_threads == server.params.cpuparams_batch.n_threads == 1
+    assert stream.params.n_ctx == 256
+    tried = [(s.params.n_ctx, s.params.n_ubatch, len(s.asked)) for s in readers_made]
+    # Each is tried once; the fastest reads the first prompt off the clock, then that of each trial.
+    assert tried == [(201, 64, 1), (201, 128, 4), (201, 256, 1)]
+    turns, labels = stream.asked[:2], stream.asked[2:]
+    assert [len(x["prompt"]) for x in turns] == [255] * 2
+    assert all(x["n_predict"] == 1 + 125 and x["ignore_eos"] and x["n_keep"] == 4 for x in turns)
+    assert [len(x["prompt"]) for x in labels] == [*range(128, 256)]
+    for before, after in itertools.pairwise(labels):
+        assert after["prompt"] == [*before["prompt"], before["logit_bias"][0][0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--peer llama.cpp reads a GGUF file: name one, or smollm2-135m-instruct, got 'gpt2-m"),
+        (["--model", "shape:gpt2"], "reads a GGUF file"),
+        (["--model", FETCHED], f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
+        (["--generate", "9"], "leave out --generate, --batch-sizes and --device"),
+        (["--batch-sizes", "1,2"], "leave out --generate, --batch-sizes and --device"),
+        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: 1000 is none, 1023 would be"),
+        (["--cache-sizes", "64"], "64 is none, 255 would be"),
+        (["--peer", "vllm"], "--peer must be one of llama.cpp"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv(fetched.MOVED_BY, str(tmp_path))
+    (tmp_path / FETCHED).mkdir()  # of before its file was kept
+    assert main(["eval", "latency", "--cache-sizes", "255", "--peer", PEER, *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not stand_in
+
+
+def test_the_package_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    assert main(["eval", "latency", "--cache-sizes", "255", "--peer", PEER]) == 2
+    assert "llama.cpp runs by xllamacpp: pip install 'kvalign[peer]'" in capsys.readouterr().err
+
+
+def test_what_it_says_went_wrong_is_said(stand_in, file, capsys):
+    argv = ["eval", "latency", "--model", str(file), "--methods", "streaming-llm", "--peer", PEER]
+    assert main([*argv, "--cache-sizes", "255", "--num-sinks", "13"]) == 1
+    assert capsys.readouterr().err.endswith("error: llama.cpp: no luck\n")
+
+
+def test_a_text_without_a_peer_is_refused(capsys):
+    assert main(["eval", "latency", "--corpus", "python-docs-2"]) == 2
+    assert "give --peer, too" in capsys.readouterr().err
+
+
+def test_the_real_one_has_the_same_perplexity(run):
+    """The same weights in float32, entries of its cache in float16."""
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp, of the extra peer")
+    flags = ["--cache-sizes", "255", "--peer", PEER]
+    _, ours, theirs = run(*flags)["rows"]
+    assert theirs["peer_perplexity"] == pytest.approx(ours["peer_perplexity"], rel=1e-3)
+    assert theirs["num_steps"] == 2 * 125 and theirs["max_ms"] > theirs["median_ms"] > 0

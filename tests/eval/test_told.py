@@ -1,0 +1,176 @@
+"""Conversations of `kvalign eval told`, and its answers against a reader that can do the task."""
+
+import json
+
+import pytest
+import torch
+from helpers.reader import Reader
+from helpers.refusals import altered_model, refused
+
+from kvalign import load_model
+from kvalign.app.cli.main import main
+from kvalign.eval import told
+from kvalign.eval.evaluations.told import EVALUATION, ToldSettings
+from kvalign.eval.evaluations.told.conversation import FACTS, READ_OUT, conversations, is_right
+from kvalign.eval.protocol.asked import on_copies, rows_of
+from kvalign.eval.protocol.evaluation import SIZES
+from kvalign.foundation import progress
+from kvalign.methods import make_method
+
+SMALL = dict(cache_sizes=(40,), talk=(0, 3, 8), num_conversations=3, passage_len=30)
+ENDS = ("accuracy", "accuracy_low", "accuracy_high", "exact", "exact_low", "exact_high")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("llama-mini")
+
+
+@pytest.fixture(scope="module")
+def talks(loaded):
+    return conversations(ToldSettings(**SMALL), loaded)
+
+
+class FactReader(Reader):
+    """Finds the end of a fact that it is asked for."""
+
+    def answer(self, text, logits):
+        begin = text.rpartition("ASSISTANT: ")[2].strip()
+        found = text.find(f"USER: {begin}")
+        if found >= 0 and any(begin == fact for fact, *_ in FACTS):
+            end = text[found + 6 + len(begin) :].partition(".")[0]
+            words, alone = self.ids_of(f" {begin}{end}."), self.ids_of(f" {begin}")
+            logits[words[len(alone)]] = 1
+        else:
+            logits[7] = 1  # and of the eight words the first
+
+
+def test_what_is_said(loaded, talks):
+    decode = loaded.tokenizer.decode
+    for talk in talks:
+        facts = decode(talk.facts)
+        for (begin, asked, words), question in zip(FACTS, talk.questions, strict=True):
+            told_word = words.split()[question.right]
+            assert f"USER: {begin} {told_word}.\n\nASSISTANT: " in facts
+            assert decode(question.ids) == f"\n\nUSER: {asked}\n\nASSISTANT: {begin}"
+            assert decode(question.words[question.right]).strip() in told_word
+            assert len(set(question.words)) == 8
+        assert all(decode(turn).startswith(f"\n\nUSER: {READ_OUT[:-2]}") for turn in talk.talk)
+        for num in (0, 1, 120, 320):
+            turns = talk.talk_of(num)
+            assert sum(map(len, turns)) >= num
+            assert sum(map(len, turns[:-1])) < max(num, 1)
+    assert len({decode(talk.facts) for talk in talks}) == 3
+    assert len({tuple(turn) for talk in talks for turn in talk.talk}) == sum(
+        len(talk.talk) for talk in talks
+    )
+
+
+@pytest.mark.parametrize(("memory_len", "expected"), [(10_000, [1, 1, 1]), (300, [1, None, 0])])
+def test_a_reader_is_right_where_it_has_the_facts(memory_len, expected, loaded, talks):
+    method = FactReader(loaded, memory_len)
+    with progress.shown_as("told") as bar:
+        stops = [talk.stops([0, 3, 8], 40) for talk in talks]
+        rows = rows_of(method, stops, is_right, "talk", bar)
+    by_chance = sum(q.right == 0 for talk in talks for q in talk.questions) / 24
+    for row, right in zip(rows, expected, strict=True):
+        assert row["num_questions"] == 24 and row["accuracy_low"] <= row["accuracy"]
+        if right is not None:
+            assert row["exact"] == right
+            assert row["accuracy"] == pytest.approx(max(right, by_chance))
+        assert row["accuracy_low"] <= row["accuracy"] <= row["accuracy_high"]
+    # Each token of the conversation is fed once, and each question three times.
+    length = sum(len(talk.facts) + sum(map(len, talk.talk)) for talk in talks)
+    asked = sum(len(question.ids) for talk in talks for question in talk.questions)
+    assert method.num_fed == length + 3 * asked
+    assert rows[-1]["num_tokens"] == pytest.approx(length / 3)
+
+
+MEMORY = dict(memory=500, num_recalled=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("streaming-llm", {}), ("streaming-llm", MEMORY), ("discard-half", {}), ("dense", {})],
+)
+def test_questions_leave_the_stream_as_it_is(name, more, loaded, talks):
+    undisturbed, asked = (make_method(name, loaded.model, cache_size=40, **more) for _ in "ab")
+    talk = talks[0]
+    for method in (undisturbed, asked):
+        method.feed(torch.tensor([talk.facts]))
+    first = on_copies(asked, talk.questions, is_right)
+    assert on_copies(asked, talk.questions[::-1], is_right) == first[::-1]
+    ids = torch.tensor([talk.talk[0]])
+    assert torch.allclose(asked.feed(ids), undisturbed.feed(ids), atol=1e-4)
+
+
+def test_nothing_lost_is_dense(loaded, talks):
+    """A cache and a memory that hold all give the answers of dense attention."""
+    dense = make_method("dense", loaded.model, cache_size=40)
+    for method in (
+        make_method("streaming-llm", loaded.model, cache_size=500),
+        make_method("discard-half", loaded.model, cache_size=500),
+    ):
+        for talk in talks:
+            found = []
+            for one in (dense, method):
+                one.reset()
+                one.feed(torch.tensor([talk.facts]))
+                found.append(on_copies(one, talk.questions, is_right))
+            assert found[0] == found[1]
+
+
+def test_the_command(loaded, tmp_path, capsys, caplog):
+    flags = [
+        "--model",
+        "llama-mini",
+        "--cache-sizes",
+        "40",
+        "--talk",
+        "8,1,1",
+        "--passage-len",
+        "30",
+    ]
+    flags += ["--num-conversations", "1", "--methods", "dense,streaming-llm", "--memory", "0,2000"]
+    plot = tmp_path / "told.svg"
+    assert main(["eval", "told", *flags, "--json", "--plot", str(plot)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = document["rows"]
+    assert [(row["method"], row["memory"], row["talk"]) for row in rows] == [
+        ("dense", None, 1),
+        ("streaming-llm", 0, 1),
+        ("streaming-llm", 0, 8),
+        ("streaming-llm", 2000, 1),
+        ("streaming-llm", 2000, 8),
+    ]
+    assert "dense C=40 has no room for all questions at 8 C" in caplog.text
+    names = [*SIZES, "talk", "num_questions", "num_tokens", *ENDS, "seconds"]
+    assert all(list(row) == names for row in rows)
+    assert "other talk, cache sizes" in plot.read_text()
+    _, caption, conclusion = EVALUATION.figure(document)
+    assert "llama-mini" in caption and "After 8 C of other talk" in conclusion
+    assert len(EVALUATION.summary_rows(document)) == 3
+
+
+def test_no_numbers_are_no_answers(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def without_norm(tensors):
+        return tensors | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")}
+
+    altered_model(tmp_path / "m", "llama-mini", weights=without_norm)
+    argv = ["eval", "told", "--model", "m", "--methods", "window", "--cache-sizes", "16"]
+    argv += ["--talk", "0", "--num-conversations", "1"]
+    refused(argv, "window cannot be scored: the weights of the model m", capfd, code=1)
+
+
+def test_a_tokenizer_of_other_words_is_refused(capsys):
+    flags = ["--model", "recall-llama", "--num-conversations", "1", "--talk", "0"]
+    assert main(["eval", "told", *flags]) == 2
+    assert "does not tell apart what may answer" in capsys.readouterr().err
+
+
+def test_a_short_corpus_is_refused(loaded, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words only\n" * 100)
+    with pytest.raises(ValueError, match="is too short for 4 times 2560 tokens of other talk"):
+        told(loaded=loaded, corpus=f"text:{tmp_path}/short.txt", cache_sizes=(40,))

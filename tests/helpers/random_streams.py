@@ -1,0 +1,268 @@
+"""Random streams, each beside plain loops: whatever is done to a batch is done to them, too."""
+
+import copy
+import random
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from helpers.methods import anchored, network, tables
+from helpers.plain_memory import PlainMemory
+from helpers.plain_stream import PlainStream, PlainWindow, Plan
+from helpers.tiny_models import CONTEXT_LEN, VOCAB
+from kvalign.foundation.errors import UserError
+from kvalign.methods import make_method
+from kvalign.models.attention import REGISTERED
+from kvalign.policies import POLICIES
+
+FACTOR = 4  # times as far from float64 as the plain loop of the same precision is
+EXACT = 1e-5  # of logits of about 1 in float32
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float32, *HALVES)
+WAYS = ("window", "streaming-llm", "kvalign", "kvalign", "policy", "policy", "again", "memory")
+AGAIN = ("recompute", "discard-half", "dense")
+ALIGNERS = {"table": tables, "anchored": anchored, "network": network}
+FAILURES = (RuntimeError, KeyboardInterrupt)
+
+
+class RandomStream:
+    """One case of an architecture: a batch of a method, and the plain loops of each of its rows:
+    one in float64, in half precision one of that, too.
+
+    Args:
+        models: of a kind and a dtype: the model and its copies, `PlainMemory`'s among them.
+
+    Attributes:
+        worst: how far a logit was from float64; `honest`: how far one of the plain loop was.
+        found: what happened, counted.
+    """
+
+    def __init__(self, kind, models, seed):
+        self.rng, self.kind = random.Random(seed), kind
+        self.generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+        self.found, self.worst, self.honest, self.method = Counter(), 0.0, 0.0, None
+        while self.method is None:
+            way = self.rng.choice(WAYS)
+            self.dtype = torch.float32 if way == "memory" else self.rng.choice(DTYPES)
+            self.model, self.exact, self.rough, self.whole = models(kind, self.dtype)
+            self.method = self._made(way)
+        self.rows: list[list] = []
+        self.found[str(self.dtype).removeprefix("torch.")] += 1
+
+    def __str__(self):
+        return f"{self.dtype} {self.method.in_words}, {self.plan or self.method.sizes}"
+
+    def _made(self, way):
+        """A method and its plain loops; None if these sizes do not go together."""
+        rng, pick = self.rng, self.rng.choice
+        size = rng.randint(2, 14)
+        num_sinks = 0 if way == "window" else rng.randint(0, min(4, size - 1))
+        num_evicted = pick((1, 1, 1, rng.randint(1, size - num_sinks)))
+        asked = dict(cache_size=size, num_sinks=num_sinks, num_evicted=num_evicted)
+        planned, name, kind = {}, way, "none"
+        if way == "again":
+            name = pick(AGAIN)
+            if name == "discard-half":
+                num_evicted = max(1, (size - num_sinks) // 2)
+            if name == "dense":
+                size, num_sinks, num_evicted = 10**6, 0, 1
+        elif way == "policy":
+            name = pick(("streaming-llm", "kvalign"))
+            policy = pick([*POLICIES]) if name == "streaming-llm" else pick([*POLICIES][1:])
+            is_kept = policy == "oldest" or (name == "streaming-llm" and pick((0, 0, 1)))
+            num_recent = rng.randint(0, size - num_sinks + 1 - num_evicted)
+            planned = dict(policy=policy, num_recent=num_recent)
+            planned["positions"] = "keep" if is_kept else "compact"
+            kind = pick(("table", "anchored")) if name == "kvalign" else "none"
+        elif way == "memory":
+            name = pick(("streaming-llm", "kvalign"))
+            asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
+            asked["num_recalled"] = rng.randint(1, max(1, size - num_sinks - 1))
+            asked["recall_places"] = pick((None, "age", "rank"))
+            kind = "table" if name == "kvalign" else "none"
+            if self.kind not in REGISTERED:
+                return None
+        elif way == "kvalign":
+            kind = pick([*ALIGNERS])
+            planned["realign_every"] = pick((1, 1, 1, 2, 5))
+        fixed = {"window": ["num_sinks"], "discard-half": ["num_evicted"]}
+        fixed["dense"] = ["num_sinks", "num_evicted"]
+        asked = {x: y for x, y in (asked | planned).items() if x not in fixed.get(name, ())}
+        aligner = self._aligner(kind, num_sinks)
+        given = {} if aligner is None else {"aligner": aligner}
+        try:
+            method = make_method(name, self.model, warn=False, **asked, **given)
+        except UserError:
+            return None
+        self.numbers = {} if aligner is None else dict(aligner.named_parameters())
+        self.plan = Plan(self.kind, size, num_sinks, num_evicted, aligner=kind, **planned)
+        self.loop = PlainWindow if way == "again" else PlainStream
+        if way == "memory":
+            self.plan, self.loop = None, PlainMemory
+        self.most = CONTEXT_LEN if method.tokens_left is not None else 10**6
+        self.found[way] += 1
+        return method
+
+    def _aligner(self, kind, num_sinks):
+        if kind == "none":
+            return None
+        if kind == "network":
+            return network(self.model, train=True, num_sinks=num_sinks)
+        aligner = ALIGNERS[kind](self.model, 0.3)
+        if kind == "anchored":
+            for net in (aligner.key, aligner.value):
+                torch.nn.init.normal_(net.fc3.weight, std=0.3)
+        return aligner
+
+    @property
+    def is_even(self) -> bool:
+        return len({row[0].seen for row in self.rows}) == 1
+
+    def run(self) -> None:
+        """Begin, and do some things, one after another."""
+        if self.rng.random() < 0.2:
+            with self._failing():
+                self.method.feed(self._tokens(self.rng.randint(1, 3), 3))
+        num_rows = self.rng.choice((1, 1, 2))
+        self.rows = [self._new_row() for _ in range(num_rows)]
+        self._feed(self.rng.randint(1, 2 * self.method.sizes.cache_size))
+        for _ in range(self.rng.randint(1, 4)):
+            what = self.rng.choice(("feed", "feed", "feed", "join", "select", "save", "fail"))
+            if what in ("join", "select") and self.method.name == "dense":
+                what = "feed"
+            self.found[what] += 1
+            getattr(self, f"_{what}")(*[self.rng.choice((1, 2, 9))] * (what == "feed"))
+        self._feed(2)
+
+    def check(self) -> None:
+        """Raise AssertionError if logits are further from float64 than they may be."""
+        bound = FACTOR * self.honest if self.rough else EXACT
+        assert self.worst <= bound, f"{self.worst:.1e} from float64, at most {bound:.1e}"
+
+    def _tokens(self, num_rows, num) -> Tensor:
+        return torch.randint(2, VOCAB, (num_rows, num), generator=self.generator)
+
+    def _new_row(self):
+        if self.loop is PlainMemory:
+            return [PlainMemory(self.whole, self.method.sizes, self.numbers or None, 200)]
+        models = [self.exact, *([self.rough] if self.rough else [])]
+        return [self.loop(model, self.plan, self.numbers) for model in models]
+
+    def _join(self) -> None:
+        if len(self.rows) > 2:
+            return
+        batch, rows, others = self.method, self.rows, []
+        for _ in range(self.rng.randint(1, 2)):
+            self.method, self.rows = batch.new(), [self._new_row()]
+            self._feed(self.rng.randint(1, 2 * self.method.sizes.cache_size))
+            others.append(self.method)
+            rows = rows + self.rows
+        self.method, self.rows = batch, rows
+        self.method.join(others)
+
+    def _select(self) -> None:
+        chosen = [self.rng.randrange(len(self.rows)) for _ in range(self.rng.randint(1, 3))]
+        self.method.select(chosen)
+        self.rows = [[_copied(loop) for loop in self.rows[i]] for i in chosen]
+
+    def _save(self) -> None:
+        state = {name: x.clone() for name, x in self.method.state().items()}
+        self.method = self.method.new()
+        self.method.restore(state)
+
+    def _fail(self) -> None:
+        """A step that fails is as if it had not been, or refused until the stream is taken up."""
+        if max(row[0].seen for row in self.rows) + 3 > self.most:
+            return
+        state = {name: x.clone() for name, x in self.method.state().items()}
+        ids = self._tokens(len(self.rows), self.rng.choice((1, 3)))
+        with self._failing():
+            self.method.feed(ids)
+        try:
+            self._take(ids[:, :1])
+        except UserError as error:
+            if "reset() it" not in str(error):
+                raise
+            self.found["refused"] += 1
+            if self.rng.random() < 0.5:
+                self.method = self.method.new()
+            self.method.restore(state)
+            self._take(ids[:, :1])
+
+    @contextmanager
+    def _failing(self):
+        """Within it a layer of the model fails, and nothing else does."""
+        lists = (x for x in self.model.modules() if isinstance(x, nn.ModuleList))
+        layer, why = self.rng.choice(max(lists, key=len)), self.rng.choice(FAILURES)
+
+        def fail(*args):
+            raise why("planted")
+
+        hook, failed = layer.register_forward_pre_hook(fail), False
+        try:
+            yield
+        except why:
+            failed = True
+        finally:
+            hook.remove()
+        assert failed, "what fails was not asked"
+
+    def _feed(self, num) -> None:
+        """So many tokens more of each row, in pieces after which it can be seen who is left."""
+        num = min(num, self.most - max(row[0].seen for row in self.rows))
+        ids = self._tokens(len(self.rows), max(num, 0))
+        while ids.shape[1]:
+            num = ids.shape[1]
+            if self.loop is PlainMemory and not self.is_even:
+                num = 1
+            if self.loop is PlainStream and not self.plan.is_slice:
+                num = self.plan.takes_at_once(self.rows[0][0].seen, num) if self.is_even else 1
+            self._take(ids[:, :num])
+            ids = ids[:, num:]
+
+    def _take(self, ids) -> None:
+        if self.loop is PlainMemory:
+            return self._take_with_memory(ids)
+        logits, is_even = self.method.feed(ids), self.is_even
+        for row, own, given in zip(self.rows, ids, logits, strict=True):
+            exact, *rough = (self._stepped(loop, own, is_even) for loop in row)
+            self.worst = max(self.worst, _apart(given, exact))
+            self.honest = max(self.honest, *(_apart(x, exact) for x in rough), 0.0)
+        if self.loop is PlainStream and not self.plan.is_slice:
+            for i, row in enumerate(self.rows):
+                kept = self.method.cache.index(i)
+                self.found["other entries"] += row[0].evict(kept, row[-1], FACTOR)
+        return None
+
+    def _stepped(self, loop, ids, is_even) -> Tensor:
+        if self.loop is PlainWindow:
+            return loop.take(ids)
+        while len(ids):
+            num = self.plan.takes_at_once(loop.seen, len(ids)) if is_even else 1
+            logits, ids = loop.take(ids[:num]), ids[num:]
+        return logits
+
+    def _take_with_memory(self, ids) -> None:
+        """Entries of nearly the same score may be taken for one another, which logits tell."""
+        if ids.shape[1] == 1:
+            logits = self.method.feed(ids)[:, None]
+        else:
+            logits = self.method.feed_segment(ids)
+        for (loop,), own, given in zip(self.rows, ids, logits, strict=True):
+            for token, found in zip(own, given, strict=True):
+                self.worst = max(self.worst, _apart(found, loop.step(token, found)))
+
+
+def _copied(loop):
+    """A loop that goes on alone."""
+    if not isinstance(loop, PlainMemory):
+        return loop.clone()
+    other = copy.copy(loop)
+    other.keys, other.values = loop.keys.clone(), loop.values.clone()
+    return other
+
+
+def _apart(x, y) -> float:
+    return (x.double() - y.double()).abs().max().item()

@@ -1,0 +1,97 @@
+"""Streams that are copied, pickled, or whose model is turned to another precision on the way: they
+go on, or are refused in one line that says what to do.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers.methods import anchored, make, tables
+from helpers.pairwise import of_each_family
+from helpers.tiny_models import tiny_model
+
+import kvalign
+from kvalign.foundation.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.models.loading import load_model
+
+WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
+WAYS += [
+    ("streaming-llm", "llama", dict(memory=30)),
+    ("tables", "gpt2", dict(memory=30)),
+    ("streaming-llm", "llama", dict(policy="h2o")),
+]
+
+
+def made(name, model, **sizes):
+    aligners = {"tables": tables, "anchored": anchored}
+    if name not in aligners:
+        return make(name, model, **sizes)
+    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
+
+
+def refused(call):
+    """The line in which it is refused."""
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+def test_a_copy_goes_on_alone(name, kind, sizes, models, ids):
+    """On the same model; what is fed to one is not seen by the other."""
+    method = made(name, models[kind], **sizes)
+    assert copy.deepcopy(method).fill == 0
+    method.feed(ids[:, :30])
+    other, caches = copy.deepcopy(method), []
+    assert other.model is method.model
+    if (
+        isinstance(getattr(method, "cache", None), kvalign.StreamingCache)
+        and name != "discard-half"
+    ):
+        caches = [copy.deepcopy(method.cache)]
+        assert caches[0].realigner is method.cache.realigner
+    expected = [method.feed(ids[:, i : i + 1]) for i in range(30, 50)]
+    assert all(torch.equal(other.feed(ids[:, 30 + i, None]), x) for i, x in enumerate(expected))
+    for cache in caches:
+        method.cache = cache
+        again = [method.feed(ids[:, i : i + 1]) for i in range(30, 50)]
+        assert all(map(torch.equal, again, expected))
+    assert "restore() takes them up" in refused(lambda: pickle.dumps(method))
+    if caches:
+        assert "restore() takes them up" in refused(lambda: pickle.dumps(method.cache))
+
+
+def test_a_text_is_saved():
+    loaded = load_model("gpt2-mini")
+    stream = kvalign.stream(loaded.model, loaded.tokenizer, "The history", cache_size=12)
+    next(iter(stream))
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        assert "save() it" in refused(lambda way=way: way(stream))
+    assert next(iter(stream))
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+def test_a_model_is_turned_to_another_precision(name, kind, sizes, ids):
+    """What is re-encoded goes on; the others say what to do, and go on once it is done."""
+    model = tiny_model(kind)
+    method = made(name, model, **sizes)
+    expected = made(name, model, **sizes)
+    for one in (method, expected):
+        one.feed(ids[:, :30])
+    state = {key: x.clone() for key, x in method.state().items()}
+    model.to(torch.bfloat16)
+    if name == "recompute":
+        assert method.feed(ids[:, 30:31]).isfinite().all()
+        return
+    says = refused(lambda: method.feed(ids[:, 30:31]))
+    assert "float32" in says and "bfloat16" in says and "reset() it" in says
+    anew = made(name, model, **sizes)
+    method.reset()
+    assert torch.equal(method.feed(ids[:, :4]), anew.feed(ids[:, :4]))
+    model.to(torch.float32)
+    method.reset()
+    method.restore(state)
+    assert method.feed(ids[:, 30:31]).isfinite().all()

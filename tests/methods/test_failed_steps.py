@@ -1,0 +1,271 @@
+"""A step that fails in the middle, by an exception or Ctrl-C, and is tried again: the stream is
+what it would have been, or is refused in one line until it begins anew. Never is it another one.
+"""
+
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from helpers.methods import anchored, make, tables
+from helpers.pairwise import covering, of_each_family
+from torch import nn
+
+from kvalign.foundation.errors import UserError
+from kvalign.methods import METHODS
+from kvalign.models.architectures import FAMILIES
+from kvalign.policies import POLICIES
+
+CACHE_SIZE = 16
+ALIGNERS = {"tables": tables, "anchored": anchored}
+WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, *ALIGNERS))]
+WAYS += [("streaming-llm", "llama", dict(policy=name)) for name in POLICIES if name != "oldest"]
+WAYS += [
+    ("tables", "gpt2", dict(policy="h2o")),
+    ("streaming-llm", "opt", dict(policy="tova", positions="keep")),
+    ("streaming-llm", "llama", dict(memory=30)),
+    ("tables", "gpt2", dict(memory=30)),
+    ("streaming-llm", "qwen2", dict(num_evicted=5)),
+]
+SEEN = {"the first": (), "filling": (5,), "about full": (17,), "full": (41,), "uneven": (7, 30)}
+FAILURES = {"an exception": RuntimeError, "Ctrl-C": KeyboardInterrupt}
+PLACES = ("a layer", "its last", "the head")
+CASES = covering(
+    [(*way, seen, at, why) for way in WAYS for seen in SEEN for at in PLACES for why in FAILURES],
+    lambda name, kind, sizes, seen, at, why: (name, str(sizes), seen),
+    lambda name, kind, sizes, seen, at, why: (name, kind, str(sizes)),
+    lambda name, kind, sizes, seen, at, why: (name, str(sizes), at),
+    lambda name, kind, sizes, seen, at, why: (FAMILIES[kind], at, why),
+    lambda name, kind, sizes, seen, at, why: (seen, at, why),
+)
+INPUTS = covering(
+    [(*way, n, where) for way in WAYS for n in ((), (9,)) for where in ("a pass", "between two")],
+    lambda name, kind, sizes, lens, where: (name, str(sizes)),
+    lambda name, kind, sizes, lens, where: (name, lens, where),
+)
+OWN = ("window", "streaming-llm", "kvalign", *ALIGNERS)
+LOOPS = covering(
+    [(*way, n, why) for way in WAYS if way[0] in OWN for n in SEEN for why in FAILURES],
+    lambda name, kind, sizes, seen, why: (name, str(sizes), seen == "the first"),
+    lambda name, kind, sizes, seen, why: (seen, why),
+)
+
+
+def made(name, model, **sizes):
+    sizes = dict(cache_size=CACHE_SIZE) | sizes
+    if name not in ALIGNERS:
+        return make(name, model, **sizes)
+    return make("kvalign", model, aligner=ALIGNERS[name](model, 0.3), **sizes)
+
+
+@contextmanager
+def failing(model, at, why, after=0):
+    """Within it the model fails, after so many passes that do not."""
+    lists = (x for x in model.modules() if isinstance(x, nn.ModuleList))
+    layers, left = max(lists, key=len), [after]
+    where = {"a layer": layers[1], "its last": layers[-1], "the head": model.lm_head}[at]
+
+    def fail(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise FAILURES[why]("planted")
+
+    hook = where.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def begun(method, ids, lens):
+    """Rows that have been fed so many tokens each, and the ids that come next."""
+    if lens and method.tokens_left is not None:
+        lens = (9,)
+    rows = [method.new() for _ in lens]
+    for one, row, num in zip(rows, ids, lens, strict=False):
+        one.feed(row[None, :num])
+    if len(rows) > 1:
+        method.join(rows)
+    elif rows:
+        method = rows[0]
+    starts = lens or (0,)
+    later = [row[num : num + 12] for row, num in zip(ids, starts, strict=False)]
+    return method, torch.stack(later)
+
+
+def steps(method, ids):
+    return [method.feed(ids[:, i : i + 1]) for i in range(ids.shape[1])]
+
+
+def outcome(call):
+    """What it gives; None where it says in one line that the stream cannot go on."""
+    try:
+        return call()
+    except UserError as error:
+        if str(error).count("\n") or "reset() it" not in str(error):
+            raise
+        return None
+
+
+def check(method, failed_ids, later, expected, ids):
+    """After a failure: what failed and what comes later is as expected, or nothing is done."""
+    found = outcome(lambda: [method.feed(failed_ids), *steps(method, later)])
+    if found is None:
+        for use in (method.state, lambda: method.select([0]), lambda: method.new().join([method])):
+            assert outcome(use) is None
+        assert outcome(lambda: method.feed(failed_ids)) is None
+    else:
+        assert all(map(torch.equal, found, expected))
+    alike = method.new()
+    method.reset()
+    assert all(map(torch.equal, steps(method, ids[:, :8]), steps(alike, ids[:, :8])))
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "seen", "at", "why"), CASES)
+def test_a_failed_step_is_tried_again(name, kind, sizes, seen, at, why, models, ids):
+    model = models[kind]
+    if name == "dense" and seen == "uneven":
+        seen = "filling"
+    num = 3 if SEEN[seen] else 0
+    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
+    expected = steps(method, later)
+    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
+    steps(method, later[:, :num])
+    with failing(model, at, why), pytest.raises(FAILURES[why], match="planted"):
+        method.feed(later[:, num : num + 1])
+    check(method, later[:, num : num + 1], later[:, num + 1 :], expected[num:], ids)
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "lens", "where"), INPUTS)
+def test_an_input_of_several_passes_fails(name, kind, sizes, lens, where, models, ids):
+    """None of its passes counts alone: who tries again gives it as a whole."""
+    model, long = models[kind], 40 if name != "dense" else 20
+    method, _ = begun(made(name, model, **sizes), ids[:1], lens)
+    start = sum(lens)
+    parts = ids[:1, start : start + long], ids[:1, start + long : start + long + 8]
+    expected = [method.feed(parts[0]), *steps(method, parts[1])]
+    method, _ = begun(made(name, model, **sizes), ids[:1], lens)
+    if where == "a pass":
+        with failing(model, "a layer", "an exception", after=1), suppress(RuntimeError):
+            method.feed(parts[0])
+            return  # by one pass
+    else:
+
+        def fail(num):
+            raise RuntimeError("planted")
+
+        method.on_tokens = fail
+        with suppress(RuntimeError):
+            method.feed(parts[0])
+            return  # which tells nobody
+        method.on_tokens = lambda num: None
+    check(method, *parts, expected, ids[:1])
+
+
+@pytest.mark.parametrize("change", ["select", "join"])
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("discard-half", "gpt2", {}),
+        ("tables", "gpt2", {}),
+        ("kvalign", "llama", {}),
+        ("streaming-llm", "llama", dict(memory=30)),
+        ("streaming-llm", "llama", dict(policy="tova")),
+    ],
+)
+def test_rows_are_changed_wholly_or_not_at_all(name, kind, sizes, change, models, ids, monkeypatch):
+    method, later = begun(made(name, models[kind], **sizes), ids, (7, 30))
+    other, _ = begun(method.new(), ids, (9,))
+    layer = method.cache.layers[1]
+    monkeypatch.setattr(layer, change, lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        getattr(method, change)([1, 0] if change == "select" else [other])
+    monkeypatch.undo()
+    check(method, later[:, :1], later[:, 1:], [], ids)
+    assert outcome(other.state)  # which has only been looked at
+
+
+@pytest.mark.parametrize("name", ["tables", "discard-half"])
+def test_a_state_is_taken_up_wholly_or_not_at_all(name, models, ids):
+    method, later = begun(made(name, models["gpt2"]), ids, (7, 30))
+    state = method.state()
+    last = max(key for key in state if "entries" in key)
+    wrong = method.new()
+    with pytest.raises(UserError, match="a stream's"):
+        wrong.restore(state | {last: state[last][:, :1]})
+    assert torch.equal(wrong.feed(ids[:, :3]), method.new().feed(ids[:, :3]))
+    with failing(models["gpt2"], "a layer", "Ctrl-C"), suppress(KeyboardInterrupt):
+        method.feed(later[:, :1])
+    expected = method.new()
+    for one in (method, expected):
+        one.restore(state)
+    assert all(map(torch.equal, steps(method, later), steps(expected, later)))
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "seen", "why"), LOOPS)
+def test_a_loop_of_ones_own_fails(name, kind, sizes, seen, why, models, ids):
+    """One that calls the model with a cache, and nothing else."""
+    model = models[kind]
+
+    def own(method):
+        def feed(ids):
+            with torch.no_grad():
+                return model(input_ids=ids, past_key_values=method.cache).logits[:, -1].float()
+
+        method.feed = feed
+        return method
+
+    if seen == "uneven":
+        seen = "full"  # of rows that are not alike a model must be told
+    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
+    expected = steps(own(method), later)
+    method, later = begun(made(name, model, **sizes), ids, SEEN[seen])
+    own(method)
+    with failing(model, "a layer", why), pytest.raises(FAILURES[why]):
+        method.feed(later[:, :1])
+    found = outcome(lambda: steps(method, later))
+    assert found is None or all(map(torch.equal, found, expected))
+    if found is None:
+        cache = method.cache
+        for use in (cache.state, lambda: cache.select([0]), lambda: method.new().join([method])):
+            assert outcome(use) is None
+    method.cache.reset()
+    alike = own(method.new())
+    assert all(map(torch.equal, steps(method, ids[:, :8]), steps(alike, ids[:, :8])))
+
+
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_reading_ahead_fails(num_read, models, ids):
+    """What had been read before counts as its tokens come."""
+    model = models["llama"]
+
+    def stepped(fails):
+        method, later = begun(made("streaming-llm", model), ids[:1], (30,))
+        logits = [method.read_ahead(later[:, :4])]
+        logits += [method.cache.take_ahead(int(later[0, 1 + i])) for i in range(num_read)]
+        if fails:
+            with failing(model, "a layer", "Ctrl-C"), suppress(KeyboardInterrupt):
+                method.read_ahead(later[:, 1 + num_read : 5])
+            assert method.cache.take_ahead(int(later[0, 1 + num_read])) is None
+        return method, later[:, 1 + num_read :]
+
+    method, later = stepped(fails=False)
+    expected = steps(method, later)
+    method, later = stepped(fails=True)
+    check(method, later[:, :1], later[:, 1:], expected, ids[:1])
+
+
+def test_what_is_refused_for_its_ids_changes_nothing(models, ids):
+    """Wrong input is not a step that failed."""
+    for name, sizes in [
+        ("streaming-llm", {}),
+        ("streaming-llm", dict(policy="tova")),
+        ("streaming-llm", dict(memory=30)),
+        ("discard-half", {}),
+        ("recompute", {}),
+    ]:
+        method, later = begun(made(name, models["llama"], **sizes), ids, (7, 30))
+        alike, _ = begun(made(name, models["llama"], **sizes), ids, (7, 30))
+        for wrong in (ids[:1, :1], ids[:, :0], ids[:, :1] + 1000, ids[:, :1].float()):
+            with pytest.raises(UserError):
+                method.feed(wrong)
+        assert all(map(torch.equal, steps(method, later), steps(alike, later)))

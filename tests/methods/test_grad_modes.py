@@ -1,0 +1,142 @@
+"""Streams within `torch.inference_mode`, outside, and across its border, and loops that leave out
+`torch.no_grad`.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers.methods import anchored, make, tables
+from helpers.pairwise import of_each_family, pairwise
+from helpers.tiny_models import tiny_model
+
+import kvalign
+from kvalign import checkpoints
+from kvalign.methods import METHODS
+from kvalign.models.loading import load_model
+from kvalign.streaming.generation import stream_tokens
+
+WITHIN, OUTSIDE = torch.inference_mode, nullcontext
+BORDERS = {"within": (WITHIN,), "in and out": (WITHIN, OUTSIDE), "out and in": (OUTSIDE, WITHIN)}
+WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
+FAST = [
+    ("tables", "llama", dict(memory=30)),
+    ("streaming-llm", "llama", dict(policy="h2o")),
+    ("tables", "gpt2", dict(policy="key-norm")),
+    ("tables", "opt", {}),
+    ("discard-half", "gpt2", {}),
+]
+CASES = [(*way, border) for way in FAST for border in BORDERS]
+CASES += [(*way, "in and out") for way in WAYS]
+CASES += [
+    pytest.param(*way, border, marks=pytest.mark.slow)
+    for way in WAYS
+    for border in ("within", "out and in")
+]
+
+
+def made(name, model, **sizes):
+    aligners = {"tables": tables, "anchored": anchored}
+    if name not in aligners:
+        return make(name, model, **sizes)
+    return make("kvalign", model, aligner=aligners[name](model, 0.5), **sizes)
+
+
+def fed(new, ids, modes):
+    """Logits of a method that is made in one mode, fed in the next ones, whose rows are taken apart
+    and put together in between.
+    """
+    logits = []
+    with modes[0]():
+        method = new()
+    first = ids[:, :30] if method.tokens_left is None else ids[:, :4]
+    for i, part in enumerate([first, *ids[:, 30:80].split(1, 1)]):
+        with modes[i % len(modes)]():
+            logits.append(method.feed(part).clone())
+            if i in (20, 21) and type(method).join is not kvalign.methods.base.Method.join:
+                other = method.new()
+                other.feed(first[1:])
+                method.select([0])
+                method.join([other])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "border"), CASES)
+def test_inference_mode_and_its_border(name, kind, sizes, border, models, ids):
+    def new():
+        return made(name, models[kind], **sizes)
+
+    found = fed(new, ids, BORDERS[border])
+    assert torch.equal(found, fed(new, ids, (torch.no_grad,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "border"), pairwise(checkpoints.WRITERS, ("within", "in and out"))
+)
+def test_a_text_across_the_border(name, border, tmp_path):
+    """By the default method; loaded in one mode, saved and taken up in the others."""
+    modes, path = BORDERS[border], tmp_path / "stream"
+
+    def text(modes):
+        with modes[0]():
+            loaded = load_model(name)
+            kept = loaded.model, loaded.tokenizer
+            stream = kvalign.stream(*kept, "The history", cache_size=12, top_k=5, seed=0)
+            pieces = iter(stream)
+        for i in range(20):
+            with modes[i % len(modes)]():
+                next(pieces)
+        with modes[-1]():
+            stream.save(path)
+        with modes[0]():
+            again = kvalign.load_stream(path, *kept)
+        with modes[-1]():
+            for _ in zip(range(10), again, strict=False):
+                pass
+        return again.ids
+
+    assert text(modes) == text([torch.no_grad])
+
+
+def test_ids_are_written_across_the_border(models, ids):
+    def tokens():
+        return stream_tokens(made("tables", models["gpt2"]), ids[:, :9])
+
+    expected = [token for _, token in zip(range(40), tokens(), strict=False)]
+    again, found = tokens(), []
+    for i in range(40):
+        with WITHIN() if i % 2 else OUTSIDE():
+            found.append(next(again).clone())
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def nodes_of(x):
+    """How many operations a tensor has come from."""
+    seen, found = set(), [x.grad_fn]
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [before for before, _ in node.next_functions]
+    return len(seen)
+
+
+LOOPS = [*FAST[:4], ("streaming-llm", "gpt_neox", {}), ("anchored", "gpt2", {})]
+LOOPS += [("kvalign", "llama", {}), ("streaming-llm", "bloom", {}), ("kvalign", "gpt2", {})]
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), LOOPS)
+def test_a_loop_without_no_grad_does_not_grow(name, kind, sizes, ids):
+    """A step of one's own loop comes from as many operations at the end as it did when the cache
+    was full, also where the stream began within inference mode.
+    """
+    model = tiny_model(kind).requires_grad_(True)
+    cache = made(name, model, **sizes).cache
+    counts = []
+    for i in range(70):
+        with WITHIN() if i < 5 else OUTSIDE():
+            out = model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+        if i in (40, 50, 69):
+            counts.append(nodes_of(out.logits))
+    assert counts[0] > 0 and len(set(counts)) == 1
+    assert not any(x.requires_grad for x in cache.state().values())

@@ -1,0 +1,181 @@
+"""A decode step that is compiled once, stored, and loaded by later starts."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from helpers.methods import tables
+from helpers.tiny_models import KINDS, tiny_model
+from torch._inductor.exc import InvalidCxxCompiler
+
+from kvalign import make_method
+from kvalign.methods import step_file
+from kvalign.methods.stored_step import StoredStep
+from kvalign.models import packed
+
+SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
+SIZES = dict(cache_size=SIZE, warn=False)
+
+
+def never(*args, **kwargs):
+    raise AssertionError("it was to be stored")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where steps are kept: that of llama is made once for all tests."""
+    return tmp_path_factory.mktemp("user")
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.setenv("KVALIGN_CACHE", str(folder))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **sizes):
+    """By how much logits of steps differ from those of eager ones."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, num), generator=rng)
+    plain, compiled = (make_method(name, model, **{**SIZES, **sizes}) for _ in range(2))
+    compiled.compile()
+    if stored:
+        compiled.compiled.otherwise = never
+    most = 0.0
+    for method in (plain, compiled):
+        method.feed(ids[:, :first])
+    for i in range(first, num):
+        token = ids[:, i : i + 1]
+        most = max(most, (plain.feed(token) - compiled.feed(token)).abs().max().item())
+    assert compiled.compiled.is_stored == stored
+    return most
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama"]
+
+
+@pytest.mark.parametrize("kind", ["llama", *SLOW])
+def test_a_stored_step_is_the_eager_one(kind):
+    """Across copies to the buffer's front and turns of all keys."""
+    assert differ(copy.deepcopy(tiny_model(kind))) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", packed.PACKED)
+def test_with_packed_weights(weights):
+    """Whose products round their inputs: a number beside a border may go the other way."""
+    model = copy.deepcopy(tiny_model("llama", num_hidden_layers=1))
+    packed.pack(model, weights)
+    assert differ(model) < 0.05
+
+
+def test_a_later_start_traces_and_compiles_nothing(llama, monkeypatch):
+    differ(llama)
+    monkeypatch.setattr("torch.export.export", never)
+    assert differ(llama) < 1e-5
+
+
+def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
+    """Its buffers grow: at first they are shorter than those that the stored step knows."""
+    model = copy.deepcopy(tiny_model("llama", num_hidden_layers=1))
+    sizes = dict(cache_size=60, num=170)
+    assert differ(model, first=61, **sizes) < 1e-5
+    monkeypatch.setattr("torch.export.export", never)
+    assert differ(model, first=3, **sizes) < 1e-5
+
+
+def test_models_of_one_shape_share_a_file_and_keep_their_weights(llama, monkeypatch):
+    differ(llama)
+    monkeypatch.setattr("torch.export.export", never)
+    other = copy.deepcopy(llama)
+    for x in other.parameters():
+        x.data = x.data + 0.1 * torch.randn_like(x)
+    assert differ(other) < 1e-5
+
+
+def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
+    model, ids = copy.deepcopy(llama), torch.randint(96, (1, SIZE + 4))
+    method = make_method("streaming-llm", model, **SIZES).compile()
+
+    def last(method):
+        method.reset()
+        return [method.feed(x) for x in (ids[:, : SIZE + 1], *ids[:, SIZE + 1 :].split(1, 1))][-1]
+
+    before = last(method)
+    for x in model.parameters():
+        x.data = x.data * 1.1
+    after = last(method)
+    assert method.compiled.is_stored and not torch.allclose(before, after, atol=1e-2)
+    assert torch.allclose(after, last(make_method("streaming-llm", model, **SIZES)), atol=1e-5)
+
+
+@pytest.mark.parametrize("harm", ["damaged", "cut", "foreign", "no json"])
+def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch):
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    kept = {path: path.read_bytes() for path in (folder / "steps").iterdir()}
+    for file in sorted((folder / "steps").glob("*.pt2")):
+        whole, about = file.read_bytes(), file.with_suffix(".json")
+        if harm == "damaged":
+            file.write_bytes(whole[:5000] + b"\0" * 64 + whole[5064:])
+        elif harm == "cut":
+            file.write_bytes(whole[:-100])
+        elif harm == "foreign":
+            about.write_text("[]")
+        else:
+            about.unlink()
+    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
+    assert len(made) == 1
+    for path, whole in kept.items():
+        path.write_bytes(whole)
+
+
+def test_without_a_compiler_a_line_says_so_and_steps_are_eager(
+    llama, tmp_path, monkeypatch, caplog
+):
+    def none():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    step_file.has_compiler.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert differ(llama, stored=False, num=SIZE + 5) == 0
+    assert [record.message for record in caplog.records].count(step_file.NO_COMPILER) == 1
+    step_file.has_compiler.cache_clear()
+
+
+OTHERS = [
+    ("rows", {}),
+    ("streaming-llm", dict(num_evicted=2)),
+    ("streaming-llm", dict(memory=8, num_recalled=2)),
+    ("kvalign", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), OTHERS, ids=str)
+def test_other_steps_go_elsewhere(name, sizes, models):
+    rows = 2 if name == "rows" else 1
+    model = models["llama"]
+    if name == "kvalign":
+        sizes = {"aligner": tables(model)}
+    name = "streaming-llm" if name == "rows" else name
+    method = make_method(name, model, **SIZES, **sizes)
+    asked = []
+
+    def otherwise(**inputs):
+        asked.append(inputs["past_key_values"])
+        return model(**inputs)
+
+    method.compiled = StoredStep(model)
+    method.compiled.otherwise = otherwise
+    method.feed(torch.randint(96, (rows, SIZE + 1)))
+    for _ in range(3):
+        method.feed(torch.randint(96, (rows, 1)))
+    assert asked and not method.compiled.is_stored

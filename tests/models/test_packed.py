@@ -1,0 +1,206 @@
+"""Packed weights: those that were stored in 4 bits come back as the same 4 bits, products are those
+of the unpacked weights, and everything streams with them.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers.tiny_gguf import TOKENS, readers, write_gguf
+from helpers.tiny_models import KINDS, tiny_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
+from kvalign.foundation.errors import UserError
+from kvalign.invariants.base import difference
+from kvalign.models import packed
+from kvalign.models.packed import Int4Linear, Int8Linear, PackedLinear, levels_of, weights_of
+
+BFLOAT16 = 2**-8  # what a number is rounded by at most
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return load_model("llama-mini", weights="int4")
+
+
+def restored(weight):
+    q, step, low = levels_of(weight)
+    return low.repeat_interleave(32, 1) + q * step.repeat_interleave(32, 1)
+
+
+@pytest.mark.parametrize("num_levels", [1, 2, 5, 11, 16])
+def test_weights_on_even_levels_come_back_as_they_are(num_levels):
+    q = torch.randint(num_levels, (40, 96))
+    step, low = (torch.rand(40, 3).half().float().repeat_interleave(32, 1) for _ in range(2))
+    weight = low + q * step
+    torch.testing.assert_close(restored(weight), weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_a_4_bit_file_keeps_its_bits(kind):
+    readers()
+    from gguf import GGMLQuantizationType, quants
+
+    kind = GGMLQuantizationType[kind]
+    blocks = quants.quantize(torch.randn(128, 64).numpy(), kind)
+    weight = torch.from_numpy(quants.dequantize(blocks, kind))
+    torch.testing.assert_close(restored(weight), weight, rtol=0, atol=1e-6)
+    assert not torch.allclose(restored(torch.randn(128, 64)), torch.randn(128, 64), atol=1e-2)
+
+
+def test_an_8_bit_file_keeps_its_numbers():
+    """Their scales are rounded to bfloat16, by which a number moves by half a step at most."""
+    readers()
+    from gguf import GGMLQuantizationType, quants
+
+    blocks = quants.quantize(torch.randn(128, 64).numpy(), GGMLQuantizationType.Q8_0)
+    weight = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q8_0))
+    found = Int8Linear(weight).unpacked(torch.float32).T
+    most = weight.abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1)
+    assert ((found - weight).abs() <= most / 127 * 0.51).all()
+
+
+def test_what_is_packed_is_unpacked_to_the_bit():
+    q = torch.randint(16, (192, 96), dtype=torch.int32)
+    kernel = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    assert torch.equal(packed.unpacked_levels(kernel), q.T.to(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+@pytest.mark.parametrize("num_rows", [1, 7, packed.FEW, packed.FEW + 1, 300])
+@pytest.mark.parametrize("num_out", [10, 64, 200])
+def test_products_are_those_of_the_unpacked_weights(kind, num_rows, num_out):
+    weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
+    product, x = kind(weight, bias), torch.randn(2, num_rows, 96)
+    used = product.unpacked(torch.float32).T
+    assert (used - weight).abs().max() < (0.3 if kind is Int4Linear else 0.03)
+    found, expected = product(x), nn.functional.linear(x, used, bias)
+    assert found.dtype == x.dtype and found.shape == expected.shape
+    # Inputs, weights and the result are rounded; the terms of a sum by chance up or down.
+    assert (found - expected).norm() < 2 * BFLOAT16 * expected.norm()
+
+
+@pytest.mark.parametrize("weights", packed.PACKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights, ids):
+    model = copy.deepcopy(tiny_model(kind))
+    tied = model.config.tie_word_embeddings
+    embedding = model.get_input_embeddings().weight.clone()
+    expected = copy.deepcopy(model)
+    packed.pack(model, weights)
+    assert weights_of(model) == weights and model.dtype == torch.float32
+    assert type(model.get_output_embeddings()) is Int8Linear
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    products = {k: m for k, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert not any(type(m) in (nn.Linear, Conv1D) for m in model.modules())
+    if tied:  # the head has weights of its own now
+        head = expected.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.clone())
+    for name, module in expected.named_modules():
+        if name in products:
+            weight = products[name].unpacked(torch.float32)
+            module.weight.data.copy_(weight if isinstance(module, Conv1D) else weight.T)
+    with torch.no_grad():
+        for length in (3, 60):  # by the kernel, and unpacked
+            found = model(ids[:, :length]).logits
+            assert difference(found, expected(ids[:, :length]).logits) < 0.2
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_what_is_packed_is_in_the_mode_of_the_model(is_training):
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=64)).train(is_training)
+    packed.pack(model, "int4")
+    assert {module.training for module in model.modules()} == {is_training}
+
+
+def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refused():
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=40))
+    packed.pack(model, "int4")
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert type(model.model.layers[0].mlp.up_proj) is Int4Linear
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
+    with pytest.raises(UserError, match="need products of inputs in groups of 32"):
+        packed.pack(model, "int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q8_0", "float32")]
+)
+def test_auto_keeps_4_bits_where_they_were_stored(kind, expected, ids, tmp_path):
+    readers()
+    model = tiny_model("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2)
+    weights = write_gguf(tmp_path / "tiny.gguf", model, quantised=kind)
+    loaded = load_model(tmp_path / "tiny.gguf", weights="auto")
+    assert weights_of(loaded.model) == expected
+    if expected == "int4":
+        product = loaded.model.model.layers[1].self_attn.q_proj
+        weight = weights["model.layers.1.self_attn.q_proj.weight"]
+        found = product.unpacked(torch.float32).T
+        torch.testing.assert_close(found, weight, rtol=0, atol=2 * BFLOAT16 * weight.abs().max())
+    assert weights_of(load_model(tmp_path / "tiny.gguf").model) == "float32"
+
+
+def test_names_of_weights():
+    assert weights_of(load_model("recall-gpt2", weights="bfloat16").model) == "bfloat16"
+    assert weights_of(load_model("recall-gpt2", weights="auto").model) == "float32"
+    with pytest.raises(UserError, match="weights must be one of auto, float32, .*, got 'int5'"):
+        load_model("recall-gpt2", weights="int5")
+    with pytest.raises(UserError, match="weights int4 and dtype float16 contradict"):
+        load_model("recall-gpt2", dtype="float16", weights="int4")
+    with pytest.raises(UserError, match="on a cpu only, got device cuda"):
+        load_model("recall-gpt2", "cuda", weights="int8")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(method="streaming-llm"),
+        dict(method="kvalign"),
+        dict(method="discard-half"),
+        dict(method="recompute"),
+        dict(method="streaming-llm", memory=100),
+        dict(method="streaming-llm", policy="h2o"),
+    ],
+    ids=str,
+)
+def test_every_method_streams_with_them(mini, how):
+    sizes = dict(cache_size=16, max_new_tokens=30, seed=0)
+    made = stream(mini.model, mini.tokenizer, "The river", **sizes, **how)
+    assert len("".join(made)) > 20 and len(made.token_ids) == 30
+
+
+def test_rows_stream_with_them(mini):
+    prompts = ["The river", "In the harbour of"]
+    sizes = dict(cache_size=16, max_new_tokens=30, seed=0)
+    assert {row for row, _ in stream_batch(mini.model, mini.tokenizer, prompts, **sizes)} == {0, 1}
+
+
+def test_a_saved_stream_goes_on_with_the_weights_it_was_made_with_and_no_others(mini, tmp_path):
+    sizes = dict(cache_size=16, max_new_tokens=30, seed=0, do_sample=True)
+    made = stream(mini.model, mini.tokenizer, "The river", **sizes)
+    first = "".join(made)
+    made.save(tmp_path / "talk.safetensors")
+    made.feed(" and")
+    rest = "".join(made)
+    again = load_stream(tmp_path / "talk.safetensors", mini.model, mini.tokenizer)
+    again.feed(" and")
+    assert first and "".join(again) == rest
+    plain = load_model("llama-mini")
+    with pytest.raises(
+        UserError, match=r"weights of int4, those of this .* float32: .*--weights i"
+    ):
+        load_stream(tmp_path / "talk.safetensors", plain.model, plain.tokenizer)
+
+
+def test_invariants_hold_within_the_bound_of_their_rounding(mini):
+    names = ["dense", "rows", "chunks", "evicting-chunks", "repeat", "save"]
+    outcomes = verify(
+        mini.model,
+        lambda model: make_method("streaming-llm", model, cache_size=16),
+        num_steps=16,
+        invariants=names,
+    )
+    assert [outcome.state for outcome in outcomes] == ["passed"] * len(names)
+    assert {outcome.bound for outcome in outcomes} == {0.4}

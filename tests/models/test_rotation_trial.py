@@ -1,0 +1,160 @@
+"""What turns the keys of a model is measured: right for what is listed, and for what no line names;
+what no rotation moves is refused with what differed.
+"""
+
+import pytest
+import torch
+from helpers.methods import CACHE_SIZE, make, step
+from helpers.tiny_models import MORE_KINDS, ROTARY_KINDS, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from kvalign.foundation.errors import UserError
+from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
+
+HUNYUAN = dict(
+    vocab_size=96,
+    max_position_embeddings=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+class RenamedConfig(LlamaConfig):
+    model_type = "renamed"
+
+
+class Renamed(LlamaForCausalLM):
+    config_class = RenamedConfig
+
+
+@pytest.fixture
+def renamed():
+    """Llama under a name that no line has."""
+    llama = tiny_model("llama")
+    config = RenamedConfig(**{k: v for k, v in llama.config.to_dict().items() if k != "model_type"})
+    model = Renamed(config).eval().requires_grad_(False)
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", [*ROTARY_KINDS, *(kind for kind in MORE_KINDS if FAMILIES[kind] == "rotary")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_that_was_moved_is_the_one_computed_there(kind, dtype):
+    """By every layer, whatever precision it was measured in."""
+    model = tiny_model(kind).to(dtype)
+    rotation, exact = rotation_of(model), model.to(torch.float32)
+    is_rounded = dtype == torch.bfloat16 and kind in ("codegen", "gptj")  # a table of angles
+    near = 1e-2 if is_rounded else 1e-4
+    ids = torch.full((1, 1), 7)
+    here, there = (
+        exact(input_ids=ids, position_ids=torch.tensor([[at]]), use_cache=True).past_key_values
+        for at in (3, 45)
+    )
+    num_turning = 0
+    layers = spec_of(exact.config).attention
+    for i in layers:
+        layer, other = here.layers[i], there.layers[i]
+        moved = rotation.at(i).shift(other.keys, 42)
+        assert torch.allclose(moved, layer.keys, atol=near * layer.keys.abs().max().item())
+        num_turning += not torch.allclose(other.keys, layer.keys, atol=1e-2)
+    has_still = kind in ("cohere2", "exaone4", "llama4_text", "smollm3")
+    assert num_turning == len(layers) - has_still
+
+
+def test_a_renamed_architecture_streams(renamed, ids):
+    assert "renamed" not in FAMILIES and spec_of(renamed.config).family == "rotary"
+    name = "streaming-llm"
+    found, expected = (
+        step(make(name, model), ids[:, :60], CACHE_SIZE + 1)
+        for model in (renamed, tiny_model("llama"))
+    )
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_norm_after_the_rotation_is_refused_with_what_differed():
+    """Hunyuan's keys are scaled, number by number, once they are turned."""
+    model = tiny_from(AutoConfig.for_model("hunyuan_v1_dense", **HUNYUAN))
+    assert rotation_of(model) is not None  # scales of 1 leave a rotation a rotation
+    model = tiny_from(AutoConfig.for_model("hunyuan_v1_dense", **HUNYUAN))
+    for name, weight in model.named_parameters():
+        if "key_layernorm" in name:
+            weight.data = torch.linspace(0.2, 3, len(weight))
+    with pytest.raises(
+        UserError,
+        match=r"this model \(hunyuan_v1_dense\) cannot be moved: a key of layer 0 is not moved by "
+        r"turning it: 0\.\d+ of its size off at best, of 2 rotations.*take method discard-half",
+    ):
+        make("streaming-llm", model)
+    assert make("recompute", model).feed(torch.ones(1, 5, dtype=torch.int64)).isfinite().all()
+
+
+def tiny_from(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def test_a_faster_key_is_refused(renamed, monkeypatch):
+    right = modeling_llama.apply_rotary_pos_emb
+
+    def wrong(q, k, cos, sin, *args, **kwargs):
+        q, k = right(q, k, cos, sin, *args, **kwargs)
+        return q, right(k, k, cos, sin)[1]  # turned twice
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", wrong)
+    with pytest.raises(UserError, match="a key of layer 0 is not moved by turning it"):
+        rotation_of(renamed)
+
+
+def test_scores_that_depend_on_the_position_are_refused(renamed, monkeypatch):
+    """Keys are turned as they should be, queries are not."""
+    right = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, *args: (q, right(q, *args)[1])
+    )
+    with pytest.raises(UserError, match="what a token sees of the one before it changes"):
+        rotation_of(renamed)
+
+
+def test_values_that_depend_on_the_position_are_refused(renamed, monkeypatch):
+    model, embed = renamed.model, renamed.model.embed_tokens.forward
+    places = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    told = []
+    model.register_forward_pre_hook(lambda _, args, kw: told.append(kw), with_kwargs=True)
+    monkeypatch.setattr(
+        model.embed_tokens, "forward", lambda ids: embed(ids) + places[told[-1]["position_ids"]]
+    )
+    with pytest.raises(UserError, match=r"renamed\) cannot be moved: a (key|value) of layer 0"):
+        rotation_of(renamed)
+
+
+def test_it_is_measured_once_in_one_pass_and_leaves_the_model_alone(renamed):
+    calls = []
+    renamed.model.register_forward_hook(lambda *args: calls.append(args))
+    renamed.train()
+    for _ in range(3):
+        make("streaming-llm", renamed)
+    assert len(calls) == 1 and all(module.training for module in renamed.modules())
+
+
+def test_the_shortest_context():
+    model = tiny_model("llama", max_position_embeddings=2)
+    assert rotation_of(model).at(0).layout == "halves"
+
+
+def test_no_rope_at_all_is_refused_by_name():
+    with pytest.raises(UserError, match="is a 'xglm' model.*known: gpt2, .*mpt and all with RoPE"):
+        spec_of(AutoConfig.for_model("xglm"))
+
+
+def test_a_hybrid_that_no_line_names_is_refused():
+    """Whether its states go on as a stream does, nobody has tried."""
+    config = AutoConfig.for_model("qwen3_next")
+    with pytest.raises(UserError, match="a 'qwen3_next' model, of whose layers some have a state"):
+        spec_of(config, "mine")

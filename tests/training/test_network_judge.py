@@ -1,0 +1,78 @@
+"""Networks are judged by streams of the text that follows their recording."""
+
+import json
+from itertools import chain, islice
+
+import pytest
+import torch
+
+from kvalign import load_model
+from kvalign.aligners import Aligner
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.foundation.errors import UserError
+from kvalign.training import network_judge
+from kvalign.training.judge import ROW_LABELS, use_parts
+from kvalign.training.network_judge import judge_networks, text_after
+
+CORPUS = "recall"
+DATA = {"corpus": [CORPUS], "num_tokens": 300, "chunk_len": 64}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    Aligner.from_pretrained("kvalign-gpt2-mini-network").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def told(monkeypatch, parts):
+    """`judge` finds these parts best."""
+
+    def judge(aligner, untrained, model, text, kvs):
+        assert kvs == ("key", "value")
+        trained = {name: x.clone() for name, x in aligner.state_dict().items()}
+        use_parts(aligner, trained, untrained, parts)
+        nothing = {"num_sinks": 4, "val_nll": 4.0}
+        figures = {"val_nll": 3.0, "num_sinks": 4, "discard_half": 3.0, "shipped": None}
+        sizes = {"num_labels": 9, "cache_sizes": [8], "streams": [], "without": nothing}
+        return {"parts": [*parts], **figures, **sizes}
+
+    monkeypatch.setattr(network_judge, "judge", judge)
+    monkeypatch.setattr(network_judge, "text_after", lambda data, tokenizer: None)
+    monkeypatch.setattr(network_judge, "num_judged_tokens", lambda *args: 0)
+
+
+def test_what_streams_lose_by_is_saved_as_what_changes_nothing(folder, monkeypatch):
+    told(monkeypatch, ("key",))
+    before = Aligner.from_pretrained(folder)
+    judge_networks(folder, "cpu")
+    after = Aligner.from_pretrained(folder)
+    assert torch.equal(after.key.fc3.weight, before.key.fc3.weight)
+    assert before.value.fc3.weight.any() and not after.value.fc3.weight.any()
+    used = {kv: part["used"] for kv, part in after.config.training.items()}
+    assert used == {"key": True, "value": False}
+    monkeypatch.setattr(network_judge, "judge", None)
+    judge_networks(folder, "cpu")  # what is judged is left alone
+
+
+def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    for changes, why in (
+        ({"base_model": "nowhere/gone"}, "no model 'nowhere/gone' here"),
+        ({"embedding_fingerprint": [0.5] * 16}, "gpt2-mini has other weights"),
+    ):
+        told_of = {name: x for name, x in config.items() if name != "probe"} | changes
+        (folder / "config.json").write_text(json.dumps(told_of))
+        judge_networks(folder, "cpu")
+        assert f"not judged by streams: {why}" in capsys.readouterr().err
+        assert Aligner.from_pretrained(folder).value.fc3.weight.any()
+
+
+def test_the_text_is_what_follows_the_recording():
+    tokenizer = load_model("recall-gpt2").tokenizer
+    text = text_after(DATA, tokenizer)
+    (ids,) = text.val
+    all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
+    assert ids.tolist() == all_ids[300:] and len(ids) == 2 * (64 + ROW_LABELS)
+    assert text.is_recall and not text.train
+    with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 2000000 that were"):
+        text_after({**DATA, "num_tokens": 2_000_000}, tokenizer)

@@ -1,0 +1,94 @@
+"""Test whether networks help streams of the text that follows what they were trained on.
+
+The error of one move does not say: a network goes on from its own output. Its recording holds
+chunks alone, so the text is read anew, beyond the tokens that were recorded.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvalign.aligners import Aligner, AlignerConfig
+from kvalign.aligners.base import CONFIG, has_fingerprint
+from kvalign.aligners.network_sizes import KV
+from kvalign.data_gen.corpora import token_pieces
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import locked, read_checked
+from kvalign.models.loading import LoadedModel, load_model
+from kvalign.models.prefix_tokens import prefix_ids
+from kvalign.training.aligner_folder import save
+from kvalign.training.judge import ROW_LABELS, judge, num_judged_tokens
+from kvalign.training.text import Text
+
+NUM_ROWS = 2  # of the largest cache, in which a step of networks takes long
+
+
+def judge_networks(out: Path, accelerator: str) -> None:
+    """Leave in the aligner's folder what `judge` chooses of its networks, with what it found; where
+    the model or more text is out of reach, all of them, and a line that says why.
+    """
+    config = read_checked(AlignerConfig, out / CONFIG)
+    kvs = tuple(kv for kv in KV if config.training.get(kv, {}).get("used"))
+    if not kvs or all("judged" in part for part in config.training.values()):
+        return
+    with progress.shown_as("judge"):
+        progress.phase("reading")
+        try:
+            loaded = _model_of(config, accelerator)
+            text = text_after(config.training[kvs[0]]["data"], loaded.tokenizer)
+        except (UserError, KeyError) as error:
+            progress.say(f"not judged by streams: {error}")
+            return
+        aligner = Aligner.from_pretrained(out).to(loaded.model.device)
+        untrained = deepcopy(aligner)
+        for kv in kvs:
+            getattr(untrained, kv).clear()
+        progress.expect(num_judged_tokens(aligner, text, kvs), "tokens")
+        found = judge(aligner, untrained.state_dict(), loaded.model, text, kvs)
+    parts = {kv: {**part, **_said_of(kv, found)} for kv, part in config.training.items()}
+    aligner.config = config.model_copy(update={"training": parts})
+    with locked(out):
+        save(aligner.cpu(), out)
+
+
+def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The tokens that follow those of a recording in each of its corpora, none of which a network
+    has seen; UserError where a corpus ends before.
+
+    Args:
+        data: what the recording was made with: `corpus`, `num_tokens`, `chunk_len`.
+    """
+    corpora: Sequence[str] = data["corpus"]
+    num_rows = max(NUM_ROWS // len(corpora), 1)
+    wanted = num_rows * (data["chunk_len"] + ROW_LABELS)
+    share = -(-data["num_tokens"] // len(corpora))
+    found = []
+    for corpus in corpora:
+        ids = islice(chain.from_iterable(token_pieces(corpus, tokenizer)), share, share + wanted)
+        found.append(torch.tensor([*ids], dtype=torch.int64))
+        if len(found[-1]) < wanted:
+            raise UserError(
+                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} that were "
+                f"recorded, {wanted} are needed"
+            )
+    return Text([], found, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
+
+
+def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
+    """The model that networks were made for; UserError if it is not there any more."""
+    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu")
+    if not has_fingerprint(loaded.model, config.embedding_fingerprint):
+        raise UserError(f"{config.base_model} has other weights than when it was recorded")
+    return loaded
+
+
+def _said_of(kv: str, judged: dict[str, Any]) -> dict[str, Any]:
+    """The changes that the judgement makes of a network's record."""
+    return {"used": kv in judged["parts"], "val_nll": judged["val_nll"], "judged": judged}
