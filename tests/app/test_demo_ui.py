@@ -96,6 +96,12 @@ def choose(page, methods=("streaming-llm", "kvalign"), prompt="The island of the
     for box in page.locator("#methods input").all():
         box.set_checked(box.get_attribute("name") in methods)
     for label, value in sliders.items():
+        # A slider's end follows the methods, and what is beyond it is not kept.
+        page.wait_for_function(
+            "([label, value]) => Number(document.querySelector("
+            "`input[type=range][aria-label$='${label}']`).max) >= value",
+            arg=[label, value],
+        )
         page.get_by_label(f"number input for {label}").fill(str(value))
         page.keyboard.press("Tab")
     page.get_by_label("Prompt").fill(prompt)

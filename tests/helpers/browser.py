@@ -9,6 +9,7 @@ import pytest
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 DESKTOP = dict(viewport={"width": 1280, "height": 900})
+PATIENCE_MS = 120_000  # on a machine that does other work
 PHONE = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
 # Raised by Playwright's driver when its event loop is collected.
 DRIVER_WARNINGS = ("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -28,6 +29,7 @@ def launched():
 def watched(context):
     """An empty page, the addresses it asks for, and what it complains of, as they come."""
     page, requests, complaints = context.new_page(), [], []
+    page.set_default_timeout(PATIENCE_MS)
     page.on("request", lambda request: requests.append(request.url))
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
