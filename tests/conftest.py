@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
+        if item.get_closest_marker("browser"):
             for warning in DRIVER_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
 
