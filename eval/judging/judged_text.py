@@ -11,7 +11,6 @@ from kvalign.eval.judging.rules import RULES
 from kvalign.eval.protocol.evaluation import Column, Document, Documents, Evaluation, Row, Section
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.eval.protocol.tables import means
-from kvalign.eval.protocol.verdicts import share_interval
 from kvalign.foundation.settings import flag, option
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class WritingSettings(ComparisonSettings):
         from kvalign.streaming.sampling import Sampling
 
         same = {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "seed")}
-        return Sampling(**same, **more)
+        return Sampling(**same | more)
 
 
 MEASURES = {
@@ -58,7 +57,7 @@ MEASURES = {
         "readable",
         3,
         "higher",
-        "share of chunks, half of whose tokens are words; 95 %, chunks taken as independent",
+        "share of chunks, half of whose tokens are words; 95 %, of enough runs",
         ends=("readable_low", "readable_high"),
         weight=4,
     ),
@@ -91,11 +90,7 @@ class JudgedText(Evaluation):
         return self.about
 
     def rows(self, document: Document) -> list[Row]:
-        rows = means(document["rows"], MEASURES, self.by, COUNTS)
-        for row in rows:
-            if interval := share_interval(row["readable"], row["num_chunks"]):
-                row["readable_low"], row["readable_high"] = interval
-        return rows
+        return means(document["rows"], MEASURES, self.by, COUNTS)
 
     def sections(self, documents: Documents) -> list[Section]:
         """As of any evaluation, with the rules and the word lists that the documents used."""

@@ -289,7 +289,7 @@ def readable(rows: Sequence[Row], what: str = "chunks") -> str:
     most, least = (f"{100 * row['readable']:.0f} %" for row in (ranked[0], ranked[-1]))
     if most == least:
         return f"Readable {what}: {most}{' of each' * (len(rows) > 1)}."
-    few = "" if readable_apart(ranked[0], ranked[-1]) else ", too few to tell them apart"
+    few = "" if readable_apart(ranked[0], ranked[-1]) else ", of too few runs to tell them apart"
     ends = f"{most} ({in_words(ranked[0])}) to {least} ({in_words(ranked[-1])})"
     return f"Readable {what}: {ends}{few}."
 
@@ -302,7 +302,7 @@ def beside(rows: Iterable[Row]) -> str:
     if not base or not others:
         return ""
     share = base["readable"]
-    own = f"{BESIDE}'s {100 * share:.0f} % of {base['num_chunks']} chunks, one draw"
+    own = f"{BESIDE}'s {100 * share:.0f} % of {base['num_passages']} passages"
     told: dict[str, list[str]] = {"less": [], "more": []}
     for row in others:
         if readable_apart(row, base):

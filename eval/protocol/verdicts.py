@@ -5,6 +5,7 @@ limits.
 import math
 from collections.abc import Sequence
 from enum import Enum
+from statistics import fmean, variance
 
 from kvalign.eval.protocol.evaluation import Row
 
@@ -13,7 +14,7 @@ GIVE_OR_TAKE = 1.1  # an interval of the ratio that holds 1 and ends above it sa
 FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
-MIN_CHUNKS = 10  # fewer tell nobody apart
+MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
 MEANING = (
     "As good: the 95 % interval of the ratio holds 1 or lies below it, and ends below "
     f"{GIVE_OR_TAKE:g}. Worse: it lies above 1; failing: and the ratio is above {FAR:g}."
@@ -55,7 +56,7 @@ def drifts(row: Row) -> bool:
     return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
 
 
-def share_interval(share: float, total: int) -> tuple[float, float] | None:
+def share_interval(share: float, total: float) -> tuple[float, float] | None:
     """95 % interval of a share of so many (Wilson 1927), taken as independent; None of nothing."""
     if not total:
         return None
@@ -81,9 +82,24 @@ def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one[1] < other[0] or other[1] < one[0]
 
 
+def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, float] | None:
+    """95 % interval of the mean of shares of chunks, one of each run, of so many chunks in all;
+    None of fewer than `MIN_RUNS`.
+
+    Chunks of one run are alike. All count for as many independent ones as scatter as the runs do
+    (Korn & Graubard 1998): for the runs at least, for the chunks at most.
+    """
+    num = len(shares)
+    if num < MIN_RUNS:
+        return None
+    share, of_mean = fmean(shares), variance(shares) / num
+    independent = share * (1 - share) / of_mean if of_mean else 0.0
+    z = 1.96
+    t = z + (z**3 + z) / (4 * (num - 1))  # Student's, of so few runs, in its first two terms
+    return share_interval(share, min(max(independent, num), num_chunks) * (z / t) ** 2)
+
+
 def readable_apart(one: Row, other: Row) -> bool:
-    """Return whether two shares of readable chunks differ: of enough chunks, by their intervals."""
-    if min(one["num_chunks"], other["num_chunks"]) < MIN_CHUNKS:
-        return False
-    ends = [share_interval(row["readable"], row["num_chunks"]) for row in (one, other)]
-    return bool(ends[0] and ends[1] and apart(ends[0], ends[1]))
+    """Return whether two shares of readable chunks differ, by their intervals, if they have any."""
+    ends = [(row.get("readable_low"), row.get("readable_high")) for row in (one, other)]
+    return all(None not in pair for pair in ends) and apart(*ends)

@@ -7,7 +7,7 @@ from helpers.results_example import documents
 
 from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.conclusions import answers, cost, in_words, listed, spread
-from kvalign.eval.protocol.verdicts import Verdict, drifts, share_interval, verdict
+from kvalign.eval.protocol.verdicts import Verdict, drifts, runs_interval, share_interval, verdict
 from kvalign.eval.report.findings import findings, quality, writing
 from kvalign.eval.report.results_folder import Results
 
@@ -128,10 +128,13 @@ def test_cost_is_of_what_does_not_fail():
     assert cost([row("window")]) == ""
 
 
-def written(method, readable, num_chunks=60, repetition=0.0):
-    low, high = share_interval(readable, num_chunks)
-    more = dict(readable=readable, num_chunks=num_chunks, repetition=repetition)
-    return row(method, readable_low=low, readable_high=high, **more)
+def written(method, readable, num_runs=20, repetition=0.0):
+    """A row of runs of 60 chunks, which differ by at most 0.04."""
+    shares = [min(max(readable + (i % 5 - 2) / 50, 0.0), 1.0) for i in range(num_runs)]
+    more = dict(readable=readable, num_passages=num_runs, repetition=repetition)
+    if ends := runs_interval(shares, 60 * num_runs):
+        more |= dict(zip(("readable_low", "readable_high"), ends, strict=True))
+    return row(method, **more)
 
 
 def test_words_are_compared_where_intervals_are_apart():
@@ -139,12 +142,11 @@ def test_words_are_compared_where_intervals_are_apart():
     (sentence,) = writing([base, written("window", 0.5), written("kvalign", 0.93)], "Passages")
     assert sentence.lead == "Passages, C = 32"
     assert sentence.text == (
-        "less readable than recompute's 95 % of 60 chunks, one draw: window with 0 sinks 50 %."
+        "less readable than recompute's 95 % of 20 passages: window with 0 sinks 50 %."
     )
     (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
     assert sentence.text.startswith("none is told from recompute's 95 %")
-    few = [written("recompute", 1.0, 4), written("window", 0.0, 4)]
-    assert writing(few, "Passages")[0].text.startswith("none is told from recompute's 100 % of 4")
+    assert writing([written("recompute", 1.0, 4), written("window", 0.0, 4)], "Passages") == []
     assert writing([written("window", 0.5)], "Passages") == []
 
 
@@ -212,9 +214,9 @@ def test_plots_have_conclusions():
         "Readable chunks: 90 % (recompute with 0 sinks) to 20 % (window with 0 sinks)."
     )
     few = [written("window", 0.4, 5), written("recompute", 0.6, 5)]
-    assert conclusions.readable(few).endswith(", too few to tell them apart.")
+    assert conclusions.readable(few).endswith(", of too few runs to tell them apart.")
     few = [written("window", 0.0, 4), written("recompute", 1.0, 4)]  # all and none, of four
-    assert conclusions.readable(few).endswith(", too few to tell them apart.")
+    assert conclusions.readable(few).endswith(", of too few runs to tell them apart.")
 
 
 def test_figures_in_words():
@@ -225,3 +227,12 @@ def test_figures_in_words():
     low, high = share_interval(0.5, 10)  # Wilson's, by hand: 0.2366, 0.7634
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
     assert share_interval(0.0, 0) is None
+
+
+def test_chunks_of_one_run_count_as_the_runs_scatter():
+    """By hand: 0.5 +- 2.09 standard errors of twenty runs, 0.0229 each."""
+    low, high = runs_interval([0.4, 0.6] * 10, 1000)
+    assert (round(low, 3), round(high, 3)) == (0.452, 0.548)
+    assert runs_interval([0.4, 0.6] * 9, 1000) is None
+    assert runs_interval([1.0] * 20, 1000)[0] < 0.9, "runs that are all alike may be chance"
+    assert runs_interval([0.4, 0.6] * 10, 25)[0] < 0.4, "no more chunks than there are"

@@ -90,6 +90,20 @@ def test_table_has_the_means_of_the_passages(capsys):
         assert mean[name] == pytest.approx(sum(row[name] for row in found["rows"]) / 2)
 
 
+def test_runs_with_other_seeds_give_an_interval(capsys):
+    """Each is what its seed alone writes; the page shows those of the first."""
+    argv = [*SHORT, "--methods", "window", "--no-repeat-ngram-sizes", "0", "--num-prompts", "2"]
+    few, alone = (run_json(capsys, *argv, "--seed", seed) for seed in ("3", "12"))
+    found = run_json(capsys, *argv, "--seed", "3", "--num-seeds", "10")
+    assert [row["seed"] for row in found["rows"]] == 2 * [*range(3, 13)]
+    assert [*found["rows"][::10], *found["rows"][9::10]] == few["rows"] + alone["rows"]
+    (mean,), (of_few,) = EVALUATION.rows(found), EVALUATION.rows(few)
+    assert mean["num_passages"] == 20 and "readable_low" not in of_few
+    assert mean["readable_low"] < mean["readable"] < mean["readable_high"]
+    (one, other) = EVALUATION.panels(found)
+    assert [len(panel.passages) for panel in (one, other)] == [1, 1]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working folder with two texts."""

@@ -17,6 +17,7 @@ from kvalign.eval.judging.rules import RULES
 from kvalign.eval.protocol.conclusions import readable
 from kvalign.eval.protocol.document import document
 from kvalign.eval.protocol.evaluation import (
+    SIZES,
     Column,
     Document,
     Documents,
@@ -28,6 +29,7 @@ from kvalign.eval.protocol.evaluation import (
     Section,
 )
 from kvalign.eval.protocol.tables import grouped, label_of, method_name
+from kvalign.eval.protocol.verdicts import MIN_RUNS, runs_interval
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import flag, keywords_of, option
@@ -50,6 +52,12 @@ class ReadabilitySettings(WritingSettings):
         None, help="text files to judge, comma-separated, by whatever written; no model is loaded"
     )
     num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
+    num_seeds: int = option(
+        1,
+        help="runs of each prompt, with --seed and the seeds after it; methods are told apart by "
+        f"{MIN_RUNS} runs, as of 4 prompts with 5 seeds",
+        at_least=1,
+    )
     no_repeat_ngram_sizes: tuple[int, ...] = option(
         (0, 2),
         help="never repeat an n-gram of this many tokens of the model, a run each; 0: off",
@@ -84,9 +92,9 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
 
     Returns:
         A document with `prompts` (the texts continued), `rule` (name, about), `word_list` (name,
-        num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), and the
-        measures of `kvalign.eval.judging.fluency.judge`; of a text its name is the method, and what
-        only a model that wrote it can have is None or missing.
+        num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), seed, and
+        the measures of `kvalign.eval.judging.fluency.judge`; of a text its name is the method, and
+        what only a model that wrote it can have is None or missing.
 
     Raises:
         UserError: `out` has results already; a text that cannot be read.
@@ -116,12 +124,13 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
     prompts = settings.first(prompts, "num_prompts")
     words, rule = load_words(), RULES[settings.rule]
     settings, loaded = load(settings, loaded)
-    runs = list(itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts))))
+    seeds = range(settings.seed, settings.seed + settings.num_seeds)
+    runs = [*itertools.product(settings.no_repeat_ngram_sizes, range(len(prompts)), seeds)]
     num_tokens = len(runs) * settings.max_new_tokens
     rows = []
     for method, bar in in_turn(make_grid(settings, loaded.model), num_tokens, "tokens"):
-        for ngram, number in runs:
-            sampling = settings.sampling(no_repeat_ngram_size=ngram)
+        for ngram, number, seed in runs:
+            sampling = settings.sampling(no_repeat_ngram_size=ngram, seed=seed)
             stream = TextStream(loaded.tokenizer, method, sampling)
             stream.feed(prompts[number])
             prompt_ids, before = list(stream.ids), bar.n
@@ -130,7 +139,7 @@ def _of_methods(settings: ReadabilitySettings, loaded: LoadedModel | None) -> Do
             bar.update(before + settings.max_new_tokens - bar.n)
             rows.append(
                 sizes_of(method)
-                | {"no_repeat_ngram_size": ngram, "prompt": number}
+                | {"no_repeat_ngram_size": ngram, "prompt": number, "seed": seed}
                 | judge(loaded, prompt_ids, stream.token_ids, words.words, rule)
             )
     more: dict[str, Any] = {"prompts": prompts, "rule": rule.described, "word_list": words.about}
@@ -160,7 +169,8 @@ class Readability(JudgedText):
     about = (
         "Every method continues the same prompts with the same seed. The rule counts words and no "
         "sense, so repetition, of 4-grams of words, stands beside it; the n-grams that a run never "
-        "repeats are of the model's tokens. Means over the prompts; the passages are below."
+        "repeats are of the model's tokens. Means over prompts and seeds; below are those "
+        "of the first seed."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
@@ -170,7 +180,7 @@ class Readability(JudgedText):
         ("chunks", list[CHUNK]),
         *((name, int | None) for name in ("cache_size", "num_sinks", "num_evicted")),
     )
-    row_options = (("num_chunks", int), ("no_repeat_ngram_size", int))
+    row_options = (("num_chunks", int), ("no_repeat_ngram_size", int), ("seed", int))
     document_fields = (("prompts", list[str]), *JUDGED_BY)
 
     def check(self, document: Document) -> None:
@@ -185,7 +195,15 @@ class Readability(JudgedText):
         return self.about if document["settings"]["model"] else ABOUT_TEXTS
 
     def rows(self, document: Document) -> list[Row]:
-        return super().rows(document) if document["settings"]["model"] else document["rows"]
+        if not document["settings"]["model"]:
+            return document["rows"]
+        means = super().rows(document)
+        of_one = grouped(document["rows"], lambda row: tuple(map(row.get, (*SIZES, *self.by))))
+        for row, runs in zip(means, of_one.values(), strict=True):
+            shares = [run["readable"] for run in runs]
+            if interval := runs_interval(shares, row["num_chunks"]):
+                row["readable_low"], row["readable_high"] = interval
+        return means
 
     def summary_rows(self, document: Document) -> list[Row]:
         """Those of the first n-gram rule."""
@@ -203,7 +221,7 @@ class Readability(JudgedText):
 
         model, rule = document["settings"]["model"], document["rule"].get("name")
         plots = []
-        groups = grouped(document["rows"], itemgetter("cache_size", "prompt"))
+        groups = grouped(_of_first_seed(document), itemgetter("cache_size", "prompt"))
         for (cache_size, prompt), rows in groups.items():
             by_ngram = grouped(rows, "no_repeat_ngram_size")
             panels = {
@@ -220,7 +238,7 @@ class Readability(JudgedText):
     def panels(self, document: Document) -> list[Panel]:
         """One for each cache size, n-gram rule and prompt; texts share one."""
         model, panels = document["settings"]["model"], []
-        groups = grouped(document["rows"], itemgetter("cache_size", *self.by, "prompt"))
+        groups = grouped(_of_first_seed(document), itemgetter("cache_size", *self.by, "prompt"))
         for (cache_size, ngram, prompt), rows in groups.items():
             of = [model, f"C = {cache_size}", f"prompt {prompt + 1}", setting_of(ngram)]
             title = ", ".join(filter(None, of)) if model else "texts"
@@ -246,6 +264,11 @@ class Readability(JudgedText):
 def setting_of(ngram: int | None) -> str:
     """The n-gram rule that a passage was drawn by."""
     return f"no repeated {ngram}-gram" if ngram else ""
+
+
+def _of_first_seed(document: Document) -> list[Row]:
+    rows = document["rows"]
+    return [row for row in rows if row.get("seed") == rows[0].get("seed")]
 
 
 def _passages(rows: list[Row]) -> list[Passage]:
