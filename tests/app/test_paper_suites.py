@@ -26,7 +26,7 @@ from kvalign.eval.report.sweeps import Sweep, tables
 LINES = [f" The island number {i} was settled by people of the sea . \n" for i in range(400)]
 SMALL = (
     "--max-steps 3 --chunk-len 66 --cache-sizes 64 --methods streaming-llm,kvalign,recompute "
-    "--max-new-tokens 5 --num-trials 1 --generate 3 --trial-len 2"
+    "--max-new-tokens 5 --num-prompts 1 --num-seeds 1 --num-trials 1 --generate 3 --trial-len 2"
 )
 SMALL_ON_HUB = f"{SMALL} --num-tokens 680 --num-turns 2 --num-lines 20 --distances 0"
 
