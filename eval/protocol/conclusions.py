@@ -69,7 +69,7 @@ def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> 
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
     if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
-        return f"there are too few labels to tell any method from {reference}"
+        return f"too few labels to distinguish any method from {reference}"
     every = "" if len({row["cache_size"] for row in others}) == 1 else " at every C"
     good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
@@ -104,12 +104,12 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:
     """Return the methods of which an error adds up (`drifts`)."""
     if not reference:
-        return "Without a reference the lines hold the text's own ups and downs."
+        return "Without a reference the lines also show the ups and downs of the text itself."
     rows = [row for row in rows if row.get("drift") is not None]
     if not rows:
         return ""
     if (num_labels := rows[0]["num_labels"]) < DRIFT_LABELS:
-        return f"{num_labels} labels are too few to tell of drift, which takes {DRIFT_LABELS}."
+        return f"{num_labels} labels are too few to measure drift, which needs {DRIFT_LABELS}."
     if growing := [row for row in rows if drifts(row)]:
         sizes = sorted({row["cache_size"] for row in rows})
         return f"An error adds up: {spans_at(growing, sizes, 'drift')}."

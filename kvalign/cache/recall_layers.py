@@ -16,7 +16,7 @@ def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:
     if others := asked - {*attention}:
         raise UserError(
             f"{NAME} must be among the {len(attention)} layers that have attention, up to "
-            f"{attention[-1]}: {min(others)} is none"
+            f"{attention[-1]}: {min(others)} has none"
         )
     return asked
 

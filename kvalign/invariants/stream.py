@@ -127,7 +127,7 @@ class Stream:
         if isinstance(self.held, Reencoding):
             return self.held.rows[row]
         if isinstance(self.cache, MemoryCache):
-            raise NotApplicableError("what it takes back of its memory differs from head to head")
+            raise NotApplicableError("its heads take back different entries")
         places = self.places(row)
         return self.ids[row, [*places, self.ids.shape[1] - 1]]
 
@@ -142,12 +142,12 @@ class Stream:
             if index is None:
                 raise NotApplicableError("its layers or heads keep different tokens")
             if len(index) != values.shape[1]:
-                raise NotApplicableError("it holds other entries than it says")
+                raise NotApplicableError("its entries are not those that it reports")
             return index
         born = self.watched.born()[1][row, :, :-1]
         found = matches(values, born)
         if None in found:
-            raise NotApplicableError("no telling which tokens it holds: values are changed")
+            raise NotApplicableError("values are changed, so its tokens cannot be told")
         return sorted(place for place in found if place is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:

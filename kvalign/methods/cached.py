@@ -72,8 +72,8 @@ class Cached(Method):
         """
         if not self.sizes.is_oldest:
             raise UserError(
-                f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
-                "compiled: entries are gathered at each step"
+                f"policy {self.sizes.policy} with {self.sizes.positions} positions cannot be "
+                "compiled: each step gathers entries"
             )
         if options:
             super().compile(**options)

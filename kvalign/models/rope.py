@@ -121,10 +121,10 @@ class RotationByLayer(Rotation):
         return self.layers[layer]
 
     def turn(self, shift: Tensor) -> Turn:
-        raise TypeError("layers turn differently: ask at(layer)")
+        raise TypeError("layers rotate differently: use at(layer)")
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        raise TypeError("layers turn differently: ask at(layer)")
+        raise TypeError("layers rotate differently: use at(layer)")
 
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
         pairs = zip(self.layers, keys.unbind(dim), strict=True)

@@ -125,7 +125,7 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
 def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     printed = kvalign("generate --cache-size 32")
     assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
-    assert "[token 513: the context of 512 tokens ends here, the stream goes on]" in printed.err
+    assert "[token 513: the context of 512 tokens ends here, the stream continues]" in printed.err
     assert "[token" not in kvalign("generate --max-new-tokens 20").err
     assert tokens_past(None, 5) is None is tokens_past(8192, 5)
     assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND
@@ -204,7 +204,7 @@ def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
     for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
         printed = kvalign(command)
-        assert "kvalign-data/mine/table, trained here, is taken" in printed.err
+        assert "taking kvalign-data/mine/table, trained here" in printed.err
         assert "by kvalign (table)" in printed.err and "method " not in printed.err
     compare = "eval perplexity --model you/mine --num-tokens 8 --json"
     assert "kvalign" in [row["method"] for row in json.loads(kvalign(compare).out)["rows"]]

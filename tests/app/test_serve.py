@@ -237,14 +237,14 @@ def test_a_sick_row_ends_alone(loaded):
             loaded.model.lm_head.weight = torch.nn.Parameter(weights.detach().nan_to_num())
             other = say(client, "Who?", max_tokens=40, stream=True)
             first = next(other)
-            with pytest.raises(openai.InternalServerError, match="are no numbers"):
+            with pytest.raises(openai.InternalServerError, match="are not finite"):
                 client.completions.create(model="gpt2-mini", prompt=[5, sick, 7], max_tokens=5)
             pieces = [c.choices[0].delta.content or "" for c in (first, *other)]
             assert "".join(pieces) == healthy
             failing = client.completions.create(
                 model="gpt2-mini", prompt=[5, sick], max_tokens=5, stream=True
             )
-            with pytest.raises(openai.APIError, match="are no numbers"):
+            with pytest.raises(openai.APIError, match="are not finite"):
                 list(failing)
         finally:
             weights.data[sick] = row
@@ -341,8 +341,11 @@ def test_whole_turns_go(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "dense"], "dense cannot be served: its rows cannot be put together"),
-        (["--method", "streaming-llm", "--positions", "keep"], "a server's streams have no end"),
+        (["--method", "dense"], "dense cannot be served: its rows cannot be joined"),
+        (
+            ["--method", "streaming-llm", "--positions", "keep"],
+            "a server's streams must have no end",
+        ),
         (["--compile"], "--compile is for one stream"),
         (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
         (["--evict", "all"], "--evict must be one of entries, turns"),

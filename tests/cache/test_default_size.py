@@ -37,9 +37,9 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
     [
         (100_000, None, 1, MOST, "the most that is taken unasked"),
         (100_000, 2**40, 1, MOST, "the most that is taken unasked"),
-        (100_000, 4_000_000, 1, 2083, "what a quarter of the free memory holds"),
-        (100_000, 4_000_000, 4, 520, "what a quarter of the free memory holds"),
-        (100_000, 1, 1, 128, "what a quarter of the free memory holds"),
+        (100_000, 4_000_000, 1, 2083, "the room in a quarter of the free memory"),
+        (100_000, 4_000_000, 4, 520, "the room in a quarter of the free memory"),
+        (100_000, 1, 1, 128, "the room in a quarter of the free memory"),
     ],
 )
 def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monkeypatch):

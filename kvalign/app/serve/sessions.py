@@ -134,7 +134,7 @@ class Sessions:
             self._check_idle(name)
             if name in self._dropped and not is_told_anew:
                 raise RequestError(
-                    f"session {name} is kept no longer, more than {self.max_named} were there: "
+                    f"session {name} was dropped, at most {self.max_named} are kept: "
                     f"send all its messages, or begin it anew after {_forget(name)}",
                     410,
                     param="session",
