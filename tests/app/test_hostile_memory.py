@@ -50,12 +50,12 @@ SIZES = [
     ("--memory=500 --num-recalled=900", "--num-recalled must be between 1 and"),
     ("--memory=500 --num-sinks=127", "memory needs a window of at least 2 entries"),
     ("--memory=3", "memory must be at least --num-recalled ("),
-    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers are of a memory"),
-    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers need a memory"),
+    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers need a memory"),
     ("--memory=500 --recall-layers=9", "--recall-layers must be among the 6 layers"),
     ("--memory=500 --recall-layers=all", "--recall-layers must be numbers and ranges as 7,15-29"),
     ("--memory=500 --recall-layers=3-1", "--recall-layers must have ranges that go up"),
-    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers need a memory"),
     ("--memory=500 --policy=h2o", "memory needs policy oldest"),
     ("--memory=500 --num-evicted=2", "memory needs policy oldest"),
     ("--memory=500 --positions=keep", "memory needs policy oldest"),
@@ -211,5 +211,5 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     except UserError as error:
         said, has_begun = str(error), False
     assert what != ("served otherwise" if has_begun else "cut short")
-    assert said.startswith("left as it is: ") or "serve as those there were served" in said
+    assert said.startswith("not changed: ") or "serve as those there were served" in said
     assert name in said and "\n" not in said
