@@ -42,7 +42,7 @@ def row_ages(ids: Tensor) -> Tensor:
 
 
 def answers(ids: Tensor, cache_size: int) -> Tensor:
-    """Which labels of rows [B, N] of the corpus `recall` are answers whose fact is in the cache:
+    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache:
     [B * labels] bool, row by row.
 
     Raises:

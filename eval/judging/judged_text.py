@@ -40,7 +40,7 @@ class WritingSettings(ComparisonSettings):
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """As many as the setting of that name says; a warning where there are fewer."""
+        """Prompts, as many as the setting of that name says; a warning where there are fewer."""
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(
@@ -100,7 +100,7 @@ class JudgedText(Evaluation):
         return rows
 
     def sections(self, documents: Documents) -> list[Section]:
-        """As of any evaluation, with the rules and the word lists that the documents used."""
+        """Notes of any evaluation, with the rules and the word lists that the documents used."""
         lines = [self.about_one(document) for document in documents.values()]
         for document in documents.values():
             rule, words = document["rule"], document["word_list"]

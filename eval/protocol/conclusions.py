@@ -65,7 +65,7 @@ def spans_at(
 
 
 def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
-    """Which methods are as good as the reference at every cache size, and which fail at one."""
+    """Methods that are as good as the reference at every cache size, and those that fail at one."""
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
     if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
@@ -117,8 +117,9 @@ def by_drift(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def recall(rows: Sequence[Row], reference: str | None) -> str:
-    """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
-    that on new ones, where their intervals are apart; without a reference both perplexities.
+    """Methods that have lost text that the cache could hold: the ratio on bigrams in the oldest
+    quarter of C by that on new ones, where their intervals are apart; without a reference both
+    perplexities.
     """
     by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
     found = [
@@ -146,8 +147,8 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def last_said(rows: Sequence[Row], reference: str | None) -> str:
-    """Who has what the reference has forgotten: ratios on tokens last said beyond C whose intervals
-    lie below 1.
+    """Methods that have text that the reference has forgotten: ratios on tokens last said beyond C
+    whose intervals lie below 1.
     """
     if reference is None:
         return ""
@@ -166,7 +167,7 @@ def last_said(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def farthest(rows: Sequence[Row], by: str, what: str) -> str:
-    """Who is right at the largest distance, which stands in `what`, of `by` in a row."""
+    """Methods that are right at the largest distance, which `what` names, of `by` in a row."""
     most = max(row[by] for row in rows)
     last = [row for row in rows if row[by] == most]
     return f"{what.format(most)}: {listed(spans(last, 'accuracy', 2))}."
@@ -263,7 +264,7 @@ def answers(rows: Sequence[Row]) -> str:
 
 
 def recalled(rows: Sequence[Row]) -> str:
-    """Which methods answer as re-encoding does in the oldest quarter of the cache, at every size,
+    """Methods that answer like re-encoding in the oldest quarter of the cache, at every size,
     and which do not.
     """
     base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}

@@ -1,4 +1,4 @@
-"""Which layers take back what they have lost, as `--recall-layers` says."""
+"""Layers with a memory, as `--recall-layers` names them."""
 
 from collections.abc import Sequence
 

@@ -204,7 +204,7 @@ def _of_all_heads(index: Tensor) -> list[int] | None:
 
 
 def matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """For each of values [H, S, D] which one of those born [H, N, D] it is; None for one that is
+    """Numbers of values [H, S, D] among those born [H, N, D]; None for one that is
     none of them. Heads may hold them in orders of their own: the first one's is given.
 
     Raises:
@@ -222,7 +222,7 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """For each of values [S, D] the latest of those born [N, D] that it can be, no two the same."""
+    """Latest of the values born [N, D] that each of values [S, D] can be, no two the same."""
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]

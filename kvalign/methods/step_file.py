@@ -38,7 +38,7 @@ _CLOSE = 0.05  # share of the greatest logit; packed weights round the inputs of
 
 
 def folder() -> Path:
-    """Where compiled steps are kept."""
+    """Folder of compiled steps."""
     return cache_dir() / "steps"
 
 

@@ -133,7 +133,7 @@ def _encoded(model: PreTrainedModel, offsets: list[int]) -> tuple[DynamicCache, 
 
 
 def _error(rotation: Rotation, keys: Tensor, offsets: list[int]) -> float:
-    """By how much keys [B, H, D] of one token differ once moved to the first of the offsets."""
+    """Difference of keys [B, H, D] of one token once moved to the first of the offsets."""
     shift = torch.tensor(offsets, device=keys.device)[:, None]
     return _apart(rotation.shift(keys, shift - offsets[0]))
 

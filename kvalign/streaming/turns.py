@@ -73,8 +73,8 @@ def asked_from(
     *,
     special_tokens: bool = False,
 ) -> list[int]:
-    """Where the user's words begin in turns: behind what asks for them, of the first turn behind
-    the opening.
+    """Place where the user's words begin in turns: behind what asks for them, of the first turn
+    behind the opening.
 
     Args:
         turns: the tokens that came before each; the first of a conversation has none.

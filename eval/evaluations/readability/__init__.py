@@ -230,7 +230,7 @@ class Readability(JudgedText):
         return panels
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
-        """With a folder for the page."""
+        """Settings with a folder for the page."""
         from kvalign.eval.evaluations.readability.page import free_folder
 
         return dataclasses.replace(settings, out=settings.out or free_folder())

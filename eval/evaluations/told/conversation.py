@@ -118,7 +118,7 @@ class Conversation:
 
 
 def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversation]:
-    """As many as the settings say, each with other talk for the largest cache.
+    """Conversations of the settings, each with other talk for the largest cache.
 
     Raises:
         UserError: a corpus without so much text, a tokenizer that does not tell the words apart.

@@ -1,4 +1,4 @@
-"""From messages and texts to the tokens that are fed."""
+"""Tokens to feed, made from messages and texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

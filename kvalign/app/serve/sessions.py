@@ -53,7 +53,7 @@ class Session:
 
 
 class Store:
-    """Where the states of sessions are kept: here in memory, as long as the server lives."""
+    """Store of the states of sessions: here in memory, as long as the server lives."""
 
     def load(self) -> list[Session]:
         """Those that are there, the least recently used first."""
@@ -148,7 +148,7 @@ class Sessions:
             return self._by_id.get(name, Session(name))
 
     def state(self, session: Session) -> dict[str, Tensor]:
-        """As of its `Store`."""
+        """Return the state of a session, from its `Store`."""
         return self._store_of(session).state(session)
 
     def put(self, session: Session) -> None:

@@ -191,7 +191,7 @@ class Sent:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "Sent":
-        """From headers by their names in small letters; RequestError for a key that is too long."""
+        """Return what headers say, by names in small letters; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():
             raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")

@@ -1,4 +1,4 @@
-"""Where a stream of text passes what a model stops at: its cache is full, its context ends."""
+"""Marks where a stream of text passes a limit of the model: its cache is full, its context ends."""
 
 from __future__ import annotations
 

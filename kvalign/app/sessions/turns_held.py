@@ -1,4 +1,4 @@
-"""Which turns of a conversation its cache still has, and what is said of the others."""
+"""Turns of a conversation that its cache still has, and a line about the others."""
 
 from __future__ import annotations
 

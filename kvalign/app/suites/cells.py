@@ -1,4 +1,4 @@
-"""From a suite's text to its cells: variables filled in, flags overridden, commands checked."""
+"""Cells, made from a suite's text: variables filled in, flags overridden, commands checked."""
 
 import shlex
 from dataclasses import dataclass
