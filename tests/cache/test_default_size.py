@@ -15,7 +15,7 @@ def test_it_is_the_context_length_less_the_new_token(models):
         assert make_method("auto", models[kind]).sizes.cache_size == CONTEXT_LEN - 1
     assert make_cache(models["llama"]).sizes.cache_size == CONTEXT_LEN - 1
     method = make_method("streaming-llm", models["llama"])
-    assert method.why_size == f"what the context length {CONTEXT_LEN} has room for"
+    assert method.why_size == f"the room in the context length {CONTEXT_LEN}"
     assert make_method("streaming-llm", models["llama"], cache_size=30).why_size == ""
 
 

@@ -202,7 +202,7 @@ def test_plots_have_conclusions():
     assert conclusions.by_drift(few, "recompute") == (
         "60 labels are too few to measure drift, which needs 800."
     )
-    assert "own ups and downs" in conclusions.by_drift(rows, None)
+    assert "ups and downs" in conclusions.by_drift(rows, None)
     slow, fast = row("recompute", seconds=9.0), row("kvalign", 1.02, seconds=2.0)
     assert conclusions.by_time([slow, fast, row("window", 1.9, seconds=1.0)]) == (
         "Lowest: recompute with 0 sinks at C = 32 (80.0 in 9 s). The fastest of those within 5 % "
