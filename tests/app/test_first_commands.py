@@ -204,7 +204,7 @@ def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
     for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
         printed = kvalign(command)
-        assert "taking kvalign-data/mine/table, trained here" in printed.err
+        assert "kvalign-data/mine/table, trained here, is taken" in printed.err
         assert "by kvalign (table)" in printed.err and "method " not in printed.err
     compare = "eval perplexity --model you/mine --num-tokens 8 --json"
     assert "kvalign" in [row["method"] for row in json.loads(kvalign(compare).out)["rows"]]
