@@ -159,7 +159,7 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         headers={"X-Session-Id": "whole"},
     )
     assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    with pytest.raises(openai.BadRequestError, match="do not go on"):
+    with pytest.raises(openai.BadRequestError, match="do not continue"):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
@@ -256,7 +256,7 @@ def test_least_recently_used_sessions_go(loaded):
         for name in ("a", "b", "a", "c"):
             say(client, "Who?", name, max_tokens=2)
         assert list(server.service.sessions._by_id) == ["a", "c"]
-        with pytest.raises(openai.APIStatusError, match="kept no longer"):
+        with pytest.raises(openai.APIStatusError, match="was dropped"):
             say(client, "Why?", "b")
 
 
