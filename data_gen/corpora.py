@@ -62,7 +62,7 @@ def texts(spec: str, split: str = "train") -> Iterator[str]:
         if rest and form.startswith(f"{kind}:"):
             return corpus.texts(rest, split)
     if Path(spec).exists():
-        raise UserError(f"unknown corpus {spec!r}: that is a path, so say text:{spec}")
+        raise UserError(f"unknown corpus {spec!r}: that is a path, write text:{spec}")
     raise UserError(unknown("corpus", spec, NAMES))
 
 

@@ -28,8 +28,8 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     spec = spec_of(model.config)
     if spec.states:
         raise UserError(
-            f"aligners are not for {spec.name or 'this model'}: layers without attention have a "
-            "state that no entry tells of; streaming-llm needs none"
+            f"aligners are not for {spec.name or 'this model'}: some layers have a state in place "
+            "of entries; streaming-llm needs no aligner"
         )
     cache = DynamicCache()  # not made from the config: sliding-window layers keep every entry too
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
@@ -38,7 +38,9 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """As `encode`, in float32 and with the keys of rotary models rotated back to position 0."""
+    """Entries of `encode`, in float32 and with the keys of rotary models rotated back to position
+    0.
+    """
     keys, values = (x.float() for x in encode(model, ids))
     if rotation := rotation_of(model):
         keys = rotation.shift_layers(keys, torch.arange(ids.shape[1]), dim=1)

@@ -49,7 +49,9 @@ class RecordSettings(Settings):
         (1,), help="entries evicted at once; several numbers record each", at_least=1
     )
     stride: int | None = option(
-        None, help="tokens from chunk to chunk, less overlaps (default: chunk-len)", at_least=1
+        None,
+        help="tokens from one chunk to the next; fewer than chunk-len overlap (default: chunk-len)",
+        at_least=1,
     )
     val_share: float = option(0.1, help="share of the chunks for validation", above=0, at_most=0.5)
     dtype: str = option(

@@ -55,7 +55,9 @@ class Shard:
         try:
             return ShardNotes.model_validate_json(text)
         except ValidationError:
-            raise UserError(f"{self.path} is not a shard of ours: it has no notes") from None
+            raise UserError(
+                f"{self.path} is not a shard of kvalign gen-data: it has no metadata"
+            ) from None
 
 
 class ShardNotes(BaseModel):

@@ -1,4 +1,4 @@
-"""Who encodes chunks and writes shards: this process, or workers on Ray, a whole shard each.
+"""Workers that encode chunks and write shards: this process, or workers on Ray, a whole shard each.
 
 A recording computes on one thread a process: sums in another order would change the last bits, and
 its bytes must not depend on how many workers there are.

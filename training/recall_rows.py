@@ -42,7 +42,7 @@ def row_ages(ids: Tensor) -> Tensor:
 
 
 def answers(ids: Tensor, cache_size: int) -> Tensor:
-    """Which labels of rows [B, N] of the corpus `recall` are answers whose fact is in the cache:
+    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache:
     [B * labels] bool, row by row.
 
     Raises:
@@ -52,8 +52,8 @@ def answers(ids: Tensor, cache_size: int) -> Tensor:
     found = (ages > 0) & (ages <= cache_size)
     if not found.any():
         raise UserError(
-            f"this text has no question for what a cache of {cache_size} holds: take "
-            "more text (--num-tokens)"
+            f"this text has no question about facts in a cache of {cache_size}: take more text "
+            "(--num-tokens)"
         )
     return found
 

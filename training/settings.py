@@ -42,7 +42,7 @@ class TrainSettings(Settings):
     accelerator: str = option("auto", help="what to train on", choices=("cpu", "auto", "gpu"))
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
-    overwrite: bool = option(False, help="replace what is in --out")
+    overwrite: bool = option(False, help="replace the files in --out")
     judge: bool = option(
         True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
     )
@@ -65,7 +65,7 @@ class TextSettings(TrainSettings):
     corpus: tuple[str, ...] = option(DEFAULT_CORPUS, help="text, comma-separated; equal shares")
     num_tokens: int = option(
         300_000,
-        help="tokens of text; the progress bar counts one each time that it is computed",
+        help="tokens of text; the progress bar counts a token each time that it is computed",
         at_least=1,
     )
     chunk_len: int = option(
@@ -116,7 +116,7 @@ class TuneSettings(Settings):
     )
     num_trials: int = option(10, help="trials", at_least=1)
     max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
-    vals_per_epoch: int = option(5, help="validation reports an epoch", at_least=1)
+    vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     max_steps: int | None = option(None, help="steps of a trial (default: no limit)", at_least=1)
     hidden_sizes: tuple[int, ...] = option(
         (32, 64, 128, 256),
@@ -125,13 +125,13 @@ class TuneSettings(Settings):
         at_most=MOST_SIZE,
     )
     min_batch_size: int = option(
-        32, help="rows a step at least; a power of two", at_least=1, at_most=MOST_ROWS
+        32, help="fewest rows per step; a power of two", at_least=1, at_most=MOST_ROWS
     )
-    max_batch_size: int = option(16384, help="rows a step at most", at_least=1, at_most=MOST_ROWS)
+    max_batch_size: int = option(16384, help="most rows per step", at_least=1, at_most=MOST_ROWS)
     min_lr: float = option(
-        1e-4, help="learning rate at least; drawn log-uniform", above=0, at_most=MOST_RATE
+        1e-4, help="lowest learning rate; drawn log-uniformly", above=0, at_most=MOST_RATE
     )
-    max_lr: float = option(1e-1, help="learning rate at most", above=0, at_most=MOST_RATE)
+    max_lr: float = option(1e-1, help="highest learning rate", above=0, at_most=MOST_RATE)
     search: str = option(
         "random", help="random, or begin with the defaults", choices=("random", "defaults-first")
     )
@@ -140,7 +140,7 @@ class TuneSettings(Settings):
     )
     grace_reports: int = option(2, help="asha: reports before a trial may be stopped", at_least=1)
     reduction_factor: float = option(
-        2, help="asha: one trial in so many goes on", above=1, at_most=MOST_RATE
+        2, help="asha: one in this many trials continues", above=1, at_most=MOST_RATE
     )
     num_concurrent: int | None = option(
         None,
@@ -202,13 +202,13 @@ class PretrainSettings(Settings):
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(
         None,
-        help="folder or shipped name of a model to share the tokenizer of (default: a new one)",
+        help="folder or shipped name of a model whose tokenizer to use (default: a new one)",
     )
     vocab_size: int = option(
         8192, help="tokens of a new tokenizer", at_least=257, at_most=MOST_ROWS
     )
     sink_token: bool = option(
-        False, help="a token more, learned, before every row: an attention sink to keep"
+        False, help="put a new, trained token before every row, as an attention sink"
     )
     context_len: int = option(512, help="context length in tokens", at_least=16, at_most=MOST_ROWS)
     num_layers: int = option(6, help="transformer layers", at_least=1, at_most=MOST_SIZE)
@@ -217,7 +217,7 @@ class PretrainSettings(Settings):
     )
     num_tokens: int = option(8_000_000, help="tokens to train on", at_least=1)
     batch_size: int = option(
-        4, help="sequences of the full context length a step", at_least=1, at_most=MOST_ROWS
+        4, help="sequences of the full context length per step", at_least=1, at_most=MOST_ROWS
     )
     lr: float = option(
         2e-3, help="peak learning rate of AdamW (all other weights)", above=0, at_most=MOST_RATE
@@ -269,7 +269,9 @@ class ImportPublishedSettings(Settings):
     values: Path = option(help="file of the network for values")
     model: str = option(help="hub id or folder of the base model that they were trained for")
     out: Path = option(help="folder of the aligner", writes="folder")
-    num_sinks: int = option(4, help="first entries that stay (the authors': 4)", at_least=0)
+    num_sinks: int = option(
+        4, help="first entries that are never evicted (the authors': 4)", at_least=0
+    )
     chunk_len: int = option(
         256,
         help="aligns caches up to this less one (the authors': 256)",

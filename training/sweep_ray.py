@@ -44,7 +44,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
 
 
 def scheduler(settings: TuneSettings) -> Any:
-    """When trials are stopped: they are compared at the same amount of data."""
+    """Scheduler that stops trials: they are compared at the same amount of data."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if settings.scheduler == "none":

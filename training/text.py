@@ -60,8 +60,8 @@ class Text:
             yield with_prefix(rows, self.opening)
 
     def counted(self, ids: Tensor, cache_size: int) -> Tensor | None:
-        """Which labels of rows [B, N] count, those after the first cache_size + 1 tokens of a row:
-        [B * labels] bool, row by row; None: all.
+        """Mask of the labels of rows [B, N] that count, those after the first cache_size + 1 tokens
+        of a row: [B * labels] bool, row by row; None: all.
 
         Raises:
             UserError: none does.

@@ -83,7 +83,7 @@ def train_on_text(
     if loaded.spec.family != "learned":
         progress.say(
             f"{settings.model} has {loaded.spec.family} positions, which need no aligner to stay "
-            "right: it may help nothing there, and is then saved as one that changes nothing"
+            "right: it may not help there, and is then saved as one that changes nothing"
         )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
     progress.phase(f"reading {', '.join(corpora)}")

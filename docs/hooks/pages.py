@@ -38,7 +38,9 @@ PICTURES = (
     "paper-distilgpt2.png",
     "paper-smollm2.png",
     "report.png",
+    "sinks.png",
     "smollm2-attention.png",
+    "smollm2.png",
     "speed.png",
 )
 LANES = "lanes.html"

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 ABOUT = {
     "perplexity": "compare methods on perplexity and time",
     "latency": "measure time per token of all methods, taking turns",
-    "readability": "let methods write, and judge what they wrote",
+    "readability": "let methods write, and judge their texts",
     "streameval": "ask for values registered some lines back in an endless stream",
     "recall": "ask for facts at growing distances: how much of its cache a method can read",
     "needle": "ask for codes that a real text hides, up to 64 cache sizes back",
     "told": "ask for facts from early turns of a conversation, after other talk",
-    "attention": "show what queries attend to, before and after the sinks are evicted",
+    "attention": "show where attention goes, before and after the sinks are evicted",
     "chat": "run many conversations through one stream and judge each answer",
 }
 READERS = {"import-losses": "losses that the paper's authors measured, analysed as ours are"}

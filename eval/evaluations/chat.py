@@ -84,8 +84,8 @@ class Chat(JudgedText):
     run = staticmethod(chat)
     heading = "Conversations in one stream"
     about = (
-        "Turns are fed one after another through one stream that never ends; each answer is judged "
-        "by its words, not by whether it is right."
+        "Turns go one after another through one endless stream. Each answer is judged by its "
+        "words, not by whether it is right."
     )
     columns = MEAN_COLUMNS
     row_fields = (("answer", int), ("text", str), ("num_readable", int), ("num_chunks", int))

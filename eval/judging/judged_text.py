@@ -23,21 +23,23 @@ log = logging.getLogger(__name__)
 class WritingSettings(ComparisonSettings):
     """Base of the settings of the evaluations of what methods write: how, and how it is judged."""
 
-    prompts: str = option("own", help="what to continue: own, mt-bench, or a .jsonl file of turns")
+    prompts: str = option(
+        "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
+    )
     max_new_tokens: int = option(600, help="tokens to generate for each prompt", at_least=1)
     top_k: int = option(
         20, help="draw from the k most likely tokens; 1 takes the most likely", at_least=1
     )
     rule: str = option(
         "paper",
-        help="what is readable: the paper's text, or what its authors ran (a comma counts, a last "
+        help="rule for readable: the paper's text, or its authors' code (a comma counts, a last "
         "chunk of fewer than 10 tokens does not)",
         choices=tuple(RULES),
     )
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """As many as the setting of that name says; a warning where there are fewer."""
+        """Prompts, as many as the setting of that name says; a warning where there are fewer."""
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(
@@ -93,7 +95,7 @@ class JudgedText(Evaluation):
         return means(document["rows"], MEASURES, self.by, COUNTS)
 
     def sections(self, documents: Documents) -> list[Section]:
-        """As of any evaluation, with the rules and the word lists that the documents used."""
+        """Notes of any evaluation, with the rules and the word lists that the documents used."""
         lines = [self.about_one(document) for document in documents.values()]
         for document in documents.values():
             rule, words = document["rule"], document["word_list"]

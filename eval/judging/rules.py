@@ -15,7 +15,7 @@ class Rule:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As a document records it."""
+        """Form in which a document records it."""
         return {"name": self.name, "about": self.about}
 
 

@@ -38,7 +38,7 @@ class _Language(PunktLanguageVars):
 
 
 def token_spans(text: str) -> list[tuple[int, int]]:
-    """Where the tokens of a text lie: its characters but for the spaces between them."""
+    """Places of the tokens of a text: its characters but for the spaces between them."""
     return [
         (start + left, start + right)
         for start, end in _punkt().span_tokenize(text)

@@ -65,11 +65,11 @@ def spans_at(
 
 
 def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
-    """Which methods are as good as the reference at every cache size, and which fail at one."""
+    """Methods that are as good as the reference at every cache size, and those that fail at one."""
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
     if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
-        return f"there are too few labels to tell any method from {reference}"
+        return f"too few labels to distinguish any method from {reference}"
     every = "" if len({row["cache_size"] for row in others}) == 1 else " at every C"
     good = [label for label, found in verdicts.items() if {*found} == {Verdict.GOOD}]
     who = f"{listed(good)} {'is' if len(good) == 1 else 'are'}"
@@ -104,12 +104,12 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:
     """Return the methods of which an error adds up (`drifts`)."""
     if not reference:
-        return "Without a reference the lines hold the text's own ups and downs."
+        return "Without a reference the lines also show the ups and downs of the text itself."
     rows = [row for row in rows if row.get("drift") is not None]
     if not rows:
         return ""
     if (num_labels := rows[0]["num_labels"]) < DRIFT_LABELS:
-        return f"{num_labels} labels are too few to tell of drift, which takes {DRIFT_LABELS}."
+        return f"{num_labels} labels are too few to measure drift, which needs {DRIFT_LABELS}."
     if growing := [row for row in rows if drifts(row)]:
         sizes = sorted({row["cache_size"] for row in rows})
         return f"An error adds up: {spans_at(growing, sizes, 'drift')}."
@@ -117,8 +117,9 @@ def by_drift(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def recall(rows: Sequence[Row], reference: str | None) -> str:
-    """Who has lost what the cache could hold: the ratio on bigrams in the oldest quarter of C by
-    that on new ones, where their intervals are apart; without a reference both perplexities.
+    """Methods that have lost text that the cache could hold: the ratio on bigrams in the oldest
+    quarter of C by that on new ones, where their intervals are apart; without a reference both
+    perplexities.
     """
     by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
     found = [
@@ -146,8 +147,8 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def last_said(rows: Sequence[Row], reference: str | None) -> str:
-    """Who has what the reference has forgotten: ratios on tokens last said beyond C whose intervals
-    lie below 1.
+    """Methods that have text that the reference has forgotten: ratios on tokens last said beyond C
+    whose intervals lie below 1.
     """
     if reference is None:
         return ""
@@ -166,7 +167,7 @@ def last_said(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def farthest(rows: Sequence[Row], by: str, what: str) -> str:
-    """Who is right at the largest distance, which stands in `what`, of `by` in a row."""
+    """Methods that are right at the largest distance, which `what` names, of `by` in a row."""
     most = max(row[by] for row in rows)
     last = [row for row in rows if row[by] == most]
     return f"{what.format(most)}: {listed(spans(last, 'accuracy', 2))}."
@@ -263,7 +264,7 @@ def answers(rows: Sequence[Row]) -> str:
 
 
 def recalled(rows: Sequence[Row]) -> str:
-    """Which methods answer as re-encoding does in the oldest quarter of the cache, at every size,
+    """Methods that answer like re-encoding in the oldest quarter of the cache, at every size,
     and which do not.
     """
     base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}

@@ -99,7 +99,7 @@ def make_grid(
 
 
 def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:
-    """Which entries a method evicts, where it leaves the others, and what it remembers: each that
+    """Settings of a method's evictions, positions and memory: each that
     was asked for, but for positions that leave an aligner nothing to do, unless they are all that
     was asked for.
     """
@@ -146,7 +146,7 @@ def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | 
 
 
 def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple[str, int]]:
-    """Which of the default methods lack an aligner at which cache sizes, unless asked for."""
+    """Default methods that lack an aligner at which cache sizes, unless asked for."""
     if "methods" in settings.changed():
         return set()
     asked = getattr(settings, "reference", None)

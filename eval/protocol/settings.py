@@ -39,7 +39,7 @@ class ComparisonSettings(ModelSettings):
     )
     methods: tuple[str, ...] = option(
         ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),
-        help="methods, comma-separated; those of the default that lack an aligner are left out",
+        help="methods, comma-separated; the default leaves out those that lack an aligner",
     )
     aligner: tuple[str, ...] | None = option(
         None,
@@ -54,7 +54,7 @@ class ComparisonSettings(ModelSettings):
     )
     realign_every: tuple[int, ...] = option(
         (1,),
-        help="kvalign realigns once in so many evictions, comma-separated",
+        help="numbers of evictions after which kvalign realigns, comma-separated",
         at_least=1,
     )
     policy: tuple[str, ...] = option(
@@ -80,8 +80,8 @@ class ComparisonSettings(ModelSettings):
                 raise UserError(unknown("method", name, METHODS))
         if not any(self.memory) and {*OF_MEMORY[1:]} & {*self.changed()}:
             raise UserError(
-                "--num-recalled, --recall-places and --recall-layers are of a memory: give "
-                "--memory, too"
+                "--num-recalled, --recall-places and --recall-layers need a memory: give --memory, "
+                "too"
             )
         for number in self.num_evicted or ():
             num_evicted_of(number, 2)

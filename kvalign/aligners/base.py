@@ -84,7 +84,7 @@ class AlignerConfig(BaseModel):
     @model_validator(mode="after")
     def _leaves_a_place(self) -> "AlignerConfig":
         if self.num_positions < 1:
-            raise ValueError("num_sinks leaves no place of chunk_len to align")
+            raise ValueError("num_sinks leaves no entry of chunk_len to align")
         return self
 
     @property
@@ -186,10 +186,10 @@ class Aligner(
         for name in _OF_MODEL:
             expected, actual = getattr(self.config, name), getattr(spec, name)
             if expected != actual:
-                raise UserError(f"{made_for}: {name} is {expected} there, {actual} in this model")
+                raise UserError(f"{made_for}: {name} must be {expected}, this model has {actual}")
         if not has_fingerprint(model, self.config.embedding_fingerprint):
             raise UserError(
-                f"{made_for}: the embedding weights of this model are others; train an aligner for "
+                f"{made_for}: the embedding weights of this model differ; train an aligner for "
                 "it with kvalign train"
             )
         if sizes.cache_size >= self.config.chunk_len:

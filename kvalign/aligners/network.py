@@ -92,7 +92,9 @@ class RealignNet(nn.Module):
         return self._rest(nn.functional.linear(x, vector) + place)
 
     def _rest(self, hidden: Tensor) -> Tensor:
-        """From what the first layer gives, [..., hidden1] before its ReLU; it is overwritten."""
+        """Correction from the first layer's output, [..., hidden1] before its ReLU, which is
+        overwritten.
+        """
         return self.fc3(self.fc2(hidden.relu_()).relu_())
 
 

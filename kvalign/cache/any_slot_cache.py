@@ -66,8 +66,8 @@ class AnySlotCache(FixedSizeCache):
         """Tokens after which there is no position left."""
         if spec.family == "alibi":
             raise UserError(
-                f"positions=keep is not for {spec.name or 'this model'}: ALiBi goes by the place "
-                "among the entries that attention is handed"
+                f"positions=keep is not for {spec.name or 'this model'}: ALiBi computes its bias "
+                "from cache slots"
             )
         rotation = realigner.rotation if realigner else None
         is_bounded = rotation is None or rotation.is_bounded
@@ -78,7 +78,7 @@ class AnySlotCache(FixedSizeCache):
         if spec.model_type not in REGISTERED:
             raise UserError(
                 f"policy {policy} reads attention weights, which {spec.model_type} models do not "
-                "hand over: take key-norm, keydiff or random"
+                "expose: take key-norm, keydiff or random"
             )
         if window_of(self.config) is not None:
             raise UserError(
@@ -103,7 +103,7 @@ class AnySlotCache(FixedSizeCache):
         if last is not None and seen + num_new > last:
             raise UserError(
                 f"positions=keep ends with the {last} positions of this model, got {num_new} more "
-                f"tokens after {seen}: compact does not end"
+                f"tokens after {seen}: positions=compact has no end"
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

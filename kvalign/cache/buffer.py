@@ -50,7 +50,7 @@ class KV(NamedTuple):
         return KV(*(torch.where(rows, x, y) for x, y in zip(other, self, strict=True)))
 
     def padded(self, width: int) -> "KV":
-        """As many entries as `width` says: zeros in front of those that there are."""
+        """Entries padded to `width` with zeros in front."""
         missing = width - self.keys.shape[2]
         return self.map(lambda x: pad(x, (0, 0, missing, 0)))
 

@@ -27,9 +27,9 @@ class ForeignCalls(Cache, ABC):
         """Raise UserError in a pass that plain `model.generate` makes."""
         if self._is_user_defined:
             raise UserError(
-                "model.generate counts positions of its own, which are others than this cache's "
-                "once it evicts: give it custom_generate=kvalign.stream_generate, cache_size=... "
-                "in place of the cache, or take kvalign.stream_tokens"
+                "model.generate counts its own positions, which are wrong once this cache evicts: "
+                "pass custom_generate=kvalign.stream_generate, cache_size=... instead of the "
+                "cache, or use kvalign.stream_tokens"
             )
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

@@ -57,25 +57,26 @@ class MemoryCache(StreamingCache):
         name = spec.name or "this model"
         if spec.model_type not in REGISTERED:
             raise UserError(
-                f"memory is not for {name}: {spec.model_type} models do not hand over what their "
-                "attention asks for"
+                f"memory does not work with {name}: {spec.model_type} models do not expose their "
+                "queries"
             )
         if realigner is None:
             raise UserError(
-                f"memory is not for {name} without an aligner: nothing can place what is taken "
-                "back (method kvalign does)"
+                f"memory needs an aligner on {name}, to place what it takes back: take method "
+                "kvalign"
             )
         seen_at_most = window_of(config)
         if seen_at_most is not None and seen_at_most <= sizes.cache_size:
             raise UserError(
-                f"memory is not for {name} with cache_size {sizes.cache_size}: its layers see "
+                f"memory does not work with {name} at cache_size {sizes.cache_size}: its layers "
+                "see "
                 f"{seen_at_most} entries"
             )
         if isinstance(realigner.rotation, RotationByLayer):
-            raise UserError(f"memory is not for {name}: its layers turn their keys differently")
+            raise UserError(f"memory does not work with {name}: its layers rotate keys differently")
         if sizes.realign_every > 1:
             raise UserError(
-                f"memory takes realign_every 1: all is placed at each step, got "
+                f"memory needs realign_every 1: each step places all entries, got "
                 f"{sizes.realign_every}"
             )
         assert num_positions is not None
@@ -83,7 +84,7 @@ class MemoryCache(StreamingCache):
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
         born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
         if by_age and not is_free and not isinstance(born.aligner, TableAligner):
-            raise UserError("recall_places=age on learned positions is for tables: take rank")
+            raise UserError("recall_places=age on learned positions needs a table: take rank")
         self.recalls, self.grows = Recalls(sizes, born, places), grows
         self._num_pending = 0  # tokens fed one by one that are not in the memories yet
         super().__init__(spec, sizes, realigner)

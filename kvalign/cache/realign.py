@@ -106,9 +106,9 @@ class Recursive(Realigner):
 
     def from_birth(self) -> Realigner:
         raise UserError(
-            f"an aligner of kind {self.aligner.kind} moves entries that lie side by side, by the "
-            "same shift: another policy than oldest, and a memory, need one that places each from "
-            "its birth (table, anchored)"
+            f"an aligner of kind {self.aligner.kind} moves all entries by one shift: policies "
+            "other than oldest, and a memory, need one that places each entry by itself (table, "
+            "anchored)"
         )
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:

@@ -1,4 +1,4 @@
-"""Which layers take back what they have lost, as `--recall-layers` says."""
+"""Layers with a memory, as `--recall-layers` names them."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:
     if others := asked - {*attention}:
         raise UserError(
             f"{NAME} must be among the {len(attention)} layers that have attention, up to "
-            f"{attention[-1]}: {min(others)} is none"
+            f"{attention[-1]}: {min(others)} has none"
         )
     return asked
 

@@ -1,4 +1,4 @@
-"""Where entries lie that a memory gives back.
+"""Places of the entries that a memory gives back.
 
 - By rank, side by side between sinks and window: positions that a text of C tokens has.
 - By age: as far away as they are, if the model has as many positions, and by the logarithm of their
@@ -57,7 +57,7 @@ class RecallPlaces:
 
     @property
     def recency(self) -> float:
-        """By how much an entry's score is worth less for each e-fold of its age."""
+        """Loss of an entry's score for each e-fold of its age."""
         return RECENCY_BY_AGE if self.by_age else RECENCY_BY_RANK
 
     def loudness(self, ages: Tensor) -> Tensor | None:
@@ -87,8 +87,8 @@ class RecallPlaces:
         return self.frame.cache_size - self.near - self.sizes.num_sinks
 
     def beyond(self, ages: Tensor) -> Tensor:
-        """By how many tokens farther away than right before the window entries of these ages [...,
-        R], in the order of time, lie; by rank [R].
+        """Distances in tokens, beyond the place right before the window, of entries of these ages
+        [..., R], in the order of time, lie; by rank [R].
         """
         num, room = ages.shape[-1], self.room
         if not self.by_age:

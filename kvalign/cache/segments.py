@@ -49,7 +49,7 @@ Recall = Callable[["Block", Tensor], Recalled]
 
 
 class Segment:
-    """Where the queries and entries of one forward pass lie; rows are of equal length.
+    """Places of the queries and entries of one forward pass; rows are of equal length.
 
     Args:
         sizes, frame, rotation, tables: of the cache and its realigner.

@@ -130,18 +130,18 @@ class CacheSizes:
         if not self.memory:
             if self.num_recalled or self.recall_places or self.recall_layers:
                 names = "num_recalled, recall_places and recall_layers"
-                raise UserError(f"{names} are of a memory: give memory, too")
+                raise UserError(f"{names} need a memory: give memory, too")
             object.__setattr__(self, "num_recalled", 0)
             return
         if not self.is_oldest or self.num_evicted != 1:
             raise UserError(
-                "memory takes what policy oldest evicts, one entry at a time: leave out policy, "
+                "memory needs policy oldest, which evicts one entry at a time: leave out policy, "
                 "positions and num_evicted"
             )
         if self.window_size < 2:
             raise UserError(
-                "memory needs a window of at least 2 entries, of which it takes some: cache_size "
-                f"above {self.num_sinks + 1} with num_sinks {self.num_sinks}, got {self.cache_size}"
+                "memory needs a window of at least 2 entries: give cache_size above "
+                f"{self.num_sinks + 1} with num_sinks {self.num_sinks}, got {self.cache_size}"
             )
         if self.recall_layers is not None:
             numbers_in(self.recall_layers)

@@ -17,7 +17,7 @@ from kvalign.models.eval_mode import in_eval_mode
 
 @final
 class StateLayer(LinearAttentionLayer, Part):
-    """As transformers updates it; its rows are taken apart and put together here."""
+    """State that transformers updates; its rows are selected and joined here."""
 
     def reset(self) -> None:
         LinearAttentionLayer.__init__(self, self.number_of_states)
@@ -64,7 +64,7 @@ def _states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
 
 
 def with_states(attention: Sequence[Any], num_layers: int) -> list[Any]:
-    """So many layers, by their index: these, and in all other places ones with a state."""
+    """List of so many layers by their index: these, and layers with a state in all other places."""
     layers: list[Any] = [StateLayer() for _ in range(num_layers)]
     for layer in attention:
         layers[layer.layer_idx] = layer

@@ -15,7 +15,7 @@ from kvalign.models.architectures import ModelSpec, window_of
 
 @dataclass(frozen=True)
 class UnevenRows:
-    """Where rows that are not alike find their entries.
+    """Places of the entries of rows that are not alike.
 
     Attributes:
         visible: [B, S] bool, the entries that a row has; the last of S is the newest.
@@ -125,7 +125,7 @@ class Step:
 
     @property
     def position(self) -> int:
-        """Where the longest row's first new token is computed."""
+        """Position of the longest row's first new token."""
         return max(self.positions)
 
     @property

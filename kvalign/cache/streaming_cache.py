@@ -88,7 +88,7 @@ class StreamingCache(FixedSizeCache):
         return replace(step, decode=step.as_decode(self.attention[0].entries.end))
 
     def _move_back(self, step: Step) -> None:
-        """At the end of a frame, bring the entries after the sinks nearer to the start."""
+        """Move the entries after the sinks nearer to the start, at the end of a frame."""
         moved = [self.frame.num_moved(n) for n in step.seen]
         shifts = [now - before for now, before in zip(moved, self._moved, strict=True)]
         self._moved = moved
@@ -116,7 +116,7 @@ class StreamingCache(FixedSizeCache):
         super().reset()
 
     def segment(self, num_tokens: int, device: torch.device) -> Segment:
-        """Where the next tokens of rows of equal length lie, each as if it was fed alone."""
+        """Places of the next tokens of rows of equal length, each as if it was fed alone."""
         realigner, num_seen = self.realigner, self.seen[0] if self.seen else 0
         of_cache = (self.sizes, self.frame, realigner.rotation, realigner.tables)
         return Segment(*of_cache, num_seen, num_tokens, device)

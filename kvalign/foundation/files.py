@@ -91,7 +91,7 @@ def read_text(path: Path) -> str:
     if not path.exists():
         raise NotFoundError(f"there is no file {path}")
     if not path.is_file():
-        raise UserError(f"{path} is no file, but {'a folder' if path.is_dir() else 'a pipe'}")
+        raise UserError(f"{path} is not a file but {'a folder' if path.is_dir() else 'a pipe'}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

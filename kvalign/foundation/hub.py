@@ -14,7 +14,9 @@ _PORTS = {"http": 80, "socks5": 1080, "socks5h": 1080}
 
 
 def why_not() -> str:
-    """Why the hub was not asked, in a clause that goes on with its name; "" where it was."""
+    """Reason why the hub was not asked, in a clause that continues with its name; "" where it
+    was.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -221,17 +221,19 @@ def check_output(path: Path, output: Output, name: str = "--out") -> None:
     name that would act on a terminal is none.
     """
     if not str(path).strip() or not str(path).isprintable():
-        raise UserError(f"{name} {str(path)!r:.80} is blank or has controls: name it otherwise")
+        raise UserError(
+            f"{name} {str(path)!r:.80} is blank or has control characters: use another name"
+        )
     if path.absolute() == Path(path.absolute().anchor):
-        raise UserError(f"{name} {path} is the root of all files: name a folder in it")
+        raise UserError(f"{name} {path} is the root folder: name a folder in it")
     if output == "file" and path.exists() and not path.is_file():  # it would be replaced
         if path.is_dir():
             raise UserError(f"{name} {path} is a folder: name a file in it")
-        raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, no file")
+        raise UserError(f"{name} {path} cannot be written: it is a device or a pipe, not a file")
     folder = (path if output == "folder" else path.parent).absolute()
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if not there.is_dir():
-        raise UserError(f"{name} {path} cannot be written: {there} is a file, no folder")
+        raise UserError(f"{name} {path} cannot be written: {there} is a file, not a folder")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -278,8 +280,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 OF_WEIGHTS = (
-    "how weights are held; int8, int4: packed, on a CPU; auto: int4 if those of all products were "
-    "stored in 4 bits, else float32"
+    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the weights of all products "
+    "were stored in 4 bits, else float32"
 )
 
 
@@ -295,17 +297,21 @@ class ModelSettings(Settings):
     device: str = option("cpu", help="cpu, cuda, mps, ...")
 
 
-NUM_SINKS = "first entries that stay (default: 4; window, recompute: 0; kvalign: the aligner's)"
+NUM_SINKS = (
+    "first entries that are never evicted (default: 4; window, recompute: 0; kvalign: by aligner)"
+)
 NUM_EVICTED = (
     "entries evicted at once: a number, or half of the window (default: 1; discard-half: half)"
 )
 POLICY = "which entries are evicted (kvalign policies)"
-NUM_RECENT = "newest entries that are never evicted (default: a quarter of what follows the sinks)"
-MEMORY = "evicted tokens to keep aside; each step takes back what it asks for"
+NUM_RECENT = (
+    "newest entries that are never evicted (default: a quarter of the entries after the sinks)"
+)
+MEMORY = "evicted tokens to keep; each step takes back the entries that its query chooses"
 NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
-RECALL_LAYERS = "layers that take back, counted from 0, as 7,15-29 (default: all)"
-RECALL_PLACES = "where they lie (default: by age on rotary positions, by rank on learned ones)"
+RECALL_LAYERS = "layers with a memory, counted from 0, such as 7,15-29 (default: all)"
+RECALL_PLACES = "placing of the entries taken back (default: age on rotary positions, else rank)"
 POSITIONS = (
-    "compact: entries count as lying where they are among those that are kept; keep: where they "
-    "were computed, as far as the model has positions"
+    "compact: an entry's position is its place among the kept ones; keep: entries keep their "
+    "original positions, until the context length ends"
 )

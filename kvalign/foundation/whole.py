@@ -20,8 +20,8 @@ class Whole:
         """Raise UserError if an exception, or Ctrl-C, came in the middle of a change."""
         if not (self._is_whole or self.is_changing):
             raise UserError(
-                "this stream was interrupted inside a step and cannot go on: reset() it, or go on "
-                "with one that was saved"
+                "this stream was interrupted inside a step and cannot continue: reset() it, or "
+                "load a saved one"
             )
 
     def begin(self) -> None:

@@ -101,7 +101,7 @@ def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -
 
 
 def tokens_held(watched: Watched) -> list[int | None]:
-    """Which token each entry is of that the last one of the first row found."""
+    """Tokens of the entries that the last token of the first row found."""
     values = watched.found[0][1][0, :, : watched.num_found]
     return matches(values, watched.born()[1][0, :, :-1])
 

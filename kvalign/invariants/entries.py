@@ -46,7 +46,7 @@ def positions(subject: Subject) -> Measured:
 @invariant(
     "after many evictions each entry is one token's own, and the sinks are there",
     unit="wrong entries",
-    look_at="where sinks are written and what is dropped: entries overwritten, lost or there twice",
+    look_at="where sinks are written and entries dropped: entries overwritten, lost or doubled",
 )
 def kept(subject: Subject) -> Measured:
     subject.needs_eviction()
@@ -109,7 +109,7 @@ def moves(subject: Subject) -> Measured:
     if subject.family == "learned":
         raise NotApplicableError("entries stay as they were written, stale on learned positions")
     if subject.spec and subject.spec.states:
-        raise NotApplicableError("states beside its entries have seen what was evicted")
+        raise NotApplicableError("its states have seen evicted tokens")
     if aged.no_seen:
         raise NotApplicableError(aged.no_seen)
     worst = 0.0

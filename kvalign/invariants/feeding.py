@@ -45,8 +45,8 @@ def dense(subject: Subject) -> Measured:
 
 
 @invariant(
-    "a row of a batch is what it is alone",
-    look_at="what is shared by rows: sinks, indices and corrections taken of one row for all",
+    "a row of a batch gives the same as alone",
+    look_at="data shared by rows: sinks, indices or corrections of one row that are used for all",
 )
 def rows(subject: Subject) -> Measured:
     alone = [subject.stream() for _ in range(NUM_ROWS)]
@@ -61,7 +61,7 @@ def rows(subject: Subject) -> Measured:
 
 @invariant(
     "tokens fed together, nothing evicted, are the same tokens one by one",
-    look_at="what is counted by inputs where tokens are meant; sinks that come in several inputs",
+    look_at="counts of inputs in place of tokens; sinks that come in several inputs",
 )
 def chunks(subject: Subject) -> Measured:
     """Parts while nothing is evicted, then single tokens."""
@@ -75,21 +75,21 @@ def chunks(subject: Subject) -> Measured:
 
 @invariant(
     "tokens fed together while entries are evicted are the same tokens one by one",
-    look_at="what the first tokens of an input see: what is evicted by its end, or its later ones",
+    look_at="what the first tokens of an input see: entries evicted by its end, or later tokens",
 )
 def evicting_chunks(subject: Subject) -> Measured:
     """Parts all the way."""
     subject.needs_eviction()
     stream = subject.stream()
     if not is_exact(stream):
-        raise NotApplicableError("by design, tokens of one input see what those before them saw")
+        raise NotApplicableError("by design, tokens of one input see the same older entries")
     parts = _parts(subject.ids(2, subject.num_tokens), MOST_AT_ONCE)
     apart = _apart(stream.feed, subject.stream().feed_singly, parts)
     return Measured(apart, subject.exact, note=f"parts of up to {MOST_AT_ONCE}")
 
 
 @invariant(
-    "rows in another order, or some of them, go on as they were",
+    "rows that are reordered or selected continue unchanged",
     look_at="reorder_cache and batch_select_indices: all that has rows must follow, sinks too",
 )
 def reorder(subject: Subject) -> Measured:
@@ -100,7 +100,7 @@ def reorder(subject: Subject) -> Measured:
 
 
 @invariant(
-    "rows that come several times go on as they were",
+    "rows that are repeated continue unchanged",
     look_at="batch_repeat_interleave: each row follows itself (0 0 1 1), and sinks too",
 )
 def repeat(subject: Subject) -> Measured:
@@ -109,8 +109,8 @@ def repeat(subject: Subject) -> Measured:
 
 
 @invariant(
-    "saved and loaded, a stream goes on as it was",
-    look_at="what is saved: sinks as they were computed, tokens seen, by how much entries moved",
+    "a stream continues after it was saved and loaded",
+    look_at="the saved state: sinks as they were computed, tokens seen, shifts of entries",
 )
 def save(subject: Subject) -> Measured:
     (before, after), stream = _before_and_after(subject, 2), subject.stream()

@@ -131,7 +131,9 @@ def _comparable(subject: Subject) -> LongRun:
     """Values carry no rotation: one that is far off is another token's."""
     run = long_run(subject)
     if run.most_apart > OTHER:
-        raise NotApplicableError("in half precision it keeps other tokens: there is no comparing")
+        raise NotApplicableError(
+            "in half precision it keeps other tokens, so the two runs do not compare"
+        )
     return run
 
 

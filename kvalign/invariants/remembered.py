@@ -58,7 +58,7 @@ class Remembered:
 
 def _memory_of(stream: Stream) -> MemoryCache:
     if not isinstance(stream.cache, MemoryCache):
-        raise NotApplicableError("it has no memory: what it evicts is gone")
+        raise NotApplicableError("it has no memory")
     return stream.cache
 
 
@@ -177,10 +177,9 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
 
 
 @invariant(
-    "a memory holds what was evicted, but for rounding",
+    "a memory holds each evicted entry, up to rounding",
     unit="other entries",
-    look_at="what is written to the memory: entries without their position, each once, and in the "
-    "model's precision",
+    look_at="the memory's entries: each once, without its position, in the model's precision",
 )
 def stored(subject: Subject) -> Measured:
     remembered = remember(subject)
@@ -201,10 +200,9 @@ def stored(subject: Subject) -> Measured:
 
 
 @invariant(
-    "what a step takes back counts as if it was computed where it lies",
+    "an entry taken back acts as if it had been computed at its new place",
     unit="sd of attention",
-    look_at="which slot a token's entry is taken from, in which order, and for which row and head; "
-    "where it is placed",
+    look_at="the slot, order, row and head of an entry that is taken back, and its new place",
 )
 def recalled(subject: Subject) -> Measured:
     remembered = remember(subject)
@@ -215,7 +213,7 @@ def recalled(subject: Subject) -> Measured:
 
 @invariant(
     "a memory of no more entries than are taken back is the window that they were",
-    look_at="what counts as lost: each token is in the window or in the memory, and in one alone",
+    look_at="lost tokens: each token must be in the window or in the memory, and only in one",
 )
 def all_recalled(subject: Subject) -> Measured:
     """All is recalled, then, and lies side by side: by rank and by age alike."""

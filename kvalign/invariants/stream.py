@@ -127,7 +127,7 @@ class Stream:
         if isinstance(self.held, Reencoding):
             return self.held.rows[row]
         if isinstance(self.cache, MemoryCache):
-            raise NotApplicableError("what it takes back of its memory differs from head to head")
+            raise NotApplicableError("its heads take back different entries")
         places = self.places(row)
         return self.ids[row, [*places, self.ids.shape[1] - 1]]
 
@@ -142,12 +142,12 @@ class Stream:
             if index is None:
                 raise NotApplicableError("its layers or heads keep different tokens")
             if len(index) != values.shape[1]:
-                raise NotApplicableError("it holds other entries than it says")
+                raise NotApplicableError("its entries are not those that it reports")
             return index
         born = self.watched.born()[1][row, :, :-1]
         found = matches(values, born)
         if None in found:
-            raise NotApplicableError("no telling which tokens it holds: values are changed")
+            raise NotApplicableError("values are changed, so its tokens cannot be told")
         return sorted(place for place in found if place is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
@@ -204,7 +204,7 @@ def _of_all_heads(index: Tensor) -> list[int] | None:
 
 
 def matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """For each of values [H, S, D] which one of those born [H, N, D] it is; None for one that is
+    """Numbers of values [H, S, D] among those born [H, N, D]; None for one that is
     none of them. Heads may hold them in orders of their own: the first one's is given.
 
     Raises:
@@ -222,7 +222,7 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """For each of values [S, D] the latest of those born [N, D] that it can be, no two the same."""
+    """Latest of the values born [N, D] that each of values [S, D] can be, no two the same."""
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]

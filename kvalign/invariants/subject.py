@@ -87,7 +87,8 @@ class Subject:
         held = self.make(model)
         if not isinstance(held, Cache | Method):
             raise UserError(
-                f"what makes the cache must return a Cache of transformers or a method of "
+                "the function that makes the cache must return a Cache of transformers or a "
+                "method of "
                 f"kvalign.make_method, got {type(held).__name__}"
             )
         return Stream(model, held.new() if isinstance(held, Method) else held, is_watched)

@@ -148,7 +148,7 @@ def make_method(
         method = cls(model, sizes, aligner=loaded)  # type: ignore[call-arg]
     else:
         if aligner is not None:
-            log.warning("%s takes no aligner: the one given has no effect", name)
+            log.warning("%s uses no aligner: the given one has no effect", name)
         method = cls(model, cls.sizes_for(cache_size, **sizes_asked))
     method.why_size, method.warns = why_size, warn
     if warn:
@@ -190,7 +190,7 @@ def make_cache(
             model = streaming.model
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
-                f"no cache stays right on {_described(model)}: {lack}; train one "
+                f"no cache keeps entries correct on {_described(model)}: {lack}; train one "
                 f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or take "
                 "method streaming-llm, which leaves entries stale"
             )

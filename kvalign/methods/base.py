@@ -151,11 +151,11 @@ class Method(NotPickled, ABC):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order."""
-        raise UserError(f"rows of {self.name} cannot be taken apart")
+        raise UserError(f"rows of {self.name} cannot be selected")
 
     def join(self, others: Sequence[Self]) -> None:
         """Add the rows of others made alike, of any lengths, after those that are here."""
-        raise UserError(f"rows of {self.name} cannot be put together")
+        raise UserError(f"rows of {self.name} cannot be joined")
 
     @abstractmethod
     def feed(self, ids: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class Cached(Method):
         """
         if not self.sizes.is_oldest:
             raise UserError(
-                f"policy {self.sizes.policy} with {self.sizes.positions} positions is not "
-                "compiled: entries are gathered at each step"
+                f"policy {self.sizes.policy} with {self.sizes.positions} positions cannot be "
+                "compiled: each step gathers entries"
             )
         if options:
             super().compile(**options)
@@ -105,9 +105,9 @@ class Cached(Method):
         self.cache.restore(state, self.model)
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Where the relative form is exact an input counts as its tokens one by one, and goes in by
-        segments; else the first cache_size + 1 tokens go in at once, more of them by half the
-        window, all of which see what those before them saw.
+        """Feed ids; where the relative form is exact an input counts as its tokens one by one, and
+        goes in by segments; else the first cache_size + 1 tokens go in at once, more of them by
+        half the window, all of which see what those before them saw.
         """
         check_ids(ids, self.model.config.vocab_size)
         self.cache.check_rows(len(ids))

@@ -1,4 +1,4 @@
-"""Which method fits a model: what `auto` takes, and what stands in the way of others."""
+"""Choice of the method that fits a model: the one of `auto`, and obstacles to others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def obstacles(
 
 
 def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> str:
-    """Why nothing ships that aligns caches of this size of a model; empty where something does."""
+    """Reason why no shipped aligner fits caches of this size of a model; empty if one does."""
     shipped, name = _shipped(model), spec_of(model.config).name or "this model"
     if shipped is None:
         return f"no aligner ships for {name}"

@@ -53,7 +53,9 @@ class Dense(Method):
         if state:
             length = state["0.keys"].shape[2] if "0.keys" in state else 0
             if self.tokens_left is not None and length > self.tokens_left:
-                raise UserError(f"a stream of {length} entries is more than {self.spec.name} has")
+                raise UserError(
+                    f"a stream of {length} entries exceeds the context length of {self.spec.name}"
+                )
             num_rows, spec = len(state["0.keys"]) if length else 0, self.spec
             shape = (num_rows, spec.num_kv_heads, length, spec.head_dim)
             read = (
@@ -68,7 +70,7 @@ class Dense(Method):
             )
 
     def compile(self, **options: Any) -> Self:
-        raise UserError("dense has no full cache: its steps grow, and are not compiled")
+        raise UserError("dense cannot be compiled: its steps grow with the stream")
 
     @property
     def tokens_left(self) -> int | None:
@@ -86,8 +88,8 @@ class Dense(Method):
         before, now = [(layer.keys, layer.values) for layer in self.cache.layers], self.model.dtype
         if before and now != self._dtype:
             raise UserError(
-                f"this stream's entries are of a model in {self._dtype}, which is in {now} now: "
-                "reset() it, or turn the model back"
+                f"this stream's entries are {self._dtype}, the model is {now} now: "
+                "reset() the stream, or convert the model back"
             )
         self._dtype = now
         try:

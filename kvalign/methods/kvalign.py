@@ -14,7 +14,9 @@ from kvalign.methods.cached import Cached
 
 class KVAlign(Cached):
     name = "kvalign"
-    about = "keeps sinks and a window; a trained aligner places keys and values where they are now"
+    about = (
+        "keeps sinks and a window; a trained aligner corrects keys and values for their new places"
+    )
     takes_aligner = True
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):

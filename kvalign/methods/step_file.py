@@ -38,7 +38,7 @@ _CLOSE = 0.05  # share of the greatest logit; packed weights round the inputs of
 
 
 def folder() -> Path:
-    """Where compiled steps are kept."""
+    """Folder of compiled steps."""
     return cache_dir() / "steps"
 
 
@@ -139,7 +139,7 @@ def _made(
         run = _load(made, weights)
         expected, found = step(*inputs), run([*inputs])[0] if run else None
         if found is None or (found - expected).abs().max() >= _CLOSE * expected.abs().max():
-            raise RuntimeError("what was compiled does not give what the model gives")
+            raise RuntimeError("the compiled step gives other logits than the model")
 
     write_together(file.parent, write, about.name)
     return _load(file, weights)

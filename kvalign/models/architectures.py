@@ -159,8 +159,8 @@ def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
     states = tuple(i for i, kind in enumerate(kinds) if kind in _STATES)
     if states and config.model_type not in FAMILIES:
         raise UserError(
-            f"{name or 'this model'} is a {config.model_type!r} model, of whose layers some have a "
-            "state in place of attention: how these go on is known of lfm2 alone"
+            f"{name or 'this model'} is a {config.model_type!r} model, some of whose layers have a "
+            "state in place of attention: only those of lfm2 are known"
         )
     return states
 

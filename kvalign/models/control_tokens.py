@@ -64,7 +64,7 @@ def ids_of_masked(
 
 
 def _special_in(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
-    """Where the special tokens of a text begin and end, without the space that some take along, and
+    """Begin and end of the special tokens of a text, without the space that some take along, and
     which they are.
     """
     special = _special_of(tokenizer)

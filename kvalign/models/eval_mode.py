@@ -30,6 +30,6 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 @functools.cache
 def _say() -> None:
     log.warning(
-        "the model is in training mode, at least in part: it takes the steps of a stream in eval "
-        "mode, without dropout, and is left as it is (model.eval() settles it)"
+        "the model is in training mode, at least in part: a stream runs it in eval mode, without "
+        "dropout, and then restores the mode (model.eval() avoids this line)"
     )

@@ -15,7 +15,7 @@ MOVED_BY = "KVALIGN_CACHE"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Source of a model.
 
     Attributes:
         about: what it is, in a few words.

@@ -70,7 +70,7 @@ def read(
             raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
-            raise UserError("its tokenizer knows no text: tokenizer.json is missing, or empty")
+            raise UserError("its tokenizer has no vocabulary: tokenizer.json is missing, or empty")
     return model, tokenizer
 
 
@@ -91,7 +91,7 @@ def check_files(folder: Path) -> None:
         if path.suffix in _OF_FILES and path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "a pipe or a device"
             raise UserError(
-                f"cannot load a model from folder {str(folder)!r}: {path.name} is no file, but "
+                f"cannot load a model from folder {str(folder)!r}: {path.name} is not a file but "
                 f"{what}"
             )
 

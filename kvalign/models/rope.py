@@ -17,7 +17,7 @@ NUM_TURNS = 8
 
 
 class Layout(NamedTuple):
-    """Where the pairs lie among the D numbers of a key.
+    """Layout of the pairs among the D numbers of a key.
 
     Attributes:
         split: keys [..., D] and the number of pairs to both numbers of each pair [..., N], and the
@@ -84,7 +84,7 @@ class Rotation:
         self._turns: dict[tuple[int, torch.device], Turn] = {}
 
     def at(self, layer: int) -> "Rotation":
-        """That of a layer's keys."""
+        """Rotation of a layer's keys."""
         return self
 
     def turn(self, shift: Tensor) -> Turn:
@@ -121,10 +121,10 @@ class RotationByLayer(Rotation):
         return self.layers[layer]
 
     def turn(self, shift: Tensor) -> Turn:
-        raise TypeError("layers turn differently: ask at(layer)")
+        raise TypeError("layers rotate differently: use at(layer)")
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        raise TypeError("layers turn differently: ask at(layer)")
+        raise TypeError("layers rotate differently: use at(layer)")
 
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
         pairs = zip(self.layers, keys.unbind(dim), strict=True)

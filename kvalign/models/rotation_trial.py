@@ -99,7 +99,7 @@ def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) 
                 break
         else:
             raise UserError(
-                f"a key of layer {i} is not moved by turning it: {min(errors):.2g} of its size off "
+                f"a key of layer {i} is not moved by rotation: {min(errors):.2g} of its size off "
                 f"at best, of {len(candidates) - 1} rotations by the model's own frequencies"
             )
         if (apart := _apart(layer.values[:, :, 0])) > near:
@@ -109,7 +109,7 @@ def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) 
     near = _NEAR_AFTER * _near(hidden.dtype)
     if (apart := _apart(hidden[:, 1])) > near:
         raise UserError(
-            "what a token sees of the one before it changes with the position of the pair, by "
+            "the score of a token with the one before it changes with the position of the pair, by "
             f"{apart:.2g} of its size"
         )
     kinds = list(dict.fromkeys(found.values()))
@@ -133,7 +133,7 @@ def _encoded(model: PreTrainedModel, offsets: list[int]) -> tuple[DynamicCache, 
 
 
 def _error(rotation: Rotation, keys: Tensor, offsets: list[int]) -> float:
-    """By how much keys [B, H, D] of one token differ once moved to the first of the offsets."""
+    """Difference of keys [B, H, D] of one token once moved to the first of the offsets."""
     shift = torch.tensor(offsets, device=keys.device)[:, None]
     return _apart(rotation.shift(keys, shift - offsets[0]))
 

@@ -41,8 +41,8 @@ for messages in ([user], [system, user], [user, answer, user]):
 
 
 def fault_of(template: object, values: Mapping[str, object]) -> str:
-    """Why a template cannot be run here: the time, the memory or the text that it makes of a word;
-    "" where nothing is known against it.
+    """Reason why a template cannot be run here: the time, the memory or the text that it makes of a
+    word; "" where nothing is known against it.
 
     Args:
         template: as a tokenizer has it, several by name; what is no text is not tried.

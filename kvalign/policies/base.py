@@ -54,7 +54,7 @@ class Policy(ABC):
         """
 
     def worth(self, scores: Tensor) -> Tensor:
-        """By what entries are compared when one must go, of the scores [B, H, S] that were given
+        """Order in which entries are evicted, from the scores [B, H, S] that were given
         last, in the order of time: the same.
         """
         return scores

@@ -17,7 +17,7 @@ HALF_LIVES = 16
 
 class H2O(Policy):
     name = "h2o"
-    about = "the entry that drew the least attention goes; attention of long ago counts less"
+    about = "evicts the entry that received the least attention; old attention counts less"
     reads_weights = accumulates = True
 
     def score(self, seen: Seen) -> Tensor:

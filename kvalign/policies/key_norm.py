@@ -12,7 +12,7 @@ from kvalign.policies.base import Policy, Seen
 
 class KeyNorm(Policy):
     name = "key-norm"
-    about = "the entry whose key has the largest norm goes"
+    about = "evicts the entry whose key has the largest norm"
 
     def score(self, seen: Seen) -> Tensor:
         return -seen.keys.float().norm(dim=-1).half().float()

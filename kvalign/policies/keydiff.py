@@ -10,7 +10,7 @@ from kvalign.policies.base import Policy, Seen
 
 class KeyDiff(Policy):
     name = "keydiff"
-    about = "the entry whose key is the most like the mean of all keys goes"
+    about = "evicts the entry whose key is most like the mean of all keys"
 
     def score(self, seen: Seen) -> Tensor:
         keys = seen.keys.float()

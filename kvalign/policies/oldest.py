@@ -8,7 +8,7 @@ from kvalign.policies.base import Policy, Seen
 
 class Oldest(Policy):
     name = "oldest"
-    about = "the entry that came first goes, the same in all layers and heads"
+    about = "evicts the oldest entry, the same in all layers and heads"
 
     def score(self, seen: Seen) -> Tensor:
         ranks = torch.arange(seen.keys.shape[2], device=seen.keys.device, dtype=torch.float32)

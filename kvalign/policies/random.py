@@ -8,7 +8,7 @@ from kvalign.policies.base import Policy, Seen
 
 class Random(Policy):
     name = "random"
-    about = "any entry goes, drawn by layer, head and length of the stream alone"
+    about = "evicts a random entry, drawn by layer, head and length of the stream"
 
     def score(self, seen: Seen) -> Tensor:
         _, num_heads, num_entries, _ = seen.keys.shape

@@ -16,7 +16,7 @@ SHARE = 0.3
 
 class SecondChance(H2O):
     name = "second-chance"
-    about = "the oldest entry that draws little attention goes; where none does, the oldest"
+    about = "evicts the oldest entry that receives little attention, or else the oldest"
 
     def worth(self, scores: Tensor) -> Tensor:
         num_entries = scores.shape[2]

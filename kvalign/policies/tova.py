@@ -9,7 +9,7 @@ from kvalign.policies.base import Policy, Seen
 
 class Tova(Policy):
     name = "tova"
-    about = "the entry that the last token attends to least goes, by layer"
+    about = "evicts the entry that the last token attends to least, by layer"
     reads_weights = True
 
     def score(self, seen: Seen) -> Tensor:

@@ -124,7 +124,7 @@ def stream_rows(
         Number of the row and its next token.
 
     Raises:
-        UserError: an empty prompt, or a method whose rows cannot be put together.
+        UserError: an empty prompt, or a method whose rows cannot be joined.
         RunError: logits that are no numbers; the message says where they come from.
     """
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:

@@ -55,8 +55,8 @@ def perplexity_of(nats: float) -> float:
 
 
 def reason(method: Method) -> str:
-    """Why the logits of a method are not finite: weights of the model, of the aligner, or else the
-    precision.
+    """Reason why the logits of a method are not finite: weights of the model, of the aligner, or
+    else the precision.
     """
     aligner = getattr(method, "aligner", None)
     parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}

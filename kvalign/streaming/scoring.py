@@ -46,9 +46,9 @@ def score(
     measure: Measure = losses,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """As `score_stepwise`, to rounding; by a faster way where there is one, which takes row after
-    row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may be left
-    out: it is then nan.
+    """Losses of `score_stepwise`, up to rounding, by a faster way where there is one, which takes
+    row after row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may
+    be left out: it is then nan.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(ids, method.model.config.vocab_size)
@@ -103,7 +103,7 @@ def score_stepwise(
 
 @torch.no_grad()
 def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Measure) -> Tensor:
-    """As `score_stepwise`, of a method whose relative form is exact."""
+    """Losses of `score_stepwise`, for a method whose relative form is exact."""
     first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
     method.reset()
     method.feed(ids[:, :first])
@@ -120,8 +120,8 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
 def score_windows(
     method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, wanted: Tensor | None
 ) -> Tensor:
-    """As `score_stepwise`. The tokens that a method keeps change only when some are dropped, so all
-    steps between two drops are one causal forward pass, and such periods make a batch; those
+    """Losses of `score_stepwise`. The tokens that a method keeps change only when some are dropped,
+    so all steps between two drops are one causal forward pass, and such periods make a batch; those
     without a label that is wanted are left out.
     """
     sizes, vocab_size = method.sizes, method.model.config.vocab_size

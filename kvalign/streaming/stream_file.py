@@ -118,7 +118,7 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
             metadata = file.metadata() or {}
             if metadata.get("format") == _BEFORE:
                 raise UserError(
-                    f"{path} was saved by kvalign 0.1, whose cache held other things: begin the "
+                    f"{path} was saved by kvalign 0.1, whose format differs: begin the "
                     "stream anew from its text"
                 )
             if metadata.get("format") != _FORMAT:
@@ -133,7 +133,7 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
     if tensors:
         found = _checksum(metadata.get("stream", ""), held)
         if metadata.get(_CHECKSUM, found) != found:
-            raise UserError(f"{path} is damaged: it is not as it was written")
+            raise UserError(f"{path} is damaged: its checksum differs")
     return checked(SavedStream, said, wrong), held
 
 
@@ -141,7 +141,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     """Raise UserError unless the stream is one of this model, and whole."""
     if not has_fingerprint(model, saved.embedding_fingerprint):
         raise UserError(
-            f"it is a stream of {saved.base_model}: the embedding weights of this model are others"
+            f"it is a stream of {saved.base_model}: the embedding weights of this model differ"
         )
     if saved.weights not in (None, weights := weights_of(model)):
         raise UserError(

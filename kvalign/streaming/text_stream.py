@@ -245,7 +245,7 @@ def stream(
     sampling, rest = Sampling.of(stream, config)
     if keep is not None:
         if rest.get("num_sinks") is not None:
-            raise UserError("keep and num_sinks say the same: give one of them")
+            raise UserError("keep and num_sinks set the same number: give one of them")
         rest["num_sinks"] = _num_kept(keep, prompt, model, tokenizer)
     streaming = make_method(method, model, cache_size=cache_size, **rest)
     text_stream = TextStream(tokenizer, streaming, sampling)
@@ -316,7 +316,7 @@ def load_stream(
         if saved.device == device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"cannot go on with the stream in {path}: {error}") from error
+        raise UserError(f"cannot continue the stream in {path}: {error}") from error
     loaded.notes = saved.notes
     loaded.resume(tensors["ids"].tolist(), saved.num_fed, saved.num_new)
     return loaded

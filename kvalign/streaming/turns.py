@@ -53,7 +53,7 @@ def message_ids(
         messages = [{**message, "content": content} for message, content in both]
     text = messages_text(tokenizer, messages, goes_on=goes_on)
     if not text.strip():
-        raise UserError("the chat template of this model leaves out what is said")
+        raise UserError("the chat template of this model leaves out the messages")
     if masks:
         return ids_of_masked(text, masks, tokenizer, special)
     return ids_of(text, tokenizer, special)
@@ -73,8 +73,8 @@ def asked_from(
     *,
     special_tokens: bool = False,
 ) -> list[int]:
-    """Where the user's words begin in turns: behind what asks for them, of the first turn behind
-    the opening.
+    """Place where the user's words begin in turns: behind what asks for them, of the first turn
+    behind the opening.
 
     Args:
         turns: the tokens that came before each; the first of a conversation has none.

@@ -202,7 +202,10 @@ def test_the_system_prompt_stays(tmp_path):
         (["--say", "a", "--system", "word " * 60], "--system takes"),
         (["--say", "a", "--keep", "all"], "--keep must be system or a number of tokens, got 'all'"),
         (["--say", "a", "--keep", "41"], "--keep takes 41 entries, so --cache-size must be above"),
-        (["--say", "a", "--keep", "4", "--num-sinks", "4"], "say the same: give one of them"),
+        (
+            ["--say", "a", "--keep", "4", "--num-sinks", "4"],
+            "set the same number: give one of them",
+        ),
         (["--say", "a", "--method", "sinks"], "unknown method 'sinks'"),
         (["--say", "a", "--top-p", "2"], "--top-p must be above 0 and at most 1, got 2"),
         (["--say", "a", "--state", "talk", "--num-evicted", "5"], "has its own --num-evicted"),
@@ -336,7 +339,7 @@ def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
     for command in (["chat", "--say", "Who?"], ["generate", "--prompt", "Who?"]):
         assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
         err = capsys.readouterr().err
-        said = "cache of 511 entries: what the context length 512 has room for (--cache-size names"
+        said = "cache of 511 entries: the room in the context length 512 (--cache-size names"
         assert err.count(said) == 1
         assert main([*command, "--max-new-tokens", "2"]) == 0
         err = capsys.readouterr().err
@@ -390,11 +393,11 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     for line in (
         "/save [FILE]  keep the conversation in FILE, from now on after each answer",
         "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",
-        "a conversation begins with it: kvalign chat --system TEXT",
+        "it is set at the start: kvalign chat --system TEXT",
         "\nYou know.\n",
         "[12 tokens by kvalign (table-kl), cut by --max-new-tokens 12, ",
         "/save needs a file: /save talk.safetensors",
-        "saved: kept; it goes on with kvalign chat --state kept",
+        "saved: kept; continue it with kvalign chat --state kept",
         "unknown command '/sav'; did you mean /save? (known: /help, /tokens, ",
         "the conversation begins anew; kept is written after the next answer",
         "0 tokens; in the cache: 0, of 40 at most; evicted: 0; not fed yet: 0",
@@ -409,7 +412,7 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("sys.stdin", io.StringIO("/reset\nWhen?\n/tokens now\n"))
     assert main(["chat", "--state", "kept"]) == 0
-    assert "/tokens takes nothing, got 'now'" in capsys.readouterr().err
+    assert "/tokens takes no argument, got 'now'" in capsys.readouterr().err
     assert said("kept", loaded).ids[: len(begins)] == begins, "its --system is in the file"
 
 
@@ -454,7 +457,7 @@ def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, c
     assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
     printed = capsys.readouterr()
     assert printed.out.endswith("\n") and len(printed.out) > 10
-    assert "error: this answer is not kept: cannot write talk: no space left\n" in printed.err
+    assert "error: this answer was not kept: cannot write talk: no space left\n" in printed.err
 
 
 def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
@@ -485,7 +488,7 @@ def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monk
         "kvalign.app.sessions.conversation.turns", lambda say: iter(say) if say else lines()
     )
     assert chat("--state", str(path)) == 1
-    error = f"this answer is not kept: {path} was changed by another program since"
+    error = f"this answer was not kept: {path} was changed by another program since"
     assert error in capsys.readouterr().err
     assert [path.read_bytes()] == others
 

@@ -179,11 +179,11 @@ WRONG = [
     (["generate", *PROMPT, "--aligner", "."], "has no config.json"),
     (
         ["generate", *PROMPT, "--aligner", "kvalign-llama-mini-network"],
-        "network was made for llama-mini: family is rotary there, learned in this model",
+        "network was made for llama-mini: family must be rotary, this model has learned",
     ),
     (["eval", "perplexity", "--corpus", "python-doc"], "did you mean python-docs?"),
     (["eval", "perplexity", "--corpus", "wikitext"], "work offline: python-docs, text:PATH"),
-    (["eval", "perplexity", "--corpus", "short.txt"], "so say text:short.txt"),
+    (["eval", "perplexity", "--corpus", "short.txt"], "write text:short.txt"),
     (["eval", "perplexity", "--corpus", "text:missing.txt"], "no text at 'missing.txt'"),
     (
         ["eval", "perplexity", "--corpus", "text:short.txt"],
@@ -209,7 +209,7 @@ WRONG = [
     (["eval", "readability", "--text", "binary.txt"], "is not UTF-8 text"),
     (
         ["eval", "readability", "--text", "short.txt", "--top-k", "1", "--methods", "window"],
-        "--text judges what is written: --methods, --top-k would have no effect",
+        "--text judges existing text: --methods, --top-k would have no effect",
     ),
     (["eval", "readability", "--methods", "window,sink"], "unknown method 'sink'"),
     (["eval", "streameval", "--num-lines", "10"], "raise --num-lines"),

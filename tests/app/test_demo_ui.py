@@ -367,7 +367,7 @@ def test_memory_is_switched_on_and_off(page):
     switch.check()
     run(page, ["streaming-llm", "kvalign", "recompute"], **{"New tokens": 30})
     line = page.locator(".card [role=alert]").inner_text()
-    assert line.startswith("memory is not for gpt2-mini without an aligner") and "\n" not in line
+    assert line.startswith("memory needs an aligner on gpt2-mini") and "\n" not in line
     refusing, aligned, again = page.locator(".card .note").all_inner_texts()
     assert aligned.endswith("; memory of 100000 tokens, 4 taken back")
     assert "memory of" not in refusing + again

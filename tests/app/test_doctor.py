@@ -132,7 +132,10 @@ def test_a_broken_package_is_a_line_and_no_traceback(broken, monkeypatch, capsys
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
     lines = [line for line in captured.out.splitlines() if line.startswith("wrong")]
-    assert any(broken in line and "mend what is missing or wrong above" in line for line in lines)
+    assert any(
+        broken in line and "install or correct what is missing or wrong above" in line
+        for line in lines
+    )
     assert "Traceback" not in captured.out + captured.err
 
 

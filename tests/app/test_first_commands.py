@@ -125,7 +125,7 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
 def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     printed = kvalign("generate --cache-size 32")
     assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
-    assert "[token 513: the context of 512 tokens ends here, the stream goes on]" in printed.err
+    assert "[token 513: the context of 512 tokens ends here, the stream continues]" in printed.err
     assert "[token" not in kvalign("generate --max-new-tokens 20").err
     assert tokens_past(None, 5) is None is tokens_past(8192, 5)
     assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND

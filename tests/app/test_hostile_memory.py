@@ -50,16 +50,16 @@ SIZES = [
     ("--memory=500 --num-recalled=900", "--num-recalled must be between 1 and"),
     ("--memory=500 --num-sinks=127", "memory needs a window of at least 2 entries"),
     ("--memory=3", "memory must be at least --num-recalled ("),
-    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers are of a memory"),
-    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers are of a memory"),
+    ("--num-recalled=4", "--num-recalled, --recall-places and --recall-layers need a memory"),
+    ("--recall-layers=1", "--num-recalled, --recall-places and --recall-layers need a memory"),
     ("--memory=500 --recall-layers=9", "--recall-layers must be among the 6 layers"),
     ("--memory=500 --recall-layers=all", "--recall-layers must be numbers and ranges as 7,15-29"),
     ("--memory=500 --recall-layers=3-1", "--recall-layers must have ranges that go up"),
-    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers are of a memory"),
-    ("--memory=500 --policy=h2o", "memory takes what policy oldest evicts"),
-    ("--memory=500 --num-evicted=2", "memory takes what policy oldest evicts"),
-    ("--memory=500 --positions=keep", "memory takes what policy oldest evicts"),
-    ("--memory=0 --num-recalled=4", "are of a memory: give "),
+    ("--recall-places=age", "--num-recalled, --recall-places and --recall-layers need a memory"),
+    ("--memory=500 --policy=h2o", "memory needs policy oldest"),
+    ("--memory=500 --num-evicted=2", "memory needs policy oldest"),
+    ("--memory=500 --positions=keep", "memory needs policy oldest"),
+    ("--memory=0 --num-recalled=4", "need a memory: give "),
 ]
 ONE_OF_EACH = ("generate", "perplexity")
 ROWS = [(ALL[name], *row) for name in ALL for row in FLAGS]
@@ -68,9 +68,9 @@ ROWS += [(ALL[name], *SIZES[0]) for name in ALL if name not in ONE_OF_EACH]
 ROWS += [
     (["generate", "--prompt", "The", *words.split()], "--memory=500", message)
     for words, message in (
-        ("--model gpt2-mini --method streaming-llm", "is not for gpt2-mini without an aligner"),
-        ("--aligner kvalign-gpt2-mini-network", "need one that places each from its birth"),
-        ("--realign-every 4", "memory takes --realign-every 1"),
+        ("--model gpt2-mini --method streaming-llm", "needs an aligner on gpt2-mini"),
+        ("--aligner kvalign-gpt2-mini-network", "need one that places each entry by itself"),
+        ("--realign-every 4", "memory needs --realign-every 1"),
     )
 ]
 
@@ -113,7 +113,7 @@ DAMAGED = {
     "no numbers": (of_memory(lambda x: x * float("nan")), "its entries"),
     "more seen": (more_seen, "must be"),
     "a smaller memory": (lambda t, a: a.update(memory=3), "memory must be at least"),
-    "no memory": (lambda t, a: a.update(memory=0), "of a memory: give"),
+    "no memory": (lambda t, a: a.update(memory=0), "need a memory: give"),
     "less than none": (lambda t, a: a.update(memory=-1), "memory: Input should be"),
     "endless": (lambda t, a: a.update(memory=10**30), "memory must be"),
     "text": (lambda t, a: a.update(memory="many"), "memory: Input should be"),
@@ -122,7 +122,7 @@ DAMAGED = {
     "other layers": (lambda t, a: a.update(recall_layers="0-99"), "must be among the"),
     "no layers": (lambda t, a: a.update(recall_layers="-"), "must be numbers and ranges"),
     "another policy": (lambda t, a: a.update(policy="h2o"), "policy oldest"),
-    "another method": (lambda t, a: a.update(method="recompute"), "cannot go on"),
+    "another method": (lambda t, a: a.update(method="recompute"), "cannot continue"),
 }
 
 
@@ -211,5 +211,5 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     except UserError as error:
         said, has_begun = str(error), False
     assert what != ("served otherwise" if has_begun else "cut short")
-    assert said.startswith("left as it is: ") or "serve as those there were served" in said
+    assert said.startswith("not changed: ") or "serve as those there were served" in said
     assert name in said and "\n" not in said

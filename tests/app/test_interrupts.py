@@ -104,7 +104,10 @@ def test_a_table_keeps_nothing(folder):
         process.send_signal(signal.SIGINT)
         *_, line = process.stderr
     assert process.returncode == 130 and not (folder / "table").exists()
-    assert line == "kvalign train: interrupted; nothing was kept: the same command begins anew\n"
+    assert (
+        line
+        == "kvalign train: interrupted; nothing was kept; give the same command to begin again\n"
+    )
 
 
 def test_perplexity_keeps_the_losses_of_finished_methods(folder):

@@ -29,14 +29,23 @@ HOSTILE = "</script><script>alert(1)</script>"
         (dict(num_evicted=5), "num_evicted must be between 1 and the window"),
         (
             dict(memory=9, method="streaming-llm"),
-            "memory is not for streaming-llm on learned positions: take kvalign, or",
+            "memory does not work with streaming-llm on learned positions: take kvalign, or",
         ),
-        (dict(memory=9, method="kvalign", family="alibi"), "not for kvalign on alibi positions"),
-        (dict(memory=9, method="dense", num_sinks=0, family="rotary"), "memory is not for dense"),
-        (dict(memory=9, method="recompute", family="rotary"), "memory is not for recompute"),
+        (
+            dict(memory=9, method="kvalign", family="alibi"),
+            "not work with kvalign on alibi positions",
+        ),
+        (
+            dict(memory=9, method="dense", num_sinks=0, family="rotary"),
+            "memory does not work with dense",
+        ),
+        (
+            dict(memory=9, method="recompute", family="rotary"),
+            "memory does not work with recompute",
+        ),
         (dict(memory=9, method="kvalign", num_evicted=2), "leave out policy, positions and num_e"),
         (dict(memory=9, method="kvalign", num_recalled=4), "num_recalled must be .* got 4"),
-        (dict(num_recalled=1), "are of a memory: give memory, too"),
+        (dict(num_recalled=1), "need a memory: give memory, too"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong, message):

@@ -159,7 +159,7 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         headers={"X-Session-Id": "whole"},
     )
     assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    with pytest.raises(openai.BadRequestError, match="do not go on"):
+    with pytest.raises(openai.BadRequestError, match="do not continue"):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
@@ -237,14 +237,14 @@ def test_a_sick_row_ends_alone(loaded):
             loaded.model.lm_head.weight = torch.nn.Parameter(weights.detach().nan_to_num())
             other = say(client, "Who?", max_tokens=40, stream=True)
             first = next(other)
-            with pytest.raises(openai.InternalServerError, match="are no numbers"):
+            with pytest.raises(openai.InternalServerError, match="are not finite"):
                 client.completions.create(model="gpt2-mini", prompt=[5, sick, 7], max_tokens=5)
             pieces = [c.choices[0].delta.content or "" for c in (first, *other)]
             assert "".join(pieces) == healthy
             failing = client.completions.create(
                 model="gpt2-mini", prompt=[5, sick], max_tokens=5, stream=True
             )
-            with pytest.raises(openai.APIError, match="are no numbers"):
+            with pytest.raises(openai.APIError, match="are not finite"):
                 list(failing)
         finally:
             weights.data[sick] = row
@@ -256,7 +256,7 @@ def test_least_recently_used_sessions_go(loaded):
         for name in ("a", "b", "a", "c"):
             say(client, "Who?", name, max_tokens=2)
         assert list(server.service.sessions._by_id) == ["a", "c"]
-        with pytest.raises(openai.APIStatusError, match="kept no longer"):
+        with pytest.raises(openai.APIStatusError, match="was dropped"):
             say(client, "Why?", "b")
 
 
@@ -341,8 +341,11 @@ def test_whole_turns_go(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "dense"], "dense cannot be served: its rows cannot be put together"),
-        (["--method", "streaming-llm", "--positions", "keep"], "a server's streams have no end"),
+        (["--method", "dense"], "dense cannot be served: its rows cannot be joined"),
+        (
+            ["--method", "streaming-llm", "--positions", "keep"],
+            "a server's streams must have no end",
+        ),
         (["--compile"], "--compile is for one stream"),
         (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
         (["--evict", "all"], "--evict must be one of entries, turns"),

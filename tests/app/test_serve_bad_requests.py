@@ -56,7 +56,7 @@ BODIES = [
     (*chat(messages=[says("user", None)]), 400, "messages"),
     (*chat(messages=[says("tool", "x")]), 400, "messages"),
     (*chat(messages=[says("assistant", "x")]), 400, "the last message must be the user's"),
-    (*chat(messages=[*HELLO, says("system", "x"), *HELLO]), 400, "a system message comes first"),
+    (*chat(messages=[*HELLO, says("system", "x"), *HELLO]), 400, "only the first message may be"),
     (*chat(messages=[says("user", [{"type": "image_url", "image_url": "x"}])]), 400, "messages"),
     (*chat(messages=[says("system", "word " * 100), *HELLO]), 400, "system message takes"),
     (*chat(tools=[{"type": "function"}]), 400, "tools is not served here"),
@@ -88,9 +88,9 @@ HEADERS = [
     ({"Authorization": "Bearer wrong"}, 401, "no API key"),
     ({"Authorization": "Basic secret"}, 401, "no API key"),
     ({**KEY, "Content-Type": "text/plain"}, 415, "application/json"),
-    ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not served here"),
-    ({**KEY, **JSON, "Host": "[::1"}, 403, "is not served here"),
-    ({**KEY, **JSON, "Origin": "https://evil.example"}, 403, "may not ask here"),
+    ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not allowed here"),
+    ({**KEY, **JSON, "Host": "[::1"}, 403, "is not allowed here"),
+    ({**KEY, **JSON, "Origin": "https://evil.example"}, 403, "are not allowed here"),
     ({**KEY, **JSON, "X-Session-Id": "a/b"}, 400, "session"),
 ]
 assert len(BODIES) + len(HEADERS) >= 40
@@ -183,14 +183,14 @@ def test_origins(server):
     for origin in (f"http://{here}", f"https://{here}"):
         assert status(server.address, origin).status_code == 200
     for origin in (extension, f"chrome-extension://{here}", f"file://{here}", "null", ""):
-        is_form(status(server.address, origin), 403, "may not ask here")
+        is_form(status(server.address, origin), 403, "are not allowed here")
     with serving(load_model("gpt2-mini"), allowed_origins=(extension,)) as other:
         reply = status(other.address, extension)
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == extension
         asking = {"Access-Control-Request-Method": "POST"}
         assert status(other.address, extension, "OPTIONS", **asking).status_code == 200
-        is_form(status(other.address, f"{extension}x"), 403, "may not ask here")
+        is_form(status(other.address, f"{extension}x"), 403, "are not allowed here")
 
 
 def raw(server, request, wait_s=5.0):

@@ -150,13 +150,15 @@ def test_memory_is_that_of_methods_that_can_place(gpt2, words):
     window, sinks, aligned, *others = last
     for refusal in (window, sinks):
         assert isinstance(refusal, Refusal)
-        assert refusal.line.startswith("memory is not for gpt2-mini without an aligner")
+        assert refusal.line.startswith("memory needs an aligner on gpt2-mini")
     alone = kvalign.stream(gpt2.model, gpt2.tokenizer, PROMPT, method="kvalign", seed=3, **settings)
     assert aligned.text == "".join(alone)
     assert aligned.policy == "memory of 500 tokens, 4 taken back"
     assert [view.policy for view in others] == ["", ""] and all(view.is_done for view in others)
     several = begin(gpt2, PROMPT, ["kvalign"], **(settings | dict(num_evicted=3)))
-    assert several[0].line.startswith("memory takes what policy oldest evicts, one entry at a time")
+    assert several[0].line.startswith(
+        "memory needs policy oldest, which evicts one entry at a time"
+    )
 
 
 def test_kept_positions_end_with_the_context(gpt2, words):

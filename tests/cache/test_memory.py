@@ -292,10 +292,10 @@ def test_places():
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("bloom", {}, "memory is not for .*: bloom models do not hand over"),
-        ("gpt2", {}, "memory is not for .* without an aligner"),
-        ("llama", dict(policy="h2o"), "memory takes what policy oldest evicts"),
-        ("llama", dict(num_evicted=2), "memory takes what policy oldest evicts"),
+        ("bloom", {}, "memory does not work with .*: bloom models do not expose"),
+        ("gpt2", {}, "memory needs an aligner on"),
+        ("llama", dict(policy="h2o"), "memory needs policy oldest"),
+        ("llama", dict(num_evicted=2), "memory needs policy oldest"),
         (
             "llama",
             dict(num_recalled=14),
@@ -303,7 +303,7 @@ def test_places():
         ),
         ("llama", dict(memory=5), "memory must be at least num_recalled"),
         ("llama", dict(memory=-1), "memory must be at least 0"),
-        ("llama", dict(memory=0), "are of a memory: give memory, too"),
+        ("llama", dict(memory=0), "need a memory: give memory, too"),
         ("llama", dict(recall_layers="1,3"), "recall_layers must be among the 3 layers"),
         ("llama", dict(recall_layers="2-1"), "recall_layers must have ranges that go up"),
         ("llama", dict(recall_layers="a"), "recall_layers must be numbers and ranges as 7,15-29"),
@@ -317,11 +317,11 @@ def test_what_does_not_go_together(kind, changes, message, models):
 
 
 def test_aligners_that_do_not_go_with_it(models):
-    with pytest.raises(UserError, match="and a memory, need one that places each from its birth"):
+    with pytest.raises(UserError, match="and a memory, need one that places each entry by itself"):
         make_method("kvalign", models["gpt2"], aligner=network(models["gpt2"]), **SIZES)
     changes = dict(aligner=anchored(models["gpt2"]), recall_places="age")
-    with pytest.raises(UserError, match="recall_places=age on learned positions is for tables"):
+    with pytest.raises(UserError, match="recall_places=age on learned positions needs a table"):
         make_method("kvalign", models["gpt2"], **SIZES | changes)
     table = tables(models["gpt2"])
-    with pytest.raises(UserError, match="memory takes realign_every 1"):
+    with pytest.raises(UserError, match="memory needs realign_every 1"):
         make_method("kvalign", models["gpt2"], aligner=table, realign_every=2, **SIZES)

@@ -132,7 +132,7 @@ def add_policy(copy):
 def test_a_policy_is_a_file_and_a_line(copy):
     flags = "--methods kvalign --policy oldest,value-norm --cache-sizes 32 --num-tokens 20"
     policies, document = copy.run("policies", f"eval perplexity {flags} --json")
-    assert "the entry whose value has the smallest norm goes" in policies
+    assert "evicts the entry whose value has the smallest norm" in policies
     rows = json.loads(document)["rows"]
     assert [row["policy"] for row in rows] == ["oldest", "value-norm"]
     assert rows[0]["nll_nats"] != pytest.approx(rows[1]["nll_nats"])

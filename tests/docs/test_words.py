@@ -16,7 +16,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "eval/resu
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # A docstring names a thing or says what is returned: no half of a sentence.
-OPENINGS = re.compile(r"\s*(What|Whether|How|Of|If)\b")
+OPENINGS = re.compile(r"\s*(What|Whether|How|Of|If|By|Where|Which|Why|Who|From|As|So)\b")
 
 
 def widths(text):

@@ -93,7 +93,7 @@ def test_few_labels_judge_nothing():
     rows = [REFERENCE, row("window", 1.9, 0.0, None, labels=60)]
     headline, (sentence,) = quality(rows, "recompute", "60 labels")
     assert (
-        headline == "On 60 labels at C = 32, there are too few labels to tell any method from "
+        headline == "On 60 labels at C = 32, too few labels to distinguish any method from "
         "recompute."
     )
     assert (
@@ -202,9 +202,9 @@ def test_plots_have_conclusions():
     )
     few = [one | {"num_labels": 60} for one in rows[1:]]
     assert conclusions.by_drift(few, "recompute") == (
-        "60 labels are too few to tell of drift, which takes 800."
+        "60 labels are too few to measure drift, which needs 800."
     )
-    assert "own ups and downs" in conclusions.by_drift(rows, None)
+    assert "ups and downs" in conclusions.by_drift(rows, None)
     slow, fast = row("recompute", seconds=9.0), row("kvalign", 1.02, seconds=2.0)
     assert conclusions.by_time([slow, fast, row("window", 1.9, seconds=1.0)]) == (
         "Lowest: recompute with 0 sinks at C = 32 (80.0 in 9 s). The fastest of those within 5 % "

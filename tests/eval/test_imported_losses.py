@@ -88,7 +88,7 @@ REFUSED = {
     "code": (saved({"run": print}), "damaged or holds more than a tensor, which is not run"),
     "too few": (saved(torch.ones(NUM - 1)), f"must hold {NUM} losses, as its name says"),
     "whole numbers": (saved(torch.ones(NUM, dtype=torch.int64)), f"must hold {NUM} losses"),
-    "not finite": (saved(torch.full((NUM,), float("nan"))), "losses that are no numbers"),
+    "not finite": (saved(torch.full((NUM,), float("nan"))), "losses that are not finite"),
     "no reference": (without_recompute, "has no recompute at C = 64: name another --reference"),
     "other labels": (
         lambda folder: torch.save(torch.ones(9), folder / name_of("key_value_net", 32, num=9)),

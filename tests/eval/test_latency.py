@@ -360,7 +360,7 @@ def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
 def test_a_memory_that_does_not_fit_is_said(capsys):
     flags = ["--model", "llama-mini", "--methods", "streaming-llm", "--memory", "1000000000000"]
     assert main([*SHORT, *flags]) == 2
-    assert "of a memory of 1000000000000 tokens take 6.14 PB of memory, and" in (
+    assert "of a memory of 1000000000000 tokens need 6.14 PB of memory, " in (
         capsys.readouterr().err
     )
 

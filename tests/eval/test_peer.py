@@ -165,8 +165,8 @@ def test_it_streams_in_a_context_of_one_place_more_and_reads_in_one_of_the_promp
         (["--model", FETCHED], f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
         (["--generate", "9"], "leave out --generate, --batch-sizes and --device"),
         (["--batch-sizes", "1,2"], "leave out --generate, --batch-sizes and --device"),
-        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: 1000 is none, 1023 would be"),
-        (["--cache-sizes", "64"], "64 is none, 255 would be"),
+        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: take 1023 in place of 1000"),
+        (["--cache-sizes", "64"], "take 255 in place of 64"),
         (["--peer", "vllm"], "--peer must be one of llama.cpp"),
     ],
 )

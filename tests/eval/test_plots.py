@@ -43,7 +43,7 @@ def test_perplexities_are_drawn_with_their_whiskers():
     document = documents()["perplexity"]
     figure, caption, conclusion = EVALUATIONS["perplexity"].figure(document)
     assert len(figure.axes[0].containers) == 3  # error bars of each method
-    bars = "bars: 95 % of the ratio to recompute's, not of each by itself"
+    bars = "bars: 95 % intervals of the ratio to recompute"
     assert bars in caption and bars in figure.axes[0].get_title() and conclusion
 
 

@@ -167,7 +167,7 @@ def test_no_numbers_are_no_answers(tmp_path, monkeypatch, capfd):
 def test_a_tokenizer_of_other_words_is_refused(capsys):
     flags = ["--model", "recall-llama", "--num-conversations", "1", "--talk", "0"]
     assert main(["eval", "told", *flags]) == 2
-    assert "does not tell apart what may answer" in capsys.readouterr().err
+    assert "does not distinguish the possible answers to" in capsys.readouterr().err
 
 
 def test_a_short_corpus_is_refused(loaded, tmp_path):

@@ -163,7 +163,7 @@ def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path):
 def test_a_text_is_of_a_file_and_whole_characters(tmp_path):
     (tmp_path / "half.json").write_text('{"a": "\\ud800"}')
     for read, path, message in (
-        (read_text, tmp_path, "is no file, but a folder"),
+        (read_text, tmp_path, "is not a file but a folder"),
         (read_text, tmp_path / "none", "there is no file"),
         (read_json, tmp_path / "half.json", "is not JSON"),
     ):

@@ -106,7 +106,9 @@ def test_a_cache_is_one_that_stays_right(kind, models):
     if FAMILIES[kind] != "learned":
         assert make_cache(model, cache_size=CACHE_SIZE).sizes.num_sinks == 4
         return
-    with pytest.raises(ValueError, match="no cache stays right on this model.*leaves entries sta"):
+    with pytest.raises(
+        ValueError, match="no cache keeps entries correct on this model.*leaves entries sta"
+    ):
         make_cache(model, cache_size=CACHE_SIZE)
 
 

@@ -300,4 +300,4 @@ def test_a_pipe_in_a_model_s_folder_is_not_left_out(name, make, tmp_path, monkey
     altered_model(tmp_path / "m", files={})
     (tmp_path / "m" / name).unlink(missing_ok=True)
     make(tmp_path / "m" / name)
-    refused(["chat", "--model", "m", "--say", "Hi"], f"{name} is no file", capfd)
+    refused(["chat", "--model", "m", "--say", "Hi"], f"{name} is not a file", capfd)

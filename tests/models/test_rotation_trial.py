@@ -89,7 +89,7 @@ def test_a_norm_after_the_rotation_is_refused_with_what_differed():
     with pytest.raises(
         UserError,
         match=r"this model \(hunyuan_v1_dense\) cannot be moved: a key of layer 0 is not moved by "
-        r"turning it: 0\.\d+ of its size off at best, of 2 rotations.*take method discard-half",
+        r"rotation: 0\.\d+ of its size off at best, of 2 rotations.*take method discard-half",
     ):
         make("streaming-llm", model)
     assert make("recompute", model).feed(torch.ones(1, 5, dtype=torch.int64)).isfinite().all()
@@ -108,7 +108,7 @@ def test_a_faster_key_is_refused(renamed, monkeypatch):
         return q, right(k, k, cos, sin)[1]  # turned twice
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", wrong)
-    with pytest.raises(UserError, match="a key of layer 0 is not moved by turning it"):
+    with pytest.raises(UserError, match="a key of layer 0 is not moved by rotation"):
         rotation_of(renamed)
 
 
@@ -118,7 +118,7 @@ def test_scores_that_depend_on_the_position_are_refused(renamed, monkeypatch):
     monkeypatch.setattr(
         modeling_llama, "apply_rotary_pos_emb", lambda q, *args: (q, right(q, *args)[1])
     )
-    with pytest.raises(UserError, match="what a token sees of the one before it changes"):
+    with pytest.raises(UserError, match="the score of a token with the one before it changes"):
         rotation_of(renamed)
 
 
@@ -156,5 +156,5 @@ def test_no_rope_at_all_is_refused_by_name():
 def test_a_hybrid_that_no_line_names_is_refused():
     """Whether its states go on as a stream does, nobody has tried."""
     config = AutoConfig.for_model("qwen3_next")
-    with pytest.raises(UserError, match="a 'qwen3_next' model, of whose layers some have a state"):
+    with pytest.raises(UserError, match="a 'qwen3_next' model, some of whose layers have a state"):
         spec_of(config, "mine")

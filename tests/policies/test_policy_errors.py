@@ -26,8 +26,16 @@ REFUSED = [
     ),
     ("gpt2", dict(policy="h2o", num_recent=-1), "num_recent must be between 0 and 16 .* got -1"),
     ("gpt2", dict(policy="h2o", num_recent=2.5), "num_recent must be a whole number, got 2.5"),
-    ("gpt2", dict(policy="tova", compile=True), "policy tova with compact positions is not compil"),
-    ("llama", dict(positions="keep", compile=True), "oldest with keep positions is not compiled"),
+    (
+        "gpt2",
+        dict(policy="tova", compile=True),
+        "policy tova with compact positions cannot be compil",
+    ),
+    (
+        "llama",
+        dict(positions="keep", compile=True),
+        "oldest with keep positions cannot be compiled",
+    ),
     *(
         (kind, dict(policy=policy), f"policy {policy} reads attention weights, which {kind} models")
         for kind in ("gpt_neo", "bloom", "mpt")
@@ -36,8 +44,8 @@ REFUSED = [
     *((kind, dict(positions="keep"), "positions=keep .* ALiBi") for kind in ("bloom", "mpt")),
 ]
 NEED_ALIGNER = [
-    ("gpt2", network, dict(policy="random"), "kind network moves entries that lie side by side"),
-    ("llama", network, dict(policy="h2o"), "kind network .* from its birth \\(table, anchored\\)"),
+    ("gpt2", network, dict(policy="random"), "kind network moves all entries by one shift"),
+    ("llama", network, dict(policy="h2o"), "kind network .* by itself \\(table, anchored\\)"),
     ("gpt2", tables, dict(positions="keep"), "nothing to align: take method streaming-llm"),
     ("gpt2", network, dict(positions="keep", policy="tova"), "nothing to align"),
     (

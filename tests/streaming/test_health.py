@@ -34,7 +34,7 @@ def test_weights_of_the_model(method, do_sample, loaded):
     )
     said = "this stream has ended: the weights of the model recall-gpt2: transformer.h.1.mlp"
     refuses(lambda: list(stream), said, RunError)
-    refuses(lambda: stream.feed("b"), "cannot go on")
+    refuses(lambda: stream.feed("b"), "cannot continue")
 
 
 def test_weights_of_the_aligner(loaded):

@@ -28,7 +28,7 @@ def test_answers_are_those_of_facts_in_the_cache(rows):
             cache, key = ids[i - 1 - CACHE_SIZE : i - 1], ids[i - 1] - QUESTION
             facts = cache[(cache < QUESTION) & (cache // NUM_VALUES == key)]
             assert facts[-1] % NUM_VALUES == ids[i] - ANSWER
-    with pytest.raises(UserError, match="no question for what a cache of 30 holds"):
+    with pytest.raises(UserError, match="no question about facts in a cache of 30"):
         answers(torch.zeros(2, 60, dtype=torch.int64), CACHE_SIZE)
 
 

@@ -47,7 +47,7 @@ class AttentionSettings(ComparisonSettings):
 
     methods: tuple[str, ...] = option(
         ("window", "streaming-llm", "kvalign"),
-        help="methods, comma-separated; those of the default that lack an aligner are left out",
+        help="methods, comma-separated; the default leaves out those that lack an aligner",
     )
     corpus: str = option(
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
@@ -125,8 +125,8 @@ class Attention(Evaluation):
     run = staticmethod(attention)
     heading = "Attention"
     about = (
-        "What queries look at: mean attention weights over texts, before anything is evicted, and "
-        "when everything but a method's sinks has been. The first entry of a window is its oldest. "
+        "Mean attention weights over texts, before anything is evicted, and after everything but a "
+        "method's sinks has been evicted. The first entry of a window is its oldest. "
         "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
     )
     columns = COLUMNS

@@ -53,41 +53,41 @@ class LatencySettings(ComparisonSettings):
     aligner_kinds: tuple[str, ...] | None = option(
         None,
         help="untrained kinds of kvalign in place of trained ones, a row each: table, network, "
-        "anchored (default, where no aligner is named or at hand: table,network)",
+        "anchored (without an aligner: table,network)",
     )
     reference: str = option(
         "streaming-llm",
-        help="method to give each row's ratio to; where the default is not among --methods, their "
-        "first",
+        help="method that ratios are relative to; where the default is not among --methods, the "
+        "first of them",
     )
     batch_sizes: tuple[int, ...] = option(
         (1,), help="streams at once, comma-separated", at_least=1, at_most=MOST_ROWS
     )
     prompts: str = option(
         "own",
-        help="what the first token follows: own, mt-bench, random tokens, or a .jsonl file of "
-        "turns; a shape: model, which has no tokenizer, takes random ones",
+        help="prompts before the first token: own, mt-bench, random tokens, or a .jsonl file of "
+        "turns; a shape: model has no tokenizer and takes random ones",
     )
     prompt_len: int = option(64, help="how many random ones", at_least=1, at_most=MOST_ROWS)
     peer: str | None = option(
         None,
-        help="time this program beside the methods, on the same GGUF file, with as many threads "
+        help="program to time beside the methods, on the same GGUF file, with as many threads "
         "(llama.cpp, by xllamacpp; cache sizes 255, 511, 1023, ...)",
         choices=(PEER,),
     )
     corpus: str = option("python-docs", help="text whose perplexity stands beside a --peer's")
     generate: int = option(
         0,
-        help="the paper's protocol instead: tokens drawn after the first of each trial's prompt, "
-        "from an empty cache, top 20, drawing on the clock (the paper: 5000); 0: full caches, fed "
+        help="the paper's protocol: generate this many tokens from each trial's prompt, from an "
+        "empty cache, top 20, and time drawing, too (the paper: 5000); 0: full caches, fed "
         "random tokens",
         at_least=0,
     )
     num_trials: int = option(10, help="turns of each method; with --generate prompts", at_least=1)
     trial_len: int = option(
         20,
-        help="tokens timed in a turn; somewhat more to make whole periods from one eviction to "
-        "the next, and from one copy of a buffer to the next",
+        help="tokens timed in a turn; rounded up to whole periods from one eviction to the next, "
+        "and from one copy of a buffer to the next",
         at_least=1,
     )
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
@@ -97,7 +97,7 @@ class LatencySettings(ComparisonSettings):
     seed: int = seed_option("weights, tokens and draws")
     plot: Path | None = option(
         None,
-        help="also draw tokens/s over batch sizes, of one batch size the time per token over "
+        help="also draw tokens/s over batch sizes, or with one batch size the time per token over "
         "cache sizes (.png or .svg)",
         writes="file",
     )
@@ -113,7 +113,7 @@ class LatencySettings(ComparisonSettings):
         if self.peer:
             self._check_peer()
         elif "corpus" in self.changed():
-            raise UserError("--corpus is what is compared with a peer: give --peer, too")
+            raise UserError("--corpus is for the comparison with a peer: give --peer, too")
 
     def _check_peer(self) -> None:
         if self.generate or self.batch_sizes != (1,) or self.device != "cpu":
@@ -125,7 +125,7 @@ class LatencySettings(ComparisonSettings):
             near = max(1, round((odd[0] + 1) / PEER_PLACES)) * PEER_PLACES - 1
             raise UserError(
                 f"a context of {self.peer} has a multiple of {PEER_PLACES} places, one more than "
-                f"--cache-sizes: {odd[0]} is none, {near} would be"
+                f"--cache-sizes: take {near} in place of {odd[0]}"
             )
 
 
@@ -188,7 +188,7 @@ BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
     "batch_size": Column("batch", weight=6, is_key=True),
     "mean_ms": Column(
-        "ms/token", 2, "lower", "mean of whole periods: what a stream pays", weight=4
+        "ms/token", 2, "lower", "mean over whole periods, the cost of a stream", weight=4
     ),
     "median_ms": Column("median ms", 2, "lower", "half of the steps are faster"),
     "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
@@ -261,7 +261,7 @@ class Latency(Evaluation):
     run = staticmethod(latency)
     heading = "Time per token"
     about = (
-        "Eviction and realignment in the clock, methods taking turns in one process (the paper's "
+        "Eviction and realignment are timed, and methods take turns in one process (the paper's "
         "figure 4). Lines are means over whole periods from one eviction to the next, so the "
         "refills of discard-half count in full; whiskers reach to the 99th percentile. The bare "
         "step, one pass over C + 1 entries with nothing evicted, is the floor of methods that see "

@@ -76,7 +76,7 @@ def load_with_prompts(
     for text in texts:
         ids = torch.tensor([loaded.tokenizer(text, verbose=False)["input_ids"]])
         if not ids.numel():
-            log.warning("no token in prompt %r: random ones are taken for it", text[:40])
+            log.warning("no token in prompt %r: random tokens replace it", text[:40])
             ids = random_ids(loaded.model, 1, settings.prompt_len, rng)
         prompts.append(ids.to(loaded.model.device))
     return settings, loaded.model, prompts, _text(settings, loaded) if settings.peer else None

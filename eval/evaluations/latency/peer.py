@@ -169,7 +169,7 @@ class LlamaCpp:
         return xllamacpp.Server(params)
 
     def _asked(self, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
-        """So many tokens after ids, the likeliest each, in a context that is emptied first."""
+        """Tokens after ids, so many and each the likeliest, in a context that is emptied first."""
         asked = dict(prompt=ids, n_predict=num_tokens, temperature=0.0, cache_prompt=False)
         return {**asked, "n_keep": self.sizes.num_sinks, **more}
 

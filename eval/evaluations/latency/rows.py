@@ -98,7 +98,7 @@ def _sizes_of(one: Timed) -> Row:
 
 
 def _peer(settings: LatencySettings, sizes: CacheSizes, prompts: list[Tensor]) -> LlamaCpp:
-    """With as many sinks and threads."""
+    """Return the peer, with as many sinks and threads as the methods."""
     longest = max(ids.shape[1] for ids in prompts)
     return LlamaCpp(file_of(settings.model), sizes, torch.get_num_threads(), longest)
 
@@ -118,7 +118,7 @@ def _perplexities(peer: LlamaCpp, model: PreTrainedModel, text: Tensor) -> tuple
 def _of_memories(
     timed: list[Timed], means: list[float], batch_size: int, settings: LatencySettings
 ) -> list[Row]:
-    """Where any has a memory, of each method its mean by that of the same one without, which comes
+    """Means relative to the same method without a memory, where any has one, which comes
     before it, and what its full memory takes.
     """
     if not any(settings.memory):

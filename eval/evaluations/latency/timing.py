@@ -53,8 +53,8 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 def time_first(
     timed: Sequence[Timed], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> Seconds:
-    """From an empty cache to the logits after a whole prompt, ids [B, T], of which trial i takes
-    prompts[i % len(prompts)].
+    """Time from an empty cache to the logits after a whole prompt, ids [B, T], of which trial i
+    takes prompts[i % len(prompts)].
     """
     for one in timed:
         warm_up(one, prompts[:1])

@@ -56,13 +56,13 @@ class NeedleSettings(ComparisonSettings):
     )
     distances: tuple[int, ...] = option(
         (1, 4, 16, 64),
-        help="tokens from a code to its question, in cache sizes, a row each",
+        help="distances from a code to its question, in cache sizes, a row each",
         at_least=0,
         at_most=MOST_SIZE,
     )
     num_needles: int = option(
         1,
-        help="codes of a stream, near its beginning; small models mix several up",
+        help="codes of a stream, near its beginning; small models confuse several",
         at_least=1,
         at_most=len(NAMES),
     )

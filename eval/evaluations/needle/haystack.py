@@ -45,7 +45,7 @@ class Haystack:
     needles: list[Needle]
 
     def stops(self, distances: Iterable[int], cache_size: int) -> list[Stop[Needle]]:
-        """Where each code is asked for: at each distance, in cache sizes, from its end."""
+        """Places where each code is asked for: at each distance, in cache sizes, from its end."""
         pairs = [(needle, distance) for needle in self.needles for distance in distances]
         stops, num_read = list[Stop[Needle]](), 0
         for place, distance, needle in sorted(
@@ -59,7 +59,7 @@ class Haystack:
 
 
 def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
-    """As many as the settings say, each with other text, long enough for the largest cache.
+    """Streams of the settings, each with other text, long enough for the largest cache.
 
     Raises:
         UserError: a corpus without so much text.

@@ -57,12 +57,13 @@ class PerplexitySettings(ComparisonSettings):
     num_tokens: int = option(2000, help="labels to score", at_least=1)
     reference: str | None = option(
         None,
-        help="method to give each row's ratio to, with its 95 % interval; of several aligners or "
-        "--num-sinks the first",
+        help="method that ratios are relative to, with 95 % intervals; with several aligners or "
+        "--num-sinks, the first",
     )
     keep: Path | None = option(
         None,
-        help="folder that keeps the loss of each token (Parquet); what it has is not rerun",
+        help="folder that keeps the loss of each token (Parquet); losses that it has are not "
+        "computed again",
         writes="folder",
     )
     stepwise: bool = option(
@@ -292,8 +293,8 @@ def _bars(document: Document) -> str:
     reference = document["settings"]["reference"]
     if any(row["high"] is None for row in document["rows"]):
         return "no bars: too few labels"
-    of = f" of the ratio to {reference}'s, not of each by itself" if reference else ""
-    return f"bars: 95 %{of}"
+    of = f" of the ratio to {reference}" if reference else ""
+    return f"bars: 95 % intervals{of}"
 
 
 def _judged(document: Document) -> str:

@@ -57,14 +57,14 @@ class ImportLossesSettings(Settings):
 
     losses: Path = option(help="folder of the files nglls_mode_MODE_tokens_N_cache_size_C*.pt")
     model: str | None = option(
-        None, help="what to call the model (default: what the files' names say)"
+        None, help="name of the model (default: the one in the files' names)"
     )
     corpus: str | None = option(
-        None, help="what to call the text (default: what the files' names say, else wikitext)"
+        None, help="name of the text (default: the one in the files' names, else wikitext)"
     )
     reference: str = option(
         "recompute",
-        help="method to give each row's ratio to, with its 95 % interval",
+        help="method that ratios are relative to, with 95 % intervals",
         choices=tuple(name for name, _ in MODES.values()),
     )
 
@@ -167,7 +167,7 @@ def _read(one: _File) -> Tensor:
             f"{one.path} must hold {one.num_labels} losses, as its name says: one tensor"
         )
     if not (nll.double().abs() <= MOST_LOSS).all():
-        raise UserError(f"{one.path} has losses that are no numbers, or no model's")
+        raise UserError(f"{one.path} has losses that are not finite, or not a model's")
     return nll.float()
 
 

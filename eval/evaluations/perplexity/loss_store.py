@@ -43,11 +43,11 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
         metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
         tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         if not (nll.double().abs() <= MOST_LOSS).all():
-            raise ValueError("its losses are no numbers, or no model's")
+            raise ValueError("its losses are not finite, or not a model's")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
     if metadata.key != json.loads(json.dumps(key)):
-        raise UserError(f"{path} holds other figures: delete it")
+        raise UserError(f"{path} holds other losses: delete it")
     common = min(len(tokens), len(labels))
     if not torch.equal(tokens[:common], labels[:common].cpu()):
         return None  # another text with the same beginning

@@ -24,8 +24,8 @@ Slice = dict[str, float | None]
 
 
 def distances(ids: Sequence[int], length: int) -> Tensor:
-    """For each of a text's ids, how many tokens back the `length` ids that end with it were there
-    last, [N] int64; 0: never.
+    """Distances in tokens, for each of a text's ids, to where the `length` ids that end with it
+    were last, [N] int64; 0: never.
     """
     last: dict[tuple[int, ...], int] = {}
     found = [0] * len(ids)

@@ -42,9 +42,8 @@ SHOWN = {
     ),
     "tokens": Shown(
         "Last said",
-        "Labels by how far back their token itself was last, in cache sizes, and those that the "
-        "text did not have before. What was last said beyond C is forgotten but by a memory: here "
-        "it shows what it knows of a text.",
+        "Labels by how far back their own token last was, in cache sizes, and labels whose token "
+        "is new. Beyond C only a memory still has the token, so this shows what it gains.",
         "labels that the text had before",
         conclusions.last_said,
     ),

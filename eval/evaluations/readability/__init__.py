@@ -49,7 +49,8 @@ class ReadabilitySettings(WritingSettings):
     """
 
     text: tuple[str, ...] | None = option(
-        None, help="text files to judge, comma-separated, by whatever written; no model is loaded"
+        None,
+        help="text files to judge, comma-separated, written by any program; no model is loaded",
     )
     num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
     num_seeds: int = option(
@@ -66,7 +67,7 @@ class ReadabilitySettings(WritingSettings):
     out: Path | None = option(
         None,
         help="folder for the page, its figures and the results (default: readability, or "
-        "readability-2, ... where that is taken; with --json none)",
+        "readability-2, ... if that exists; with --json none)",
         writes="folder",
     )
     open: bool = option(False, help="open the page in a browser")
@@ -76,7 +77,7 @@ class ReadabilitySettings(WritingSettings):
         idle = self.changed().keys() - {"text", "rule", "out", "open"}
         if self.text and idle:
             flags = ", ".join(sorted(map(flag, idle)))
-            raise UserError(f"--text judges what is written: {flags} would have no effect")
+            raise UserError(f"--text judges existing text: {flags} would have no effect")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the texts alone that count for them."""
@@ -156,8 +157,8 @@ COLUMNS = {
     **MEAN_COLUMNS,
 }
 ABOUT_TEXTS = (
-    "Texts are judged as they are, whatever wrote them. The rule counts words and no sense, so "
-    "repetition, of 4-grams of words, stands beside it."
+    "The texts may come from any program. The rule counts words, not sense, so the repetition of "
+    "4-grams of words stands beside it."
 )
 
 
@@ -167,10 +168,10 @@ class Readability(JudgedText):
     run = staticmethod(readability)
     heading = "Readability"
     about = (
-        "Every method continues the same prompts with the same seed. The rule counts words and no "
-        "sense, so repetition, of 4-grams of words, stands beside it; the n-grams that a run never "
-        "repeats are of the model's tokens. Means over prompts and seeds; below are those "
-        "of the first seed."
+        "Every method continues the same prompts with the same seed. The rule counts words, not "
+        "sense, so the repetition of 4-grams of words stands beside it. The n-grams that a run "
+        "never repeats are of the model's tokens. Numbers are means over prompts and seeds; the "
+        "passages below are those of the first seed."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
@@ -246,7 +247,7 @@ class Readability(JudgedText):
         return panels
 
     def prepared(self, settings: ReadabilitySettings) -> ReadabilitySettings:
-        """With a folder for the page."""
+        """Settings with a folder for the page."""
         from kvalign.eval.evaluations.readability.page import free_folder
 
         return dataclasses.replace(settings, out=settings.out or free_folder())

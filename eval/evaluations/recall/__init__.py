@@ -42,7 +42,8 @@ class RecallSettings(ComparisonSettings):
     """
 
     model: str = option(
-        "recall-gpt2", help="recall-gpt2, recall-llama, or the folder of a model trained likewise"
+        "recall-gpt2",
+        help="recall-gpt2, recall-llama, or the folder of a model trained in the same way",
     )
     num_questions: int = option(
         2000,
@@ -58,7 +59,8 @@ class RecallSettings(ComparisonSettings):
     seed: int = seed_option("the stream, the same for each method", default=1)
     num_streams: int = option(
         1,
-        help="streams side by side, each with its part of the questions: faster for what steps",
+        help="streams side by side, each with a part of the questions: faster for methods that "
+        "step",
         at_least=1,
         at_most=MOST_STREAMS,
     )
@@ -145,8 +147,8 @@ class Recall(Evaluation):
     run = staticmethod(recall)
     heading = "Recall"
     about = (
-        "A stream of facts (key k now has value v) and of questions for the value that a key was "
-        "given last, by a model trained to answer them; one answer in eight is right by chance. A "
+        "A stream has facts (key k now has value v) and questions for the last value of a key. The "
+        "model was trained to answer them. One answer in eight is right by chance. A "
         "cache of C entries holds facts up to C tokens back, and as many less as it has sinks. "
         "Columns are shares of right answers by the quarter in which the fact lies."
     )

@@ -47,7 +47,7 @@ def parts_of(farthest: int) -> tuple[str, ...]:
 
 
 def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
-    """Which of these the distance of a fact is in."""
+    """Number of the range that the distance of a fact is in."""
     quarter = (4 * age - 1) // cache_size
     if quarter < len(QUARTERS):
         return quarter

@@ -42,7 +42,7 @@ class StreamEvalSettings(ComparisonSettings):
 
     distances: tuple[int, ...] = option(
         (0, 5, 10, 20, 40),
-        help="lines back to ask for, a row each, comma-separated; 0: the latest line",
+        help="distances to ask for, in lines back, a row each, comma-separated; 0: the latest line",
         at_least=0,
     )
     num_lines: int = option(
@@ -112,9 +112,10 @@ class StreamEval(Evaluation):
     run = staticmethod(streameval)
     heading = "StreamEval"
     about = (
-        "Lines that register a number, and every few lines a query for the one some lines back. "
-        "An answer is right if greedy decoding gives it exactly; its loss tells models that cannot "
-        "do it apart. What is no longer in the cache cannot be answered by any method."
+        "Lines register numbers, and every few lines a query asks for the number some lines back. "
+        "An answer is right if greedy decoding gives it exactly. Its loss also distinguishes "
+        "models that give no right answers. No method can answer about a line that is no longer in "
+        "the cache."
     )
     in_summary = ("accuracy", "answer_nll_nats")
     columns = COLUMNS

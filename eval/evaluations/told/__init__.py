@@ -50,7 +50,7 @@ class ToldSettings(ComparisonSettings):
     )
     corpus: str = option(
         "python-docs",
-        help="what the other talk reads out: python-docs, wikitext, hub:NAME, text:PATH, ...",
+        help="text that the other talk reads out: python-docs, wikitext, hub:NAME, text:PATH, ...",
     )
     talk: tuple[int, ...] = option(
         (4, 16, 64),
@@ -60,7 +60,7 @@ class ToldSettings(ComparisonSettings):
     )
     passage_len: int = option(
         400,
-        help="tokens of the corpus in a turn of other talk; the more turns, the harder it is",
+        help="tokens of the corpus in a turn of other talk; more turns are harder",
         at_least=1,
         at_most=MOST_SIZE,
     )

@@ -118,7 +118,7 @@ class Conversation:
 
 
 def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversation]:
-    """As many as the settings say, each with other talk for the largest cache.
+    """Conversations of the settings, each with other talk for the largest cache.
 
     Raises:
         UserError: a corpus without so much text, a tokenizer that does not tell the words apart.
@@ -169,7 +169,8 @@ def _question(
     first = [ids[len(opening)] for ids in answers if len(ids) > len(opening)]
     if len(set(first)) < len(words):
         raise UserError(
-            f"this model's tokenizer does not tell apart what may answer {question!r}: take a "
+            f"this model's tokenizer does not distinguish the possible answers to {question!r}: "
+            "take a "
             "model of ordinary text"
         )
     return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, told)

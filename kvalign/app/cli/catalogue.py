@@ -29,7 +29,7 @@ GROUPS = {
         "lanes": "write a page that shows the cache step by step, for any method",
         "models": "list models that are available, and the supported architectures",
         "methods": "list ways to stream",
-        "doctor": "check what is installed and available, and say how to mend the rest",
+        "doctor": "check what is installed and available, and say how to install the rest",
     },
     "train and compare": {
         "train": "train an aligner on text or on recorded caches",

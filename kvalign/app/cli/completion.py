@@ -69,7 +69,7 @@ def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
 
 @functools.cache
 def _names() -> dict[str, tuple[str, ...]]:
-    """By field, the names that it may be given."""
+    """Names that each field may be given, by field."""
     methods, texts = tuple(METHODS), _typed(corpora.NAMES)
     return {
         "model": (*checkpoints.MODELS, *fetched.MODELS),

@@ -29,7 +29,7 @@ def width() -> int:
 
 
 def titles_of(names: Collection[str]) -> dict[str, str]:
-    """By flag of a command, the title of the group that it stands in: one idea has one name in all
+    """Titles of the groups of a command's flags, by flag: one idea has one name in all
     commands. A group of one is none.
     """
     titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}

@@ -23,16 +23,17 @@ class PageSettings(Settings):
         kvalign demo-ui --port 0
     """
 
-    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets others in")
+    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
     port: int = option(
         7860, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
     )
-    without_key: bool = option(False, help="let others in, who bring no key")
+    without_key: bool = option(False, help="let other machines in without a key")
     model: str = option(
         "gpt2-mini", help="shipped name, hub id or folder; the shipped models are always offered"
     )
     aligner: str | None = option(
-        None, help="folder, shipped name or hub id of an aligner of the model; offered beside ours"
+        None,
+        help="folder, shipped name or hub id of an aligner; offered beside the shipped ones",
     )
     memory: int | None = option(
         None, help=f"{MEMORY} (default: off; 100000 once switched on)", at_least=1
@@ -48,8 +49,8 @@ HAS_JSON = False
 def run(settings: PageSettings, as_json: bool) -> None:
     if lets_others_in(settings.host) and not settings.without_key:
         raise UserError(
-            f"--host {settings.host} lets others in, and the page asks nobody for a key: give "
-            "--without-key to let in who comes, or have them come through an SSH tunnel"
+            f"--host {settings.host} lets other machines in, and the page has no key: give "
+            "--without-key to allow that, or use an SSH tunnel"
         )
     port = free_port(settings.host, settings.port)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported

@@ -27,11 +27,11 @@ class RunSettings(Settings):
     )
     override: str = option(
         "",
-        help='flags that replace those of the cells which have them, as "--device cuda"; with '
+        help='flags that replace those of the cells, such as "--device cuda"; with '
         "another --model a cell loses the aligners that it names",
     )
     variables: str = option(
-        "", help='the suite\'s variables that change, as "corpus=text:mine.txt num_labels=500"'
+        "", help='variables of the suite to change, such as "corpus=text:mine.txt num_labels=500"'
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")

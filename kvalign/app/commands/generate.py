@@ -44,13 +44,14 @@ class GenerateSettings(StreamSettings):
     )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     keep: str | None = option(
-        None, help="what is never evicted: prompt, all of it, or so many of its first tokens"
+        None,
+        help="tokens that are never evicted: prompt for all of it, or a number of its first tokens",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep is not None and self.num_sinks is not None:
-            raise UserError("--keep and --num-sinks say the same: give one of them")
+            raise UserError("--keep and --num-sinks set the same number: give one of them")
         kept_of(self.keep or "0", "prompt")
 
     def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
@@ -127,7 +128,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 
 def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
-    """To compare: the shipped aligner, and what was trained here."""
+    """Comparison of the shipped aligner with the one trained here."""
     from kvalign.methods.choice import trained_here
 
     trained = trained_here(loaded.model, settings.model)

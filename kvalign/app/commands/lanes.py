@@ -28,7 +28,8 @@ class LanesSettings(Settings):
     num_evicted: int = option(1, help="entries evicted at once", at_least=1)
     evicts: str = option(
         "after",
-        help="when: after a step, as KV-Align does, or before it, which then sees an entry less",
+        help="when to evict: after a step, as KV-Align does, or before it, which then sees one "
+        "entry less",
         choices=("after", "before"),
     )
     memory: int = option(0, help=f"{MEMORY} (default: 0, none)", at_least=0)

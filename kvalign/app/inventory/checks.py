@@ -222,7 +222,7 @@ def examine() -> list[Check]:
             results += (replace(check, group=check.group or group) for check in look())
         except Exception as error:  # whatever a broken package raises when it is used
             fault = f"{type(error).__name__}: {error}"
-            todo = "mend what is missing or wrong above"
+            todo = "install or correct what is missing or wrong above"
             results.append(Check(group, "wrong", fault, todo, required, group=group))
     return results
 

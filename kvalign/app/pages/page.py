@@ -138,7 +138,7 @@ def build(
                 prompt = gr.Textbox(
                     PROMPT,
                     label="Prompt",
-                    info="what each method goes on with",
+                    info="the prompt of each method",
                     lines=3,
                     max_length=PROMPT_LEN,
                 )
@@ -195,7 +195,7 @@ def build(
                     seed = gr.Number(
                         SEED,
                         label=controls.LABELS["seed"],
-                        info="of the draws; empty: another one each time",
+                        info="seed of the draws; empty: a new one each time",
                         precision=0,
                     )
             with gr.Column(elem_id="shown", min_width=280):

@@ -54,7 +54,7 @@ def values_of(body: bytes, most_values: int) -> Any:
 
 
 def _num_marks(body: bytes) -> int:
-    """Where a value begins: after a bracket, a brace or a comma."""
+    """Places where a value begins: after a bracket, a brace or a comma."""
     return sum(map(body.count, (b"{", b"[", b",")))
 
 

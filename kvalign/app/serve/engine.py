@@ -25,10 +25,8 @@ from kvalign.streaming.health import most_likely
 
 log = logging.getLogger(__name__)
 PART = 512
-NOT_FINITE = RequestError(
-    "the model's figures for this text are no numbers", 500, code="not_finite"
-)
-OUR_FAULT = RequestError("a fault of the server's ended this answer", 500, code="stream_failed")
+NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
+OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 Pairs = list[tuple[Turn, Row]]
 
 

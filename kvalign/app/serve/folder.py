@@ -116,7 +116,7 @@ class InFolder(Store):
         try:
             found = self._read(self._path(session.id))
         except UserError as error:
-            log.error("a session cannot go on: %s", error)
+            log.error("a session cannot continue: %s", error)
             raise damaged(session.id) from None
         if found.checksum != session.checksum:
             raise damaged(session.id)
@@ -152,11 +152,11 @@ class InFolder(Store):
         if not is_of_model or saved.weights not in (None, weights_of(method.model)):
             raise UserError(f"{path} is a session of {saved.base_model}: {other}")
         if saved.tokenizer != self.tokenizer_digest or _ID not in saved.notes:
-            raise UserError(f"{path} is no session of this model: {other}")
+            raise UserError(f"{path} is not a session of this model: {other}")
         if path != self._path(saved.notes[_ID]):
             raise DamagedError(f"{path} is a copy: it has the session of another file")
         if saved.notes.get(_OF, of := _digest(tensors["ids"])) != of:
-            raise DamagedError(f"{path} was gone on with by another program than kvalign serve")
+            raise DamagedError(f"{path} was changed by another program than kvalign serve")
         try:
             stream_file.check_fits(saved, tensors, method.model)
             state = {k.removeprefix(STATE): x for k, x in tensors.items() if k.startswith(STATE)}
@@ -165,7 +165,7 @@ class InFolder(Store):
             method.restore(state)
             free(method)
         except (KeyError, UserError) as error:
-            raise DamagedError(f"cannot go on with the session in {path}: {error}") from None
+            raise DamagedError(f"cannot continue the session in {path}: {error}") from None
         return Session(
             id=saved.notes[_ID],
             **{name: saved.notes.get(name, "") for name in _WORDS},

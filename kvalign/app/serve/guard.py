@@ -54,13 +54,13 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._may_be(host):
             raise RequestError(
-                f"the host {host!r:.80} is not served here: --allowed-hosts names more",
+                f"the host {host!r:.80} is not allowed here: add it with --allowed-hosts",
                 403,
                 code="host_not_allowed",
             )
         if origin is not None and not self._may_ask(origin.lower(), host.lower()):
             raise RequestError(
-                f"pages of {origin!r:.80} may not ask here", 403, code="origin_not_allowed"
+                f"pages of {origin!r:.80} are not allowed here", 403, code="origin_not_allowed"
             )
         if self.api_key is not None and path not in _OPEN:
             kind, _, key = headers.get("authorization", "").partition(" ")

@@ -1,4 +1,4 @@
-"""From messages and texts to the tokens that are fed."""
+"""Tokens to feed, made from messages and texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class Prompts:
         try:
             ids = encoded(prompt, self.tokenizer, self.method.model, special=special)
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
-            raise RequestError("the prompt is no Unicode text", param="prompt") from None
+            raise RequestError("the prompt is not Unicode text", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
         if len(ids) > self.most_tokens:
@@ -118,7 +118,7 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     if len(turns) == 1 and system in (None, session.system):
         return turns
     raise RequestError(
-        "these messages do not go on with what session has said: send the new turn alone, all "
+        "these messages do not continue the session: send the new turn alone, all "
         "messages as they were answered, or name another session",
         param="session",
         code="session_mismatch",
@@ -140,7 +140,7 @@ def is_asked_again(session: Session, messages: Sequence[Message], sent: Sent) ->
     if sent.key and sent.key == session.key:
         if asked != session.request:
             raise RequestError(
-                "this Idempotency-Key came with other messages: take a new one for a new turn",
+                "this Idempotency-Key was used with other messages: use a new one for a new turn",
                 422,
                 code="idempotency_key_reused",
             )

@@ -1,5 +1,5 @@
-"""From the engine's events to what a client reads, in the forms of OpenAI's API: one JSON document,
-or Server-Sent Events.
+"""Replies to a client, made from the engine's events in the forms of OpenAI's API: one JSON
+document, or Server-Sent Events.
 """
 
 import asyncio

@@ -47,10 +47,11 @@ class Service:
         first = settings.stream(loaded, num_sinks=num_sinks, defaults=self.said)
         self.method, self.sampling, self.ends = first.method, first.sampling, first.end_ids
         if type(self.method).join is Method.join:
-            raise UserError(f"{self.method.name} cannot be served: its rows cannot be put together")
+            raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
         if (num := self.method.tokens_left) is not None:
             raise UserError(
-                f"a server's streams have no end, with --positions keep they have {num} tokens"
+                f"a server's streams must have no end, with --positions keep they end after {num} "
+                "tokens"
             )
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         self.prompts = Prompts(
@@ -98,7 +99,7 @@ class Service:
         """
         store = self.sessions.store
         left = store.left if isinstance(store, InFolder) else []
-        return "\n".join(f"left as it is: {one}" for one in left)
+        return "\n".join(f"not changed: {one}" for one in left)
 
     def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
         """Answer messages; those that go on with a session are fed alone."""

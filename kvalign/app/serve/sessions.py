@@ -53,7 +53,7 @@ class Session:
 
 
 class Store:
-    """Where the states of sessions are kept: here in memory, as long as the server lives."""
+    """Store of the states of sessions: here in memory, as long as the server lives."""
 
     def load(self) -> list[Session]:
         """Those that are there, the least recently used first."""
@@ -134,7 +134,7 @@ class Sessions:
             self._check_idle(name)
             if name in self._dropped and not is_told_anew:
                 raise RequestError(
-                    f"session {name} is kept no longer, more than {self.max_named} were there: "
+                    f"session {name} was dropped, at most {self.max_named} are kept: "
                     f"send all its messages, or begin it anew after {_forget(name)}",
                     410,
                     param="session",
@@ -148,7 +148,7 @@ class Sessions:
             return self._by_id.get(name, Session(name))
 
     def state(self, session: Session) -> dict[str, Tensor]:
-        """As of its `Store`."""
+        """Return the state of a session, from its `Store`."""
         return self._store_of(session).state(session)
 
     def put(self, session: Session) -> None:

@@ -31,20 +31,20 @@ class ServeSettings(TalkSettings):
         kvalign serve --model gpt2-mini --cache-size 128 --sessions talks
     """
 
-    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets others in")
+    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
     port: int = option(
         8000, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
     )
     api_key: str | None = option(
-        None, help="bearer token that requests must have; required when --host lets others in"
+        None, help="bearer token that requests must have; required if --host lets other machines in"
     )
-    without_key: bool = option(False, help="let others in without a key")
+    without_key: bool = option(False, help="let other machines in without a key")
     allowed_hosts: tuple[str, ...] | None = option(
-        None, help="names in a request's Host, beside localhost and addresses"
+        None, help="names that a request's Host may have, besides localhost and addresses"
     )
     allowed_origins: tuple[str, ...] | None = option(
         None,
-        help="origins of pages, beside this server's own, that may ask: chrome-extension://ID",
+        help="origins of pages that may ask, besides this server's own: chrome-extension://ID",
     )
     sessions: Path | None = option(
         None,
@@ -53,24 +53,23 @@ class ServeSettings(TalkSettings):
     )
     max_sessions: int = option(
         256,
-        help="sessions that requests name and that are kept; beyond, the least recently used go",
+        help="named sessions that are kept; beyond that the least recently used one is dropped",
         at_least=1,
     )
     max_unnamed: int = option(
         64,
-        help="conversations of requests without a session that are kept in memory, to be found by "
-        "their beginning",
+        help="conversations without a session that are kept in memory and found by their beginning",
         at_least=0,
     )
     keep_unnamed: bool = option(False, help="keep those in --sessions, too")
-    max_streams: int = option(64, help="streams that run at once", at_least=1)
-    max_queue: int = option(256, help="requests that may wait; more are answered 429", at_least=0)
+    max_streams: int = option(64, help="streams that run at the same time", at_least=1)
+    max_queue: int = option(256, help="requests that may wait; further ones get 429", at_least=0)
     max_new_tokens: int | None = option(
         None, help="tokens of an answer that a request may ask for (default: 2048)", at_least=1
     )
     max_prompt_tokens: int = option(32768, help="tokens of one request at most", at_least=1)
     max_body_kb: int = option(1024, help="kilobytes of a request's body at most", at_least=1)
-    compile: bool = option(False, help="refused here: the rows of a server come and go")
+    compile: bool = option(False, help="not supported: the rows of a server change")
     top_k: int | None = option(
         None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
     )

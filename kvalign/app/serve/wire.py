@@ -115,7 +115,7 @@ class Message(BaseModel, extra="ignore", strict=True):
         if not isinstance(values, dict):
             return values
         if values.get("tool_calls") or values.get("function_call"):
-            raise RequestError("calls of tools are not served here", param="messages")
+            raise RequestError("tool calls are not supported here", param="messages")
         role = "system" if values.get("role") == "developer" else values.get("role")
         content = values.get("content")
         if isinstance(content, list):
@@ -140,7 +140,7 @@ class Chat(Asked):
     @classmethod
     def _in_order(cls, messages: list[Message]) -> list[Message]:
         if any(message.role == "system" for message in messages[1:]):
-            raise ValueError("a system message comes first, and once")
+            raise ValueError("only the first message may be a system message")
         if messages[-1].role != "user":
             raise ValueError("the last message must be the user's")
         return messages
@@ -191,7 +191,7 @@ class Sent:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "Sent":
-        """From headers by their names in small letters; RequestError for a key that is too long."""
+        """Return what headers say, by names in small letters; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():
             raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "this list",
-    "/tokens": "how long the conversation is, and what of it is in the cache",
+    "/tokens": "length of the conversation, and the part of it that is in the cache",
     "/memory": "which turns are out of the cache, and what keeps more",
     "/system": "what --system said: it begins the conversation, and stays",
     "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
@@ -40,8 +40,8 @@ def obey(line: str, conversation: Conversation) -> str:
         return _save(conversation, rest.strip())
     if rest.strip():
         if name == "/system":
-            raise UserError("a conversation begins with it: kvalign chat --system TEXT")
-        raise UserError(f"{name} takes nothing, got {rest.strip()!r}")
+            raise UserError("it is set at the start: kvalign chat --system TEXT")
+        raise UserError(f"{name} takes no argument, got {rest.strip()!r}")
     if name == "/tokens":
         return _tokens(conversation)
     if name == "/memory":
@@ -65,7 +65,7 @@ def _save(conversation: Conversation, name: str) -> str:
     if path != conversation.path and path.exists():
         raise ExistsError(f"{path} exists: name another file")
     conversation.save(path)
-    return f"saved: {path}; it goes on with {conversation.to_go_on()}"
+    return f"saved: {path}; continue it with {conversation.to_go_on()}"
 
 
 def _tokens(conversation: Conversation) -> str:

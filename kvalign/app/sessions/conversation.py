@@ -33,22 +33,22 @@ class TalkSettings(StreamSettings):
 
     num_sinks: str = option(
         "auto",
-        help="first entries that stay; auto: what comes before the user's first word where a "
-        "system prompt does, else the method's default",
+        help="first entries that are never evicted; auto: all before the user's first word if "
+        "there is a system prompt, else the method's default",
     )
     evict: str = option(
         "entries",
-        help="what goes when the cache is full; turns: before a turn that would not fit, whole "
-        "ones, the oldest first, and the rest is encoded anew",
+        help="what is evicted when the cache is full; turns: the oldest whole turns, before a "
+        "turn that would not fit, and the rest is encoded anew",
         choices=("entries", "turns"),
     )
     special_tokens: bool = option(
         False,
-        help="special tokens in what is said, as <|im_end|>, steer the model; without, they are "
-        "text",
+        help="special tokens in messages, such as <|im_end|>, act as special tokens; by default "
+        "they are text",
     )
     stop_at_end: bool | None = option(
-        None, help="an answer ends at the model's end-of-text token (the default)"
+        None, help="end an answer at the model's end-of-text token (the default)"
     )
 
     def __post_init__(self) -> None:
@@ -89,8 +89,8 @@ class ConversationSettings(TalkSettings):
     )
     keep: str | None = option(
         None,
-        help="what is never evicted: system, all before the user's first word (the default with "
-        "--system), or so many of the first tokens",
+        help="tokens that are never evicted: system for all before the user's first word (the "
+        "default with --system), or a number of first tokens",
     )
     say: tuple[str, ...] | None = option(
         None,
@@ -106,7 +106,7 @@ class ConversationSettings(TalkSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep is not None and self.num_sinks != "auto":
-            raise UserError("--keep and --num-sinks say the same: give one of them")
+            raise UserError("--keep and --num-sinks set the same number: give one of them")
         if self.keep is not None:
             kept_of(self.keep, "system")
         if not all(turn.strip() for turn in self.say or ()):
@@ -171,7 +171,7 @@ class Conversation:
             try:
                 self.save(self.path)
             except (OSError, UserError) as error:
-                raise RunError(f"this answer is not kept: {error}") from error
+                raise RunError(f"this answer was not kept: {error}") from error
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file, from now on after each answer.

@@ -1,4 +1,4 @@
-"""Where a stream of text passes what a model stops at: its cache is full, its context ends."""
+"""Marks where a stream of text passes a limit of the model: its cache is full, its context ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     size = stream.method.sizes.cache_size
     left = [(lambda: stream.num_evicted > 0, f"the cache of {size} entries is full, the oldest go")]
     if context_len is not None:
-        said = f"the context of {context_len} tokens ends here, the stream goes on"
+        said = f"the context of {context_len} tokens ends here, the stream continues"
         left.append((lambda: stream.num_fed > context_len, said))
     for number, piece in enumerate(pieces):
         for mark in [one for one in left if one[0]()]:

@@ -46,7 +46,10 @@ SIZES = ("num_evicted", "realign_every", *OF_POLICY)
 class MethodSettings(Settings):
     """Base of the settings of commands that stream with a method."""
 
-    method: str = option(AUTO, help="streaming method (kvalign methods); auto: what fits the model")
+    method: str = option(
+        AUTO,
+        help="streaming method (kvalign methods lists them); auto: the one that fits the model",
+    )
     cache_size: int | None = option(
         None,
         help="entries the cache keeps, sinks included (default: what the context length and a "
@@ -56,7 +59,7 @@ class MethodSettings(Settings):
     num_evicted: str | None = option(None, help=NUM_EVICTED)
     realign_every: int | None = option(
         None,
-        help="kvalign realigns once in so many evictions (default: 1)",
+        help="number of evictions after which kvalign realigns (default: 1)",
         at_least=1,
     )
     policy: str | None = option(None, help=f"{POLICY}; default: {OLDEST}", choices=POLICIES)
@@ -93,8 +96,8 @@ class StreamSettings(MethodSettings, ModelSettings):
     )
     compile: bool = option(
         False,
-        help="compile the step: a slow start, then faster; kept for later starts where "
-        "it can be (kvalign compile)",
+        help="compile the step: the start is slow, steps are faster; if possible the step is kept "
+        "for later starts (kvalign compile)",
     )
     # Their ranges are those of `Sampling`.
     max_new_tokens: int | None = option(
@@ -125,7 +128,7 @@ class StreamSettings(MethodSettings, ModelSettings):
     )
     repetition_penalty: float | None = option(
         None,
-        help="above 1, tokens that were there before, evicted ones too, are less likely "
+        help="above 1, tokens that occurred before, also evicted ones, are less likely "
         f"(default: {Sampling.repetition_penalty:g}, off)",
     )
     no_repeat_ngram_size: int | None = option(
@@ -140,8 +143,8 @@ class StreamSettings(MethodSettings, ModelSettings):
 
     lookup: int | None = option(
         None,
-        help="tokens that are guessed at most at a time, from what followed the same words before: "
-        f"the same text, sooner where it repeats itself (default: {Sampling.lookup}, off)",
+        help="most tokens to guess at a time, from what followed the same words before: the same "
+        f"text, faster if it repeats itself (default: {Sampling.lookup}, off)",
     )
 
     def __post_init__(self) -> None:

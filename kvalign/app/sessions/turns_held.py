@@ -1,4 +1,4 @@
-"""Which turns of a conversation its cache still has, and what is said of the others."""
+"""Turns of a conversation that its cache still has, and a line about the others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def all_in_words(stream: TextStream) -> str:
         lines.append(f"in the memory: {held} tokens, of {sizes.memory} at most, to be taken back")
     else:
         lines.append(
-            "in a memory: none; kvalign chat --memory 100000 keeps what goes out, and takes back "
-            "what is asked for, which is slower"
+            "in a memory: none; kvalign chat --memory 100000 keeps evicted tokens and takes back "
+            "those that are needed, which is slower"
         )
     return "\n".join(lines)

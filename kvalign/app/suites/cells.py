@@ -1,4 +1,4 @@
-"""From a suite's text to its cells: variables filled in, flags overridden, commands checked."""
+"""Cells, made from a suite's text: variables filled in, flags overridden, commands checked."""
 
 import shlex
 from dataclasses import dataclass
@@ -79,9 +79,11 @@ def _check_kind(words: list[str], is_preparation: bool) -> None:
         raise UserError(f"{command.name} prints no document, so it prepares nothing")
     evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
-        raise UserError(f"{command.name} is no evaluation: put what others need under prepare")
+        raise UserError(
+            f"{command.name} is not an evaluation: put commands that others need under prepare"
+        )
     if own := {"-h", "--help", "--json", "--debug"} & set(words):
-        raise UserError(f"leave out {', '.join(sorted(own))}: a suite sees to that")
+        raise UserError(f"leave out {', '.join(sorted(own))}: the suite sets it")
 
 
 def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`value-norm`: the entry whose value has the smallest norm goes."""
+"""`value-norm`: evicts the entry whose value has the smallest norm."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from kvalign.policies.base import Policy, Seen
 
 class ValueNorm(Policy):
     name = "value-norm"
-    about = "the entry whose value has the smallest norm goes"
+    about = "evicts the entry whose value has the smallest norm"
 
     def score(self, seen: Seen) -> Tensor:
         return seen.values.float().norm(dim=-1)
