@@ -41,7 +41,7 @@ def served(model: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
         process.communicate()
 
 
-def wait_for(port: int, process: subprocess.Popen, timeout_s: float = 120) -> None:
+def wait_for(port: int, process: subprocess.Popen, timeout_s: float = 600) -> None:
     """Until a server listens."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and process.poll() is None:

@@ -146,11 +146,15 @@ def test_one_within_another_is_a_phase_of_it(hurried, capfd):
 
 
 def test_ctrl_c_leaves_it_where_it_was(hurried, capfd):
-    with pytest.raises(KeyboardInterrupt), progress.shown_as("job") as bar:
+    @progress.shown_as("job")
+    def work():
         progress.expect(100, "rows")
         progress.advance(30)
-        until_drawn(bar)
+        until_drawn(progress._bar)
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("job: starting: 30 of 100 rows in ")
     with progress.shown_as("next") as bar:

@@ -2,13 +2,13 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import openai
 import uvicorn
 
+from helpers.patience import PATIENCE_S, until
 from kvalign.app.serve.server import build
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
@@ -23,7 +23,8 @@ class Served:
         self.address = f"http://127.0.0.1:{port}"
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+        address = f"{self.address}/v1"
+        return openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 @contextmanager
@@ -39,19 +40,8 @@ def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        end = time.monotonic() + 30
-        while not server.started and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.started
+        until(lambda: server.started)
         yield Served(app.state.service, port)
     finally:
         server.should_exit = True
-        thread.join(20)
-
-
-def until(holds, timeout_s: float = 20) -> None:
-    """Wait for what holds soon."""
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "it does not come about"
-        time.sleep(0.005)
+        thread.join(PATIENCE_S)

@@ -31,13 +31,15 @@ cells:
     command: >-
       eval chat --methods window,kvalign --cache-sizes 32 --num-turns 2 --max-new-tokens 40
   - name: needle
-    command: eval needle {facts} --distances 1 --num-streams 1
+    command: >-
+      eval needle --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
+      --distances 1 --num-streams 1
   - name: told
-    command: eval told {facts} --talk 1 --passage-len 40 --num-conversations 1
+    command: >-
+      eval told --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
+      --talk 1 --passage-len 40 --num-conversations 1
   - name: imported
     command: eval import-losses --losses ../losses --model gpt2
-variables:
-  facts: --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
 """
 _PYTHON = ("-m", "kvalign")
 # The model is fetched from the folder of wheels, and is the tiny one.

@@ -42,7 +42,7 @@ def test_a_leak_is_said(monkeypatch):
     leaked, note = [], endurance.Stream._note
 
     def leak(stream, logits):
-        # 256 kB a call of the model, some 30 a thousand tokens; pages that no earlier test gave back.
+        # 256 kB a call of the model, some 30 a thousand tokens; pages that no test gave back.
         leaked.append(mmap(-1, 1 << 18))
         leaked[-1].write(bytes([1]) * (1 << 18))
         return note(stream, logits)
