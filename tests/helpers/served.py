@@ -30,14 +30,12 @@ class Served:
 @contextmanager
 def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
     """A server of a model, until the end of the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
     app = build(ServeSettings(model=loaded.spec.name, **settings), loaded)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     try:
         until(lambda: server.started)
