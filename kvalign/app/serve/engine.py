@@ -20,11 +20,14 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.turn import Row, Turn, free, states_of
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
 from kvalign.streaming.health import most_likely
 
 log = logging.getLogger(__name__)
 PART = 512
+GIVE_BACK_S = 10.0
+"""Seconds between two times at which memory that was freed is given back."""
 NOT_FINITE = RequestError(
     "the model's figures for this text are no numbers", 500, code="not_finite"
 )
@@ -93,6 +96,7 @@ class Engine(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
+        given_back_s = time.monotonic()
         while True:
             with self._wakes:
                 while not (self._is_stopping or self._waiting or self._feeding or self._groups):
@@ -112,6 +116,9 @@ class Engine(threading.Thread):
                 self._drop_empty(num_sinks)
             self._step_s = time.perf_counter() - begun_s
             self._count()
+            if time.monotonic() - given_back_s > GIVE_BACK_S:
+                give_back()  # prompts and rows of any length leave holes
+                given_back_s = time.monotonic()
         turns = [*self._waiting, *self._feeding]
         turns += [turn for group in self._groups.values() for turn, _ in group.rows]
         for turn in dict.fromkeys(turns):
