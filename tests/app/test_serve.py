@@ -165,12 +165,13 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
 
 
-def test_memory_is_given_back_between_steps(client, monkeypatch):
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
     given = []
     monkeypatch.setattr("kvalign.app.serve.engine.give_back", lambda: given.append(1))
-    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", 0.0)
+    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", seconds)
     say(client, "Who?")
-    assert given
+    until(lambda: given)
 
 
 def test_the_system_prompt_stays(client, server, loaded):

@@ -4,7 +4,6 @@ prompts, turns sent again, clients that leave, bodies of many values, what is re
 
 import asyncio
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -129,9 +128,3 @@ class Mix:
     async def watch(self) -> None:
         for path in ("/health", "/metrics", "/v1/models"):
             self._count("watch", await self.client.get(path))
-
-
-def grown_by(sizes: list[float]) -> float:
-    """Of sizes at even times: the share by which the last fifth is above the second, by medians."""
-    num = max(1, len(sizes) // 5)
-    return statistics.median(sizes[-num:]) / statistics.median(sizes[num : 2 * num]) - 1

@@ -98,9 +98,12 @@ class Engine(threading.Thread):
     def run(self) -> None:
         given_back_s = time.monotonic()
         while True:
+            pause_s: float | None = GIVE_BACK_S
             with self._wakes:
                 while not (self._is_stopping or self._waiting or self._feeding or self._groups):
-                    self._wakes.wait()
+                    if not self._wakes.wait(pause_s):
+                        give_back()
+                        pause_s = None
                 if self._is_stopping:
                     break
                 self._drop_cancelled()
