@@ -2,17 +2,22 @@
 
     python tests/load.py
     python tests/load.py --models gpt2-mini --sessions 4 --turns 3 --json
+    python tests/load.py --minutes 30 --flags="--memory 500"
 
 For each model a server is started; sessions of several turns are held by OpenAI's client, all at
 once, then one after the other; then streams without a session are counted by the second. Answers
 are greedy. Exit code 1: a transcript differs, or a request failed.
+
+With --minutes there is a mix of all that clients do instead (`helpers/mixed_requests.py`), a
+part of the time for each model. Exit code 1: an answer of 500 or above, two answers to one turn,
+or memory at rest that grows by more than 5 % in the second half.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import socket
+import re
 import statistics
 import subprocess
 import sys
@@ -21,36 +26,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import openai
+from helpers.mixed_requests import WORDS, Mix
 
-WORDS = ("island", "harbour", "winter", "king", "river", "letter", "army", "garden", "window")
+from kvalign.app.serve.engine import GIVE_BACK_S
+
+NUM_PARTS = 8  # of a mix; sessions fill their places in the first half
 
 
 @contextmanager
 def served(model: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server of a model: its address, and its process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kvalign", "serve", "--model", model, "--port", str(port)]
+    command = [sys.executable, "-m", "kvalign", "serve", "--model", model, "--port", "0"]
     process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
     try:
-        wait_for(port, process)
-        yield f"http://127.0.0.1:{port}/v1", process
+        if not (address := re.search(r"http\S+", process.stdout.readline())):
+            raise RuntimeError("no server listens")
+        yield address[0], process
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_for(port: int, process: subprocess.Popen, timeout_s: float = 120) -> None:
-    """Until a server listens."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError(f"no server listens at port {port}")
 
 
 def turn_of(session: int, turn: int) -> str:
@@ -127,6 +123,29 @@ async def sampled(process: subprocess.Popen, every_s: float, sizes: list[float])
         await asyncio.sleep(every_s)
 
 
+async def mixed(model: str, address: str, process: subprocess.Popen, minutes: float) -> dict:
+    """Statuses under a mix of requests, and resident memory at rest, after each of its parts."""
+    sizes, at_rest = list[float](), list[float]()
+    base, limits = address.removesuffix("/v1"), httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base, timeout=600, limits=limits) as client:
+        mix = Mix(client, model, seed=0)
+        watching = asyncio.ensure_future(sampled(process, 2, sizes))
+        for _ in range(NUM_PARTS):
+            await mix.run(60 * minutes / NUM_PARTS)
+            await asyncio.sleep(GIVE_BACK_S + 5)
+            at_rest.append(memory_mb(process))
+        watching.cancel()
+    return {
+        "model": model,
+        "minutes": minutes,
+        "statuses": dict(sorted(mix.found.items())),
+        "errors": mix.wrong,
+        "memory_most_mb": max(sizes),
+        "at_rest_mb": at_rest,
+        "grown_by": at_rest[-1] / at_rest[NUM_PARTS // 2] - 1,
+    }
+
+
 async def measure(model: str, address: str, process: subprocess.Popen, args) -> dict:
     """All figures of one model."""
     together, alone, sizes = Times(), Times(), list[float]()
@@ -179,13 +198,18 @@ def main() -> int:
     parser.add_argument("--streams", default="1,8,32", help="of which tokens are counted")
     parser.add_argument("--stream-tokens", type=int, default=200)
     parser.add_argument("--flags", default="", help="further ones of kvalign serve")
+    parser.add_argument("--minutes", type=float, help="of a mix of requests, in place of all that")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.streams = [int(num) for num in args.streams.split(",")]
     rows = []
     for model in args.models.split(","):
         with served(model, *args.flags.split()) as (address, process):
-            rows.append(asyncio.run(measure(model, address, process, args)))
+            if args.minutes:
+                minutes = args.minutes / len(args.models.split(","))
+                rows.append(asyncio.run(mixed(model, address, process, minutes)))
+            else:
+                rows.append(asyncio.run(measure(model, address, process, args)))
     if args.json:
         print(json.dumps({"threads": os.environ.get("OMP_NUM_THREADS"), "rows": rows}, indent=1))
     else:
@@ -194,7 +218,8 @@ def main() -> int:
                 f"{row[name]:.1f}" if isinstance(row[name], float) else row[name] for row in rows
             )
             print(f"{name:22}", *(f"{value!s:>14}" for value in values))
-    return int(any(row["errors"] or row["differ"] for row in rows))
+    is_wrong = (row["errors"] or row.get("differ") or row.get("grown_by", 0) > 0.05 for row in rows)
+    return int(any(is_wrong))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def pretrain(settings: PretrainSettings) -> dict[str, Any]:
 def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     work_dir = settings.out / "training"
     resumable = ResumableRun(work_dir / "run", {"settings": settings.as_dict()}, free=_FREE)
-    state = resumable.state()
-    work_dir.mkdir(parents=True, exist_ok=True)
+    if resumable.state() == "new":
+        resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings
     tokenizer = open_tokenizer(settings)
     if settings.is_recall:
         mix: RecallRows | TokenMix = RecallRows(settings.context_len)
@@ -104,8 +104,6 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
     model = build_model(settings, tokenizer).to(settings.device)
-    if state == "new":
-        resumable.begin()
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
     loss_of = torch.compile(_loss) if settings.compile else _loss

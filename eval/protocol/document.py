@@ -104,8 +104,14 @@ def _commit() -> str:
     folder = Path(kvalign.__file__).parents[1]
     if not (folder / ".git").exists():
         return ""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    try:
+
+    def git(*words: str) -> str:
+        # `describe --dirty` writes the index, and leaves its lock where that fails.
+        command = ["git", "--no-optional-locks", "-C", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return git("describe", "--always") + "-dirty" * is_changed
     except (OSError, subprocess.TimeoutExpired):
         return ""

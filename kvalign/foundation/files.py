@@ -162,26 +162,34 @@ def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
-    lock = FileLock(folder / LOCK)
+    with held(folder / LOCK, folder):
+        try:
+            _remove([*folder.rglob(".*.partial*")])
+            yield
+        except (UserError, ModuleNotFoundError, OSError) as error:
+            # Where nothing is said of what is kept, a full disk leaves what there is.
+            is_refused = not isinstance(error, OSError) or is_of_a_path(error)
+            if (is_refused or kept is not str) and not kept():
+                _remove(set(folder.iterdir()) - before)
+                with suppress(OSError):
+                    for path in made:
+                        path.rmdir()
+            raise
+
+
+@contextmanager
+def held(lock: Path, what: Path) -> Iterator[None]:
+    """Hold the lock of a file; UserError if another run, which writes to `what`, has it."""
+    file_lock = FileLock(lock)
     try:
-        lock.acquire(timeout=0)
+        file_lock.acquire(timeout=0)
     except Timeout:
         remedy = "wait for it, or name another folder"
-        raise UserError(f"another run is writing to {folder}: {remedy}") from None
+        raise UserError(f"another run is writing to {what}: {remedy}") from None
     try:
-        _remove([*folder.rglob(".*.partial*")])
         yield
-    except (UserError, ModuleNotFoundError, OSError) as error:
-        # Where nothing is said of what is kept, a full disk leaves what there is.
-        is_refused = not isinstance(error, OSError) or is_of_a_path(error)
-        if (is_refused or kept is not str) and not kept():
-            _remove(set(folder.iterdir()) - before)
-            with suppress(OSError):
-                for path in made:
-                    path.rmdir()
-        raise
     finally:
-        lock.release()
+        file_lock.release()
 
 
 def check_not_locked(folder: Path) -> None:

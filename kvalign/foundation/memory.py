@@ -1,6 +1,8 @@
 """Free memory, and whether what is about to be allocated can fit at all."""
 
+import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvalign.foundation.errors import UserError
@@ -17,6 +19,14 @@ def free_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, KeyError, OSError, ValueError):
         return None
+
+
+def give_back() -> None:
+    """Let the system have what was freed. glibc keeps what lies between things in use; where there
+    is no glibc nothing is done.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # TypeError: of Windows
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_room(num_bytes: int, what: str) -> None:

@@ -49,6 +49,8 @@ class Bar(tqdm):
         if not _in_notebook:
             more |= {"delay": DELAY_S, "bar_format": _UNCOUNTED}
         super().__init__(miniters=1, smoothing=0.1, **more)
+        self._time = time.monotonic  # tqdm's own would jump with the machine's clock
+        self.start_t = self.last_print_t = self._time()
         self.is_drawn = not (self.disable or _in_notebook)
         has_width = self.is_drawn and (self.ncols is None or self.ncols > 0)
         self.is_line = self.is_drawn and not (has_width and sys.stderr.isatty())
@@ -62,7 +64,7 @@ class Bar(tqdm):
         if self.disable:
             return
         if self.n == self.initial:
-            self.last_print_t = time.time()  # the speed is that of what counts
+            self.last_print_t = self._time()  # the speed is that of what counts
         self.total, self.unit = (self.total or 0) + amount, f" {units}"
         self.unit_scale = self.total >= 10_000
         if not self.is_line:
@@ -106,7 +108,7 @@ class Bar(tqdm):
                     self.sp = None  # nothing to clear
                 elif self.drawn_at:
                     self.leave = bool(self.total)
-                    self.last_print_t = time.time()
+                    self.last_print_t = self._time()
         super().close()
 
     def _draw(self) -> None:

@@ -15,6 +15,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
 from kvalign import checkpoints
@@ -227,7 +228,7 @@ def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def _read_until(fd, pattern, timeout_s=60):
+def _read_until(fd, pattern, timeout_s=PATIENCE_S):
     got, end = b"", time.monotonic() + timeout_s
     while not re.search(pattern, got):
         ready, _, _ = select.select([fd], [], [], max(0, end - time.monotonic()))
@@ -262,7 +263,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
         process.send_signal(signal.SIGINT)
         _read_until(ours, rb"(?s)tokens by kvalign.*\n> ")
         os.write(ours, b"\x04")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def _interrupt(process, ours, pattern):
@@ -282,7 +283,7 @@ def test_a_first_ctrl_c_at_an_idle_prompt_warns_and_a_second_one_leaves():
             _read_until(ours, rb"\n(\x1b\[\?2004h)?> ")
             _interrupt(process, ours, rb"(?s)Ctrl-C once more leaves, as Ctrl-D does.*> ")
         _interrupt(process, ours, rb"kvalign chat: interrupted")
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=PATIENCE_S) == 130
 
 
 def said(path, loaded):

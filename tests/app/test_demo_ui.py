@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
+from helpers.patience import PATIENCE_S
 from helpers.smaller import example
 
 from kvalign.app.cli.main import main
@@ -53,7 +54,7 @@ def address():
         assert line.startswith("running on http://127.0.0.1:"), server.stderr.read()
         yield line.split()[2]
         server.send_signal(signal.SIGINT)
-        _, complaints = server.communicate(timeout=30)
+        _, complaints = server.communicate(timeout=PATIENCE_S)
         assert (server.returncode, complaints.strip()) == (0, "")
     finally:
         server.kill()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.patience import PATIENCE_S
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
@@ -37,7 +38,7 @@ def test_sigint_ends_it_in_the_background():
     try:
         assert server.stdout.readline().startswith("running on ")
         server.send_signal(signal.SIGINT)
-        _, complaints = server.communicate(timeout=30)
+        _, complaints = server.communicate(timeout=PATIENCE_S)
         assert (server.returncode, complaints.strip()) == (0, "")
     finally:
         server.kill()

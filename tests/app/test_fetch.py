@@ -16,12 +16,14 @@ from helpers.tiny_wheel import write_wheel
 
 from kvalign import load_model
 from kvalign.app.cli.main import main
-from kvalign.app.inventory import checks, listing
-from kvalign.foundation.files import LOCK, sha256
+from kvalign.app.inventory import checks, fetch, listing
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import held, sha256
 from kvalign.models import fetched
 
 NAME = "smollm2-135m-instruct"
 FETCH = ["models", "--fetch", NAME]
+LOCK = f".{NAME}.lock"
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,38 @@ def test_what_is_not_the_known_file_is_not_kept(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert {path.name for path in tmp_path.rglob("*")} <= {"cache", LOCK}
+
+
+def test_the_second_of_two_at_once_is_refused(source, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with held(cache / LOCK, cache / NAME):
+        assert main(FETCH) == 2
+    assert capsys.readouterr().err == (
+        f"kvalign models: error: another run is writing to {cache / NAME}: wait for it, or name "
+        "another folder\n"
+    )
+    assert main(FETCH) == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_step_that_is_being_compiled_meanwhile_stays(
+    is_there, source, tmp_path, monkeypatch, capsys
+):
+    """Whether there is a model or not."""
+    partial = tmp_path / "cache" / "steps" / ".x.json.partial"
+
+    def compile_beside(*_):
+        partial.mkdir(parents=True, exist_ok=True)
+        if not is_there:
+            raise UserError("there is none")
+        return download(*_)
+
+    download = fetch._download
+    monkeypatch.setattr(fetch, "_download", compile_beside)
+    partial.mkdir(parents=is_there) if is_there else None
+    assert main(FETCH) == (0 if is_there else 2)
+    assert partial.is_dir()
 
 
 def test_a_fault_within_pip_is_named(source, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from helpers.patience import PATIENCE_S
 from helpers.smaller import output_of
 from safetensors.torch import load_file
 
@@ -56,7 +57,7 @@ def stopped(command, folder, when, by=signal.SIGINT):
             time.sleep(0.02)
         time.sleep(0.2)  # until what follows has begun: a child of it is ended with it
         process.send_signal(by)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err, err

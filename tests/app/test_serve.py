@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers.served import serving, until
+from helpers.patience import PATIENCE_S, until
+from helpers.served import serving
 from helpers.smaller import example
 
 import kvalign
@@ -63,8 +64,8 @@ def stream_of(loaded, **more):
 def test_models_and_health(client, server):
     (model,) = client.models.list().data
     assert model.id == "gpt2-mini" and client.models.retrieve("gpt2-mini").id == "gpt2-mini"
-    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
-    text = httpx.get(f"{server.address}/metrics").text
+    assert httpx.get(f"{server.address}/health", timeout=PATIENCE_S).json() == {"status": "ok"}
+    text = httpx.get(f"{server.address}/metrics", timeout=PATIENCE_S).text
     assert "kvalign_generated_tokens_total" in text and "kvalign_streams 0.0" in text
 
 
@@ -157,10 +158,20 @@ def test_all_messages_go_on_with_a_session_and_without_one(client):
         f"{client.base_url}chat/completions",
         json=dict(model="gpt2-mini", messages=[{"role": "user", "content": "So?"}], **GREEDY),
         headers={"X-Session-Id": "whole"},
+        timeout=PATIENCE_S,
     )
     assert header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     with pytest.raises(openai.BadRequestError, match="do not continue"):
         say(client, [*messages[:1], {"role": "assistant", "content": "no"}, messages[0]], "whole")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_memory_is_given_back_between_steps_and_at_rest(seconds, client, monkeypatch):
+    given = []
+    monkeypatch.setattr("kvalign.app.serve.engine.give_back", lambda: given.append(1))
+    monkeypatch.setattr("kvalign.app.serve.engine.GIVE_BACK_S", seconds)
+    say(client, "Who?")
+    until(lambda: given)
 
 
 def test_the_system_prompt_stays(client, server, loaded):
@@ -219,8 +230,9 @@ def test_a_client_that_leaves_frees_its_row(client, server):
     expected = [content(say(client, turn, "stayed")) for turn in ("Who?", "When?")]
     assert content(say(client, "When?", "left")) == expected[1]  # as if nothing had been asked
     asked = dict(model="gpt2-mini", prompt="A", max_tokens=2000)
+    brief = httpx.Timeout(PATIENCE_S, read=0.3)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.address}/v1/completions", json=asked, timeout=0.3)
+        httpx.post(f"{server.address}/v1/completions", json=asked, timeout=brief)
     until(lambda: engine.num_rows == 0)
     assert not sessions._busy
 
@@ -409,7 +421,7 @@ def test_the_example_serves_until_ctrl_c(tmp_path):
             process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError):
                 list(pieces)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert "Traceback" not in process.stderr.read()
     finally:
         process.kill()

@@ -5,11 +5,11 @@ answered in the form of OpenAI's API, and a stream beside them loses nothing.
 import asyncio
 import json
 import socket
-import time
 from itertools import islice
 
 import httpx
 import pytest
+from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
 from kvalign.app.serve.answers import Answers, Piece
@@ -97,15 +97,20 @@ assert len(BODIES) + len(HEADERS) >= 40
 
 
 @pytest.fixture(scope="module")
-def server():
-    limits = dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4, timeout=0.5)
-    with serving(load_model("gpt2-mini"), cache_size=48, api_key="secret", **limits) as one:
+def loaded():
+    return load_model("gpt2-mini")
+
+
+@pytest.fixture(scope="module")
+def server(loaded):
+    limits = dict(max_body_kb=100, max_prompt_tokens=1000, max_streams=4)
+    with serving(loaded, cache_size=48, api_key="secret", **limits) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def post(server):
-    with httpx.Client(base_url=server.address, timeout=30) as client:
+    with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
         yield client.post
 
 
@@ -145,7 +150,7 @@ def test_headers(headers, status, message, post):
 
 
 def test_addresses(server):
-    with httpx.Client(base_url=server.address, headers=KEY) as client:
+    with httpx.Client(base_url=server.address, headers=KEY, timeout=PATIENCE_S) as client:
         is_form(client.get("/v1/nothing"), 404, "no such address")
         is_form(client.get(CHAT), 405, "takes another method")
         is_form(client.get("/v1/models/other"), 404, "is not served here")
@@ -157,7 +162,7 @@ def test_addresses(server):
 
 def test_heads_and_slashes(server):
     """Watchdogs ask with HEAD, and with a slash at the end."""
-    with httpx.Client(base_url=server.address) as client:
+    with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
         for path in ("/health", "/health/"):
             assert client.get(path).json() == {"status": "ok"}
             reply = client.head(path)
@@ -193,9 +198,9 @@ def test_origins(server):
         is_form(status(other.address, f"{extension}x"), 403, "are not allowed here")
 
 
-def raw(server, request, wait_s=5.0):
+def raw(server, request):
     """What is answered to these bytes, and no more of them."""
-    with socket.create_connection(("127.0.0.1", server.port), wait_s) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection:
         connection.sendall(request)
         return connection.recv(65536)
 
@@ -204,11 +209,10 @@ def head(*lines):
     return "\r\n".join([f"POST {TEXT} HTTP/1.1", *lines, "", ""]).encode()
 
 
-def test_a_body_that_does_not_come(server):
+def test_a_body_that_does_not_come(server, loaded):
     lines = ("Host: localhost", "Authorization: Bearer secret", "Content-Type: application/json")
-    begun = time.monotonic()
-    assert b" 408 " in raw(server, head(*lines, "Content-Length: 100") + b'{"model"')
-    assert time.monotonic() - begun < 5
+    with serving(loaded, cache_size=48, timeout=0.5) as hasty:
+        assert b" 408 " in raw(hasty, head(*lines, "Content-Length: 100") + b'{"model"')
     assert b" 413 " in raw(server, head(*lines, "Content-Length: 999999999"))
     chunked = head(*lines, "Transfer-Encoding: chunked") + b"20000\r\n" + b"a" * 0x20000 + b"\r\n"
     assert b" 413 " in raw(server, chunked)
@@ -224,10 +228,10 @@ def test_a_reader_that_does_not_read_is_left():
 
     async def send(message):
         if b"text" in message.get("body", b""):
-            await asyncio.sleep(60)
+            await asyncio.sleep(2 * PATIENCE_S)
 
     async def receive():
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * PATIENCE_S)
 
-    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
+    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), PATIENCE_S))
     assert cancelled

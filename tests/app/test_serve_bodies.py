@@ -8,6 +8,7 @@ import tracemalloc
 
 import httpx
 import pytest
+from helpers.patience import PATIENCE_S
 from load import memory_mb, served
 
 from kvalign.app.serve.errors import RequestError
@@ -83,7 +84,7 @@ WATCH = """
 import sys, threading, time, httpx
 waits, ended = [], threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
-with httpx.Client(base_url=sys.argv[1], timeout=60) as client:
+with httpx.Client(base_url=sys.argv[1], timeout=300) as client:
     client.get("/health")
     print("begun", flush=True)
     while not ended.wait(0.005):
@@ -107,7 +108,7 @@ def test_others_do_not_wait_for_them():
             json = {"Content-Type": "application/json"}
             statuses.append((await client.post(path, content=body, headers=json)).status_code)
 
-        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             for _ in range(3):
                 await asyncio.gather(*(send(client, i) for i in range(32)))
         return statuses
@@ -118,11 +119,13 @@ def test_others_do_not_wait_for_them():
         watch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert watch.stdout.readline() == "begun\n"
         before_mb = memory_mb(process)
+        begun = time.perf_counter()
         statuses = asyncio.run(attack(address))
+        seconds = time.perf_counter() - begun
         slowest, num = watch.communicate()[0].split()
         more_mb = memory_mb(process) - before_mb
         assert process.poll() is None
     print(f"/health: {num} times, at most {1e3 * float(slowest):.0f} ms, {more_mb:.0f} MB more")
     assert set(statuses) == {400}
-    assert float(slowest) < 0.2
+    assert float(slowest) < max(0.2, seconds / 6)  # a round that is waited for takes a third
     assert more_mb < 150

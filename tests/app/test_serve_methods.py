@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from helpers.pairwise import one_of_each
+from helpers.patience import PATIENCE_S
 
 import kvalign
 from kvalign.app.serve.answers import End, Piece
@@ -50,7 +51,7 @@ def asked(service, turn, name, **more):
 
 def text_of(events):
     text = ""
-    while not isinstance(event := events.get(timeout=60), End):
+    while not isinstance(event := events.get(timeout=PATIENCE_S), End):
         assert isinstance(event, Piece), event
         text += event.text
     return text
@@ -58,7 +59,7 @@ def text_of(events):
 
 def last_of(events):
     """How a turn has ended."""
-    while isinstance(event := events.get(timeout=60), Piece):
+    while isinstance(event := events.get(timeout=PATIENCE_S), Piece):
         pass
     return event
 
@@ -147,7 +148,7 @@ def test_a_long_prompt_goes_in_by_parts_and_others_go_on(models):
         service.chat(
             Chat(messages=hello, **fields), Sent(), lambda e: (order.append("short"), short.put(e))
         )
-        assert isinstance(short.get(timeout=60), Piece)  # it is being stepped
+        assert isinstance(short.get(timeout=PATIENCE_S), Piece)  # it is being stepped
         text = "the king of the island had a ship and " * 400
         long = [{"role": "user", "content": text}]
         events = queue.Queue()

@@ -2,16 +2,21 @@
 again, files that are damaged, replaced or written by others.
 """
 
+import itertools
+import os
 import shutil
+import time
 
 import httpx
 import openai
 import pytest
+from helpers.patience import PATIENCE_S
 from helpers.served import serving
 
 from kvalign.app.cli.main import main
 from kvalign.foundation.files import locked
 from kvalign.models.loading import load_model
+from kvalign.streaming import stream_file
 
 TOLD = {"role": "system", "content": "You know islands."}
 
@@ -35,7 +40,7 @@ def ask(server, said, session=None, **headers):
         asked["session"] = session
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
     address = f"{server.address}/v1/chat/completions"
-    return httpx.post(address, json=asked, headers=named, timeout=60)
+    return httpx.post(address, json=asked, headers=named, timeout=PATIENCE_S)
 
 
 def text(reply):
@@ -59,7 +64,7 @@ def is_refused(reply, status, code, folder=None):
 
 
 def forget(server, session):
-    return httpx.delete(f"{server.address}/v1/sessions/{session}")
+    return httpx.delete(f"{server.address}/v1/sessions/{session}", timeout=PATIENCE_S)
 
 
 def files(folder):
@@ -141,7 +146,8 @@ def test_a_key_says_what_is_the_same_turn(server):
 
 def test_a_text_sent_again_is_answered_again(server):
     asked = dict(model="gpt2-mini", prompt="The king", max_tokens=6, temperature=0, session="t")
-    replies = [httpx.post(f"{server.address}/v1/completions", json=asked).json() for _ in range(2)]
+    address = f"{server.address}/v1/completions"
+    replies = [httpx.post(address, json=asked, timeout=PATIENCE_S).json() for _ in range(2)]
     assert replies[0]["usage"] | {"prompt_tokens_details": 0} == replies[1]["usage"] | {
         "prompt_tokens_details": 0
     }
@@ -158,7 +164,7 @@ def test_openai_s_client_that_tries_again_by_itself(server):
             lost.append(reply.json())
             raise httpx.ReadError("the line broke")
 
-    http = httpx.Client(event_hooks={"response": [losing]})
+    http = httpx.Client(event_hooks={"response": [losing]}, timeout=PATIENCE_S)
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", http_client=http) as client:
         asked = dict(model="gpt2-mini", temperature=0, max_tokens=6, extra_body={"session": "s"})
         messages = [{"role": "user", "content": "Who?"}]
@@ -233,6 +239,45 @@ def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_
         assert forget(server, "never").status_code == 404
         assert forget(server, "../notes").status_code == 404
         assert (tmp_path / "notes.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda notes, tensors: notes.update(turns="one"),
+        lambda notes, tensors: notes.update(number="9" * 5000),
+        lambda notes, tensors: tensors.pop("ids"),
+    ],
+)
+def test_a_file_that_says_what_no_server_does_keeps_nobody_from_starting(change, loaded, tmp_path):
+    """Its checksum is right: it is no signature."""
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        text(ask(server, "Who?", "s"))
+    (path,) = files(tmp_path)
+    saved, tensors = stream_file.read(path)
+    change(saved.notes, tensors)
+    stream_file.write(path, saved, tensors)
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        assert path.name in server.service.said_of_folder()
+        is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
+
+
+def test_a_clock_that_is_set_makes_no_session_older(loaded, tmp_path, monkeypatch):
+    """Each look at it, and each file, is a day before the last; the order of use stays."""
+    days = itertools.count(20_000, -1)
+    monkeypatch.setattr("time.time", lambda: 86_400.0 * next(days))
+    with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+        for name, said in (("a", "Who?"), ("b", "Who?"), ("c", "Who?"), ("a", "Why?")):
+            text(ask(server, said, name))
+            path = server.service.sessions.store._path(name)
+            os.utime(path, (time.time(),) * 2)
+        with server.client() as client:
+            asked = dict(model="gpt2-mini", prompt="A", max_tokens=5)
+            assert len(list(client.completions.create(stream=True, **asked))) > 1
+    for _ in range(2):
+        with serving(loaded, cache_size=48, sessions=tmp_path) as server:
+            assert list(server.service.sessions._by_id) == ["b", "c", "a"]
+            assert num_cached(ask(server, "When?", "a")) > 0
 
 
 def test_chat_keeps_off_a_live_server_s_folder(loaded, tmp_path, capsys):

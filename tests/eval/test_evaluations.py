@@ -3,6 +3,7 @@ and a new one is a file and a line.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from kvalign import load_model
 from kvalign.app.cli.catalogue import COMMANDS
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations import ABOUT, EVALUATIONS
+from kvalign.eval.protocol import document
 from kvalign.eval.report.contents import paper_tables, sections, summary
 from kvalign.eval.report.results_folder import Results, read
 from kvalign.eval.report.suite_file import parse_suite_text
@@ -138,3 +140,22 @@ def test_settings_need_no_torch():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_commit_is_read_without_a_trace(tmp_path, monkeypatch):
+    """git's index is the user's: another program, or a full disk, may be in the way of its lock."""
+    (tmp_path / "kvalign").mkdir()
+    source = tmp_path / "kvalign" / "__init__.py"
+    source.write_text("")
+    by = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "."], [*by, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    monkeypatch.setattr("kvalign.__file__", str(source))
+    index = tmp_path / ".git" / "index"
+    os.utime(source, (0, 0))  # which is why git would write anew what it knows of it
+    before = index.read_bytes()
+    clean = document._commit()
+    assert clean and not clean.endswith("-dirty")
+    assert index.read_bytes() == before
+    source.write_text("changed")
+    assert document._commit() == f"{clean}-dirty"

@@ -1,5 +1,8 @@
 """Memory that cannot be had is said before it is asked for."""
 
+import platform
+
+import psutil
 import pytest
 import torch
 
@@ -15,6 +18,21 @@ def test_what_fits_and_what_does_not(monkeypatch):
         memory.check_room(10**21, "weights")
     monkeypatch.setattr(memory, "free_bytes", lambda: None)  # a system that does not tell
     memory.check_room(10**21, "weights")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is of glibc")
+def test_what_lies_between_things_in_use_is_given_back():
+    blocks = [b"x" * 100_000 for _ in range(2000)]
+    kept = blocks[::20]
+    before = psutil.Process().memory_info().rss
+    del blocks
+    memory.give_back()
+    assert before - psutil.Process().memory_info().rss > 100e6 and len(kept) == 100
+
+
+def test_where_there_is_no_glibc_nothing_is_done(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    memory.give_back()
 
 
 def test_sizes_in_words():

@@ -1,6 +1,7 @@
 """The one bar: in a terminal, in a file, and not at all."""
 
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -23,15 +24,25 @@ def hurried(monkeypatch):
     monkeypatch.setattr(progress, "LINE_S", 0.5)
 
 
-@progress.shown_as("job")
-def job(num_steps, seconds, num_read=0):
-    progress.phase("reading")
-    time.sleep(num_read * seconds)
-    progress.expect(10 * num_steps, "tokens")
-    progress.phase("counting")
-    for step in range(num_steps):
-        time.sleep(seconds)
-        progress.advance(9, loss=f"{step}")
+def until_drawn(bar, times=1):
+    """Wait until a bar has been drawn so often, however busy the machine is."""
+    for _ in range(times):
+        before = bar.drawn_at
+        while bar.drawn_at == before:
+            time.sleep(0.01)
+
+
+def job(num_steps, is_drawn=True):
+    with progress.shown_as("job") as bar:
+        progress.phase("reading")
+        if is_drawn:
+            until_drawn(bar)
+        progress.expect(10 * num_steps, "tokens")
+        progress.phase("counting")
+        for step in range(num_steps):
+            progress.advance(9, loss=f"{step}")
+            if is_drawn and step in (num_steps // 2, num_steps // 2 + 1):
+                until_drawn(bar)
 
 
 def drawn_in_terminal(monkeypatch, work):
@@ -53,34 +64,40 @@ def drawn_in_terminal(monkeypatch, work):
 
 def test_a_file_gets_a_line_when_it_is_time(hurried, capfd):
     began = time.monotonic()
-    job(1500, 0.001, num_read=700)
+    job(1500)
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "job: reading [00:00]"
-    assert 3 <= len(lines) <= (time.monotonic() - began) / 0.5 + 1  # of 1500 steps
+    assert re.fullmatch(r"job: reading \[00:\d\d\]", lines[0])
+    assert 4 <= len(lines) <= (time.monotonic() - began) / 0.5 + 1  # of 1500 steps
     counted = r"job: counting: \d+ %, [\d.]+k? of 15\.0k tokens, loss=\d+, .* left"
     assert re.fullmatch(counted, lines[1])
-    assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:0")  # all that was needed
+    assert lines[-1].startswith("job: 15.0k of 15.0k tokens in 00:")  # all that was needed
 
 
 def test_no_time_left_is_said_while_nothing_advances(hurried, capfd):
-    @progress.shown_as("job")
-    def work():
+    with progress.shown_as("job") as bar:
         progress.expect(100, "rows")
-        for _ in range(30):
-            progress.advance(1)
-            time.sleep(0.04)
-        time.sleep(1.7)
-
-    work()
+        progress.advance(30)
+        until_drawn(bar, 3)
     lines = capfd.readouterr().err.splitlines()
     assert "rows/s" in lines[0] and lines[0].endswith(" left")
     assert lines[-2].startswith("job: starting: 30 %, 30 of 100 rows, ")
     assert lines[-2].endswith(" so far")
 
 
+def test_no_clock_that_is_set_is_read(hurried, monkeypatch, capfd):
+    """The machine's time goes back by a day at each look."""
+    days = itertools.count(20_000, -1)
+    monkeypatch.setattr("tqdm.std.time", lambda: 86_400.0 * next(days))
+    monkeypatch.setattr("time.time", lambda: 86_400.0 * next(days))
+    job(10)
+    for line in capfd.readouterr().err.splitlines():
+        assert re.search(r"\b00:\d\d\b", line) and not re.search(r"-\d|\d:\d\d:\d", line), line
+
+
 def test_what_is_short_says_nothing(monkeypatch, capfd):
-    assert drawn_in_terminal(monkeypatch, lambda: job(100, 0.0001)) == []
-    job(100, 0.0001)
+    monkeypatch.setattr(progress, "DELAY_S", 60)  # short on a busy machine, too
+    assert drawn_in_terminal(monkeypatch, lambda: job(100, is_drawn=False)) == []
+    job(100, is_drawn=False)
     assert capfd.readouterr().err == ""
 
 
@@ -88,9 +105,7 @@ def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch)
     def work():
         with progress.shown_as("job") as bar:
             bar.expect(10, "tokens")
-            end = time.monotonic() + 5
-            while not bar.drawn_at and time.monotonic() < end:
-                time.sleep(0.01)
+            until_drawn(bar)
             log = logging.Logger("beside a bar")
             log.addHandler(progress.LogHandler(sys.stderr))
             log.warning("mind this")
@@ -101,19 +116,19 @@ def test_what_is_logged_has_a_line_of_its_own_beside_a_bar(hurried, monkeypatch)
 
 
 def test_a_terminal_gets_a_bar_that_ends_full(hurried, monkeypatch):
-    drawn = drawn_in_terminal(monkeypatch, lambda: job(40, 0.01, num_read=30))
+    drawn = drawn_in_terminal(monkeypatch, lambda: job(40))
     assert any(one.startswith("job: reading [") for one in drawn)
     assert any("job: counting:  " in one and "/400 [" in one for one in drawn)
     assert "job: 100%|" in drawn[-1] and drawn[-1].endswith("\n")
 
 
 def test_what_counts_nothing_leaves_nothing(hurried, monkeypatch):
-    @progress.shown_as("page")
     def work():
-        time.sleep(0.35)
+        with progress.shown_as("page") as bar:
+            until_drawn(bar)
 
     drawn = drawn_in_terminal(monkeypatch, work)
-    assert "page: starting [00:00]" in drawn and drawn[-2].strip() == drawn[-1] == ""
+    assert "page: starting [00:" in "".join(drawn) and drawn[-2].strip() == drawn[-1] == ""
 
 
 def test_one_within_another_is_a_phase_of_it(hurried, capfd):
@@ -135,7 +150,7 @@ def test_ctrl_c_leaves_it_where_it_was(hurried, capfd):
     def work():
         progress.expect(100, "rows")
         progress.advance(30)
-        time.sleep(0.8)
+        until_drawn(progress._bar)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -151,7 +166,8 @@ def test_it_can_be_turned_off():
         "import time; from kvalign.foundation import progress as p; p.DELAY_S = p.LINE_S = 0.05\n"
     )
     code += (
-        "with p.shown_as('job'):\n p.expect(9, 'rows'); p.skip(3); p.phase('x'); time.sleep(0.3)"
+        "with p.shown_as('job') as bar:\n p.expect(9, 'rows'); p.skip(3); p.phase('x')\n"
+        " while not (bar.disable or bar.drawn_at): time.sleep(0.01)"
     )
     for switch in ("", "1"):
         environment = {**os.environ, "TQDM_DISABLE": switch}

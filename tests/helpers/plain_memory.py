@@ -3,8 +3,8 @@ of keys keeps every entry there ever was, without its position, and each token s
 has lost, one by one, takes the best, puts them where they belong, and attends.
 
 The model is called with one token at a time and no cache: its attention is a function of our own in
-transformers' registry. All is float64. Nothing of the cache is used but the numbers of a position
-table.
+transformers' registry. All is float64, or of a half precision, which says how far from that any
+honest loop is. Nothing of the cache is used but the numbers of a position table.
 """
 
 import math
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AttentionInterface, PreTrainedModel
 
-from helpers.plain_policies import plain_copy
+from helpers.plain_stream import copy_of
 
 CLOSE = 1e-4  # scores that float32 may order otherwise
 TOLERANCE = 1e-4
 RECENCY = {True: 0.5, False: 2.0}  # by age or by rank: what a score is worth less for each e-fold
 ALIKE = 0.95  # cosine of keys, less what all have in common, from which they say the same
 COMPARED = 2  # times as many as are taken back
+FACTOR = 4  # times as far off as a loop of half precision is, figures may be
 _NAME = "plain_memory"
 
 
@@ -35,6 +36,8 @@ class PlainMemory:
     """
 
     _now: "PlainMemory"  # whose step it is
+    taken: dict[int, list[list[int]]] | None = None  # what is followed
+    rough: "PlainMemory | None" = None
 
     def __init__(
         self,
@@ -44,9 +47,10 @@ class PlainMemory:
         num_tokens: int,
     ):
         self.model, self.sizes, config = model, sizes, model.config
-        self.table = {name: x.double() for name, x in table.items()} if table else None
+        self.dtype = torch.promote_types(model.dtype, torch.float32)  # of what is not the model's
+        self.table = {name: x.to(self.dtype) for name, x in table.items()} if table else None
         rotary = getattr(model.base_model, "rotary_emb", None)
-        self.inv_freq = None if rotary is None else rotary.inv_freq.double()
+        self.inv_freq = None if rotary is None else rotary.inv_freq.to(self.dtype)
         self.by_age = (sizes.recall_places or ("rank" if rotary is None else "age")) == "age"
         self.layers = range(config.num_hidden_layers)
         if sizes.recall_layers is not None:  # single ones: "0,2"
@@ -62,14 +66,30 @@ class PlainMemory:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, num_heads, num_tokens, head_dim)
-        self.keys, self.values = torch.zeros(2, *shape).double()
+        self.keys, self.values = torch.zeros(2, *shape, dtype=model.dtype)
         self.seen = self.num_swapped = 0
+        self.worth: dict[tuple[int, int], dict[int, float]] = {}  # of the last step, by head
 
     @staticmethod
-    def copy(model: PreTrainedModel) -> PreTrainedModel:
-        """The same model in float64, whose attention is ours."""
+    def copy(model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+        """The same model in float64 or another precision, whose attention is ours."""
         AttentionInterface.register(_NAME, _attention)
-        return plain_copy(model, _NAME)
+        return copy_of(model, dtype, _NAME)
+
+    def follow(
+        self, token: Tensor, taken: dict[int, list[list[int]]], rough: "PlainMemory | None"
+    ) -> Tensor:
+        """Take one token [] in, and back what another loop took, for each layer and head the tokens
+        in the order of time: logits [V].
+
+        `rough` has done so in half precision. AssertionError if figures that are as far off as its
+        own, or in float32, do not allow what was taken.
+        """
+        self.taken, self.rough = taken, rough
+        logits = self._run(token)
+        self.taken = None
+        self.seen += 1
+        return logits
 
     def step(self, token: Tensor, expected: Tensor) -> Tensor:
         """Take one token [] in; logits [V].
@@ -97,10 +117,10 @@ class PlainMemory:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Scaled queries [H, G, D] of a token and its entry [H, D]: attention [H, G, D]."""
         if self.seen >= self.sizes.num_sinks:
-            key = self._turned(key, -self.place)
+            key = self._turned(key.to(self.dtype), -self.place)
             key, value = (
                 self._standardised(layer, "key", key),
-                self._standardised(layer, "value", value),
+                self._standardised(layer, "value", value.to(self.dtype)),
             )
         self.keys[layer, :, self.seen], self.values[layer, :, self.seen] = key, value
         return torch.stack([self._of_head(layer, head, q) for head, q in enumerate(query)])
@@ -115,7 +135,7 @@ class PlainMemory:
             taken, aways = [], []
             window = list(range(now - self.sizes.cache_size + num_sinks, now + 1))
         else:
-            taken = self._best(layer, head, query)
+            taken = self._taken_back(layer, head, query)
             aways = self._aways([now - j for j in taken])
             window = list(range(now - self.in_sight, now + 1))
         aways = torch.tensor([*aways, *(now - j for j in window)], dtype=torch.int64)
@@ -125,38 +145,81 @@ class PlainMemory:
             places = num_sinks + num_missing + torch.arange(len(aways))
         others = [*taken, *window]
         keys, values = (
-            self._placed(layer, head, name, held[layer, head, others], places)
+            self._placed(layer, head, name, held[layer, head, others].to(self.dtype), places)
             for name, held in (("key", self.keys), ("value", self.values))
         )
-        keys = torch.cat([self.keys[layer, head, sinks], self._turned(keys, self.place - aways)])
-        values = torch.cat([self.values[layer, head, sinks], values])
-        scores = query @ keys.T
+        keys, values = (
+            torch.cat([held[layer, head, sinks], x.to(held.dtype)]).to(self.dtype)
+            for held, x in (
+                (self.keys, self._turned(keys, self.place - aways)),
+                (self.values, values),
+            )
+        )
+        scores = query.to(self.dtype) @ keys.T
         if not self.by_age:  # for want of a place that says how old they are
             for i, j in enumerate(taken, start=len(sinks)):
                 share = self.sizes.cache_size / (now - j)
                 scores[:, i] += math.log(min(1, max(0.5, share)))
         return scores.softmax(-1) @ values
 
-    def _best(self, layer: int, head: int, query: Tensor) -> list[int]:
-        """The tokens that are taken back, in the order of time: of the best twice as many, those
-        that no newer one of them says again.
-        """
+    def _taken_back(self, layer: int, head: int, query: Tensor) -> list[int]:
+        """The tokens that are taken back, in the order of time."""
         sizes, now = self.sizes, self.seen
         lost = range(max(sizes.num_sinks, now - self.in_sight - sizes.memory), now - self.in_sight)
-        asked = self._turned(query, self.near - self.place)  # as if right before the window
-        scores = (asked @ self.keys[layer, head, lost.start : lost.stop].T).amax(0)
+        asked = self._turned(
+            query.to(self.dtype), self.near - self.place
+        )  # right before the window
+        keys = self.keys[layer, head, lost.start : lost.stop]
+        scores = (asked.to(keys.dtype) @ keys.T).amax(0)
         worth = {
             j: score - RECENCY[self.by_age] * math.log(now - j)
             for j, score in zip(lost, scores.tolist(), strict=True)
         }
-        order = sorted(worth, key=worth.__getitem__, reverse=True)
-        compared = sorted(self._first(order, worth, COMPARED * sizes.num_recalled, (layer, head)))
-        keys = self.keys[layer, head, compared]
+        if self.taken is None:
+            return self._best(layer, head, worth)
+        self.worth[layer, head], taken = worth, self.taken[layer][head]
+        if self.dtype == torch.float64:
+            self._check(layer, head, worth, taken)
+        return taken
+
+    def _best(self, layer: int, head: int, worth: dict[int, float]) -> list[int]:
+        """Of the best twice as many, those that no newer one of them says again."""
+        num, order = self.sizes.num_recalled, sorted(worth, key=worth.__getitem__, reverse=True)
+        compared = sorted(self._first(order, worth, COMPARED * num, (layer, head)))
+        again = self._said_again(layer, head, compared)
+        order = [j for j in order if j in compared and again[j] <= ALIKE]
+        return sorted(self._first(order, worth, num, (layer, head, "taken")))
+
+    def _said_again(self, layer: int, head: int, compared: list[int]) -> dict[int, float]:
+        """By token the cosine of its key with the newer one that is most like it."""
+        keys = self.keys[layer, head, compared].to(self.dtype)
         apart = keys - keys.mean(0)
-        alike = cosine_similarity(apart[:, None], apart[None], dim=-1) > ALIKE
-        again = {j for i, j in enumerate(compared) if alike[i, i + 1 :].any()}
-        order = [j for j in order if j in compared and j not in again]
-        return sorted(self._first(order, worth, sizes.num_recalled, (layer, head, "taken")))
+        alike = cosine_similarity(apart[:, None], apart[None], dim=-1)
+        newer = alike.masked_fill(torch.ones_like(alike).tril().bool(), -1.0).amax(1)
+        return dict(zip(compared, newer.tolist(), strict=True))
+
+    def _check(self, layer: int, head: int, worth: dict[int, float], taken: list[int]) -> None:
+        """AssertionError if figures that are so far off do not allow what was taken."""
+        num, where = self.sizes.num_recalled, f"layer {layer}, head {head}, token {self.seen}"
+        assert taken == sorted(set(taken)) and worth.keys() >= set(taken), where
+        off = _off(worth, self.rough and self.rough.worth[layer, head])
+        most = COMPARED * num
+        sure, maybe = (
+            {j for j in worth if sum(x > worth[j] + by for i, x in worth.items() if i != j) < most}
+            for by in (-2 * off, 2 * off)
+        )
+        assert maybe >= set(taken), f"{where}: what was worth less was compared"
+        if sure != maybe:  # others may have been compared, with which cosines are others
+            return
+        compared = sorted(sure)
+        again = self._said_again(layer, head, compared)
+        by = _off(again, self.rough and self.rough._said_again(layer, head, compared))
+        assert all(again[j] <= ALIKE + by for j in taken), f"{where}: what is said again was taken"
+        fine = [j for j in compared if again[j] <= ALIKE - by]
+        assert len(taken) >= min(num, len(fine)), f"{where}: too few were taken"
+        least = min((worth[j] for j in taken), default=math.inf)
+        left = [j for j in fine if j not in taken and worth[j] > least + 2 * off]
+        assert not left, f"{where}: what was worth more was left"
 
     def _first(
         self, order: list[int], worth: dict[int, float], num: int, which: tuple[int | str, ...]
@@ -220,4 +283,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query = (query[0, :, 0] * scale).unflatten(0, (key.shape[1], -1))
     found = PlainMemory._now.attend(module.layer_idx, query, key[0, :, 0], value[0, :, 0])
-    return found.flatten(0, 1)[None, None], None
+    return found.flatten(0, 1)[None, None].to(query.dtype), None
+
+
+def _off(figures: dict[int, float], rough: dict[int, float] | None) -> float:
+    """How far off figures may be."""
+    if rough is None:
+        return CLOSE
+    return FACTOR * max(abs(figures[j] - rough[j]) for j in figures) + CLOSE

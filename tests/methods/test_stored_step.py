@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from filelock import FileLock
 from helpers.methods import tables
 from helpers.tiny_models import KINDS, tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
@@ -134,6 +135,44 @@ def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch)
     assert len(made) == 1
     for path, whole in kept.items():
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("what", ["torch.cpu.get_capabilities", "torch.get_num_threads"])
+def test_another_cpu_has_a_file_of_its_own(what, llama, monkeypatch):
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(what, lambda: 3)
+    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
+    assert len(made) == 1 and not made[0].exists()
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_another_version_has_a_file_of_its_own(name, llama, monkeypatch):
+    differ(llama)
+    made = []
+    monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
+    monkeypatch.setattr(getattr(step_file, name), "__version__", "1.0")
+    assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
+    assert len(made) == 1 and not made[0].exists()
+
+
+def test_the_second_of_two_at_once_waits_and_loads_what_the_first_made(llama, folder, monkeypatch):
+    differ(llama)
+    steps = (folder / "steps").glob("[!.]*")
+    whole = {path: path.read_bytes() for path in steps}
+
+    class FirstIsQuicker(FileLock):
+        def __enter__(self):
+            for path, content in whole.items():  # while this one waits
+                path.write_bytes(content)
+            return super().__enter__()
+
+    for path in whole:
+        path.unlink()
+    monkeypatch.setattr(step_file, "FileLock", FirstIsQuicker)
+    monkeypatch.setattr(step_file, "_made", never)
+    assert differ(llama) < 1e-5
 
 
 def test_without_a_compiler_a_line_says_so_and_steps_are_eager(

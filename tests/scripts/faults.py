@@ -103,8 +103,8 @@ class Arena:
         """
         self.count.unlink(missing_ok=True)
         more = {
-            **dict(self.command.environment),
             "TMPDIR": str(self.folder / "tmp"),
+            **dict(self.command.environment),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(BLOW), os.environ.get("PYTHONPATH")))),
             "FAULTS_FOLDER": str(self.folder),
             "FAULTS_COUNT": str(self.count),

@@ -71,6 +71,23 @@ def test_interrupted_run_ends_like_an_undisturbed_one(arch, text, tmp_path, monk
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
+def test_what_stopped_before_its_first_step_goes_on_with_the_same_settings_alone(
+    text, tmp_path, monkeypatch
+):
+    """Its tokenizer is there, and tells nobody of which settings it is."""
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "open_mix", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(tiny(text, tmp_path / "a"))
+    assert (tmp_path / "a" / "tokenizer.json").exists()
+    with pytest.raises(FileExistsError, match="vocab_size is 300 there, 400 now"):
+        pretrain(tiny(text, tmp_path / "a", vocab_size=400))
+    pretrain(tiny(text, tmp_path / "a"))
+    pretrain(tiny(text, tmp_path / "b"))
+    whole, parts = weights(tmp_path / "b"), weights(tmp_path / "a")
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+
+
 def test_ctrl_c_keeps_the_step_it_is_in(text, tmp_path, monkeypatch):
     def stop_in_the_seventh(run, loss, update=recipe.Run.update):
         if run.step == 6:

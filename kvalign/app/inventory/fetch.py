@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
-from kvalign.foundation.files import locked, sha256, write_text, write_whole
+from kvalign.foundation.files import held, sha256, write_text, write_whole
 from kvalign.models import fetched, gguf_file
 from kvalign.models.fetched import Source
 from kvalign.models.model_folder import quiet
@@ -50,7 +50,9 @@ def fetch(name: str) -> Path:
         command = fetched.how_to_fetch(name)
         write_text(folder / "README.md", _CARD.format(name=name, source=source, command=command))
 
-    with locked(place.parent):
+    # Other models and compiled steps, which lie beside it, are for others to write.
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with held(place.parent / f".{name}.lock", place):
         if not place.is_dir():  # another run may have been first
             write_whole(place, make)
         elif not fetched.gguf_path(name):

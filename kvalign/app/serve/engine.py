@@ -20,11 +20,14 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
 from kvalign.app.serve.turn import Row, Turn, free, states_of
 from kvalign.foundation.errors import UserError
+from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
 from kvalign.streaming.health import most_likely
 
 log = logging.getLogger(__name__)
 PART = 512
+GIVE_BACK_S = 10.0
+"""Seconds between two times at which memory that was freed is given back."""
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 Pairs = list[tuple[Turn, Row]]
@@ -91,10 +94,14 @@ class Engine(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
+        given_back_s = time.monotonic()
         while True:
+            pause_s: float | None = GIVE_BACK_S
             with self._wakes:
                 while not (self._is_stopping or self._waiting or self._feeding or self._groups):
-                    self._wakes.wait()
+                    if not self._wakes.wait(pause_s):
+                        give_back()
+                        pause_s = None
                 if self._is_stopping:
                     break
                 self._drop_cancelled()
@@ -110,6 +117,9 @@ class Engine(threading.Thread):
                 self._drop_empty(num_sinks)
             self._step_s = time.perf_counter() - begun_s
             self._count()
+            if time.monotonic() - given_back_s > GIVE_BACK_S:
+                give_back()  # prompts and rows of any length leave holes
+                given_back_s = time.monotonic()
         turns = [*self._waiting, *self._feeding]
         turns += [turn for group in self._groups.values() for turn, _ in group.rows]
         for turn in dict.fromkeys(turns):

@@ -24,7 +24,7 @@ from kvalign.streaming.stream_file import SavedStream
 from kvalign.streaming.text_stream import STATE
 
 log = logging.getLogger(__name__)
-_ID, _TURNS, _OF = "session", "turns", "of_tokens"
+_ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
 _WORDS = ("said", "asked", "request", "key", "answer", "finish")
 _SUFFIX = ".safetensors"
 
@@ -44,6 +44,7 @@ class InFolder(Store):
 
     Attributes:
         left: why files that lie there are left alone, a line each.
+        last: the highest number of a file. Clocks that are set may not say which one is newer.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class InFolder(Store):
     sampling: Sampling
     has_unnamed: bool = False  # whether sessions that no request named are taken up
     left: list[str] = field(default_factory=list)
+    last: int = 0
 
     def load(self) -> list[Session]:
         """All sessions of the folder; UserError for a file of another model, method or size."""
@@ -68,6 +70,8 @@ class InFolder(Store):
                 found.append(session)
             else:
                 num_unnamed += 1
+        found.sort(key=lambda session: session.number)  # by time, in files of before
+        self.last = found[-1].number if found else 0
         if num_unnamed:
             several = "s" * (num_unnamed > 1)
             self.left.append(
@@ -89,6 +93,8 @@ class InFolder(Store):
         model = method.model
         notes = {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
         notes[_OF] = _digest(session.ids)
+        self.last += 1
+        notes[_NUMBER] = str(self.last)
         notes |= {name: getattr(session, name) for name in _WORDS}
         if session.system is not None:
             notes[SYSTEM] = session.system
@@ -155,16 +161,20 @@ class InFolder(Store):
             raise UserError(f"{path} is not a session of this model: {other}")
         if path != self._path(saved.notes[_ID]):
             raise DamagedError(f"{path} is a copy: it has the session of another file")
-        if saved.notes.get(_OF, of := _digest(tensors["ids"])) != of:
-            raise DamagedError(f"{path} was changed by another program than kvalign serve")
         try:
+            if saved.notes.get(_OF, of := _digest(tensors["ids"])) != of:
+                raise DamagedError(f"{path} was changed by another program than kvalign serve")
+            turns = tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x)
+            number = int(saved.notes.get(_NUMBER, "0"))
             stream_file.check_fits(saved, tensors, method.model)
             state = {k.removeprefix(STATE): x for k, x in tensors.items() if k.startswith(STATE)}
             device = method.model.device
             state = {name: x.to(device) for name, x in state.items()}
             method.restore(state)
             free(method)
-        except (KeyError, UserError) as error:
+        except DamagedError:
+            raise
+        except (KeyError, ValueError) as error:
             raise DamagedError(f"cannot continue the session in {path}: {error}") from None
         return Session(
             id=saved.notes[_ID],
@@ -174,9 +184,10 @@ class InFolder(Store):
             ids=tensors["ids"],
             num_fed=saved.num_fed,
             num_new=saved.num_new,
-            turns=tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x),
+            turns=turns,
             state=state,
             checksum=checksum,
+            number=number,
         )
 
 

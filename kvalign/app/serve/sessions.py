@@ -41,6 +41,7 @@ class Session:
     turns: tuple[int, ...] = ()  # where in `ids` each begins
     state: dict[str, Tensor] | None = None  # after `num_fed`; None: of nothing, or its file has it
     checksum: str = ""  # of its file, if there is one
+    number: int = 0  # of its file, higher in what was kept later
 
     @property
     def is_new(self) -> bool:
