@@ -101,5 +101,7 @@ def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, floa
 
 def readable_apart(one: Row, other: Row) -> bool:
     """Return whether two shares of readable chunks differ, by their intervals, if they have any."""
-    ends = [(row.get("readable_low"), row.get("readable_high")) for row in (one, other)]
-    return all(None not in pair for pair in ends) and apart(*ends)
+    if "readable_low" not in one or "readable_low" not in other:
+        return False
+    ends = [(row["readable_low"], row["readable_high"]) for row in (one, other)]
+    return apart(*ends)
