@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
-from kvalign.models import packed
+from kvalign.models import kernel, packed
 from kvalign.models.fetched import cache_dir
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _made(
             torch._inductor.aoti_compile_and_package(
                 exported,
                 package_path=str(made),
-                inductor_configs={"aot_inductor.package_constants_in_so": False},
+                inductor_configs=_inductor_configs(),
             )
         write_json(partial / about.name, {"sha256": sha256(made), "torch": torch.__version__})
         run = _load(made, weights)
@@ -143,6 +143,15 @@ def _made(
 
     write_together(file.parent, write, about.name)
     return _load(file, weights)
+
+
+def _inductor_configs() -> dict[str, Any]:
+    """No weights in the file, and products of packed weights without a dispatcher."""
+    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    if kernel.is_here():
+        op = torch.ops.kvalign.packed_product.default
+        configs["aot_inductor.custom_ops_to_c_shims"] = {op: [kernel.SHIM]}
+    return configs
 
 
 def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
@@ -164,7 +173,7 @@ def _about(
 ) -> dict[str, Any]:
     """All that a compiled step depends on."""
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    sources = (Path(__file__), Path(packed.__file__))
+    sources = (Path(__file__), Path(packed.__file__), Path(kernel.__file__), kernel.SOURCE)
     return {
         "config": config,
         "attention": model.config._attn_implementation,
