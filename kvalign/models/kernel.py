@@ -1,6 +1,6 @@
-"""The product of rows with packed weights that rounds its inputs to 8 bits, as llama.cpp's does: a
-C++ file (`packed_product.cpp`) that this machine's compiler builds once, into the user's cache
-folder. It needs AVX-512 VNNI, and PyTorch 2.10.
+"""What a decode step spends its time on, in C++ (`kernel.cpp`) that this machine's compiler builds
+once, into the user's cache folder: the product of rows with packed weights, which rounds its inputs
+to 8 bits as llama.cpp's does, and attention of one query. It needs AVX-512 VNNI, and PyTorch 2.10.
 
 Weights lie as a step reads them, one stretch of memory: [blocks of 16 outputs, groups of 32 inputs,
 bytes]. The bytes of a group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits
@@ -13,6 +13,7 @@ import hashlib
 import logging
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -26,20 +27,21 @@ from kvalign.models.fetched import cache_dir
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("packed_product.cpp")
-SHIM = (
-    "AOTITorchError aoti_torch_cpu_packed_product"
-    "(AtenTensorHandle rows, AtenTensorHandle packed, int64_t num_out, AtenTensorHandle* result)"
-)
-"""How compiled steps call it, without a dispatcher."""
+SOURCE = Path(__file__).with_name("kernel.cpp")
+DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
+_SHIMS = {
+    "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
+    "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
+}
+"""Arguments of the functions that compiled steps call, past the dispatcher."""
 _FLAGS = "-O3 -std=c++17 -fPIC -shared -mavx512f -mavx512bw -mavx512vl -mavx512vnni -mfma".split()
 _GROUP, _BLOCK = 32, 16
 
 
 @functools.cache
 def is_here() -> bool:
-    """Return whether the product can be had: the op `kvalign::packed_product` is then known. Where
-    the CPU has it and nothing can be built, a line is logged, once.
+    """Return whether the kernels can be had: the ops of `kvalign` are then known. Where the CPU is
+    fit and nothing can be built, a line is logged, once.
     """
     if not torch.cpu.get_capabilities().get("avx512_vnni"):
         return False
@@ -54,7 +56,7 @@ def is_here() -> bool:
         _define()
         ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)  # compiled steps look it up by its name
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.info("products of packed weights are PyTorch's own: %s", error)
+        log.info("products are PyTorch's own: %s", error)
         return False
     return True
 
@@ -69,7 +71,7 @@ def _is_whole(file: Path) -> bool:
 def _build(file: Path) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    progress.phase("building the product of packed weights, once")
+    progress.phase("building kernels for this CPU, once")
     torch_dir, about = Path(torch.__file__).parent, file.with_suffix(".json")
     libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
 
@@ -84,15 +86,35 @@ def _build(file: Path) -> None:
 
 @functools.cache
 def _define() -> torch.library.Library:
-    """The op, with what it gives for tensors that have no data."""
+    """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
+    library.define("attend(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
 
-    def shape_of(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
+    def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)
 
-    torch.library.register_fake("kvalign::packed_product", shape_of, lib=library)
+    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return query.new_empty(1, 1, query.shape[1], query.shape[3])
+
+    for shape_of in (packed_product, attend):
+        torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
+
+
+def shims() -> dict[Any, list[str]]:
+    """How compiled steps call the ops, as inductor's `custom_ops_to_c_shims`."""
+    return {
+        getattr(torch.ops.kvalign, name).default: [f"AOTITorchError aoti_torch_cpu_{name}({types})"]
+        for name, types in _SHIMS.items()
+    }
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """What a query [1, H, 1, D] sees of keys and values [1, H_kv, S, D], all of them, in float32:
+    [1, 1, H, D]; D is one of `DIMS`.
+    """
+    return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
 
 
 def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
