@@ -2,9 +2,9 @@
 once, into the user's cache folder: the product of rows with packed weights, which rounds its inputs
 to 8 bits as llama.cpp's does, and attention of one query. It needs AVX-512 VNNI, and PyTorch 2.10.
 
-Weights lie as a step reads them, one stretch of memory: [blocks of 16 outputs, groups of 32 inputs,
-bytes]. The bytes of a group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits
-have no z. Of 4 bits, eight inputs are 64 bytes: the first four of each output in the low halves.
+Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
+group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
+eight inputs are 64 bytes: the first four of each output in the low halves.
 """
 
 import ctypes
@@ -34,7 +34,8 @@ _SHIMS = {
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
-_FLAGS = "-O3 -std=c++17 -fPIC -shared -mavx512f -mavx512bw -mavx512vl -mavx512vnni -mfma".split()
+_NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
 _GROUP, _BLOCK = 32, 16
 
 
@@ -43,7 +44,8 @@ def is_here() -> bool:
     """Return whether the kernels can be had: the ops of `kvalign` are then known. Where the CPU is
     fit and nothing can be built, a line is logged, once.
     """
-    if not torch.cpu.get_capabilities().get("avx512_vnni"):
+    has = torch.cpu.get_capabilities()
+    if not all(has.get(name) for name in _NEEDED):
         return False
     key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
     file = cache_dir() / "kernels" / f"{key.hexdigest()[:32]}.so"
@@ -77,7 +79,8 @@ def _build(file: Path) -> None:
 
     def write(partial: Path) -> None:
         made = partial / file.name
-        command = [get_cpp_compiler(), *_FLAGS, f"-I{torch_dir / 'include'}", str(SOURCE)]
+        flags = [*_FLAGS, *(f"-m{name.replace('_', '')}" for name in _NEEDED)]
+        command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCE)]
         subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
         write_json(partial / about.name, {"sha256": sha256(made)})
 
