@@ -152,7 +152,10 @@ def _made(
             torch._inductor.aoti_compile_and_package(
                 exported,
                 package_path=str(made),
-                inductor_configs=_inductor_configs(),
+                inductor_configs={
+                    "aot_inductor.package_constants_in_so": False,
+                    **kernel.inductor_configs(),
+                },
             )
         write_json(partial / about.name, {"sha256": sha256(made), "torch": torch.__version__})
         run = _load(made, weights)
@@ -170,14 +173,6 @@ def forget_old() -> None:
     for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
             path.unlink(missing_ok=True)
-
-
-def _inductor_configs() -> dict[str, Any]:
-    """No weights in the file, and calls of our kernels past the dispatcher."""
-    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
-    if kernel.is_here():
-        configs["aot_inductor.custom_ops_to_c_shims"] = kernel.shims()
-    return configs
 
 
 def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:

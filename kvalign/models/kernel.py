@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,7 @@ def is_here() -> bool:
     has = torch.cpu.get_capabilities()
     if not all(has.get(name) for name in _NEEDED):
         return False
-    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
-    file = cache_dir() / "kernels" / f"{key.hexdigest()[:32]}.so"
+    file = _file()
     try:
         if not _is_whole(file):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,11 +56,16 @@ def is_here() -> bool:
                 if not _is_whole(file):
                     _build(file)
         _define()
-        ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)  # compiled steps look it up by its name
+        ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("products are PyTorch's own: %s", error)
         return False
     return True
+
+
+def _file() -> Path:
+    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
+    return cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
 
 
 def _is_whole(file: Path) -> bool:
@@ -79,7 +84,7 @@ def _build(file: Path) -> None:
 
     def write(partial: Path) -> None:
         made = partial / file.name
-        flags = [*_FLAGS, *(f"-m{name.replace('_', '')}" for name in _NEEDED)]
+        flags = [*_FLAGS, *(f"-m{x.replace('_', '')}" for x in _NEEDED), f"-Wl,-soname,{file.name}"]
         command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCE)]
         subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
         write_json(partial / about.name, {"sha256": sha256(made)})
@@ -105,11 +110,20 @@ def _define() -> torch.library.Library:
     return library
 
 
-def shims() -> dict[Any, list[str]]:
-    """How compiled steps call the ops, as inductor's `custom_ops_to_c_shims`."""
-    return {
+def inductor_configs() -> dict[str, Any]:
+    """What lets steps that are compiled ahead of time call the kernels, past the dispatcher. A step
+    names the file, which must be loaded before it.
+    """
+    if not is_here():
+        return {}
+    declared = {
         getattr(torch.ops.kvalign, name).default: [f"AOTITorchError aoti_torch_cpu_{name}({types})"]
         for name, types in _SHIMS.items()
+    }
+    linked = f":{_file().name} -L{shlex.quote(str(_file().parent))}"
+    return {
+        "aot_inductor.custom_ops_to_c_shims": declared,
+        "aot_inductor.custom_op_libs": [linked],
     }
 
 

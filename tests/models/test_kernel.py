@@ -17,7 +17,7 @@ def anew(tmp_path, monkeypatch):
     """As a process that has not asked yet, and what it loads; another library is none of ours."""
     loaded = []
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernel.ctypes, "CDLL", lambda file, how: loaded.append(file))
+    monkeypatch.setattr(kernel.ctypes, "CDLL", loaded.append)
     kernel.is_here.cache_clear()
     yield loaded
     monkeypatch.undo()
