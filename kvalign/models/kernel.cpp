@@ -21,7 +21,6 @@ namespace {
 
 constexpr int64_t GROUP = 32, BLOCK = 16;
 constexpr int64_t FEW = 1 << 17;  // multiplications that one thread does sooner than several
-constexpr int64_t AHEAD = 2048;   // bytes that are asked for before they are needed
 
 struct Group {  // the inputs of a group, rounded: p, four to a word, and what is known of them
   int32_t words[GROUP / 4];
@@ -68,7 +67,6 @@ void multiply(const uint8_t* block, const Group* rows, int64_t num_groups, float
   for (int64_t g = 0; g < num_groups; g++, block += bytes_of(BITS)) {
     __m512i q[8];
     for (int i = 0; i < BITS; i++) {
-      _mm_prefetch(block + AHEAD + 64 * i, _MM_HINT_T0);
       const __m512i loaded = _mm512_loadu_si512(block + 64 * i);
       if (BITS == 4) {
         q[2 * i] = _mm512_and_si512(loaded, nibble);
