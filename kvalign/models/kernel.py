@@ -40,15 +40,21 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
 _GROUP, _BLOCK = 32, 16
 
 
-@functools.cache
 def is_here() -> bool:
-    """Return whether the kernels can be had: the ops of `kvalign` are then known. Where the CPU is
-    fit and nothing can be built, a line is logged, once.
+    """Return whether the kernels can be had: the ops of `kvalign` are then known."""
+    return load() is not None
+
+
+@functools.cache
+def load() -> Path | None:
+    """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
+    Where the CPU is fit and nothing can be built, a line is logged, once.
     """
     has = torch.cpu.get_capabilities()
     if not all(has.get(name) for name in _NEEDED):
-        return False
-    file = _file()
+        return None
+    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
+    file = cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
     try:
         if not _is_whole(file):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +65,8 @@ def is_here() -> bool:
         ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("products are PyTorch's own: %s", error)
-        return False
-    return True
-
-
-def _file() -> Path:
-    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
-    return cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
+        return None
+    return file
 
 
 def _is_whole(file: Path) -> bool:
@@ -114,13 +115,14 @@ def inductor_configs() -> dict[str, Any]:
     """What lets steps that are compiled ahead of time call the kernels, past the dispatcher. A step
     names the file, which must be loaded before it.
     """
-    if not is_here():
+    file = load()
+    if file is None:
         return {}
     declared = {
         getattr(torch.ops.kvalign, name).default: [f"AOTITorchError aoti_torch_cpu_{name}({types})"]
         for name, types in _SHIMS.items()
     }
-    linked = f":{_file().name} -L{shlex.quote(str(_file().parent))}"
+    linked = f":{file.name} -L{shlex.quote(str(file.parent))}"
     return {
         "aot_inductor.custom_ops_to_c_shims": declared,
         "aot_inductor.custom_op_libs": [linked],

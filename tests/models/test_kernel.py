@@ -18,10 +18,10 @@ def anew(tmp_path, monkeypatch):
     loaded = []
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel.ctypes, "CDLL", loaded.append)
-    kernel.is_here.cache_clear()
+    kernel.load.cache_clear()
     yield loaded
     monkeypatch.undo()
-    kernel.is_here.cache_clear()
+    kernel.load.cache_clear()
     kernel.is_here()
 
 
@@ -35,7 +35,7 @@ def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypa
     )
     for harm in (lambda: None, lambda: file.write_bytes(whole[:-9]), lambda: file.unlink()):
         harm()
-        kernel.is_here.cache_clear()
+        kernel.load.cache_clear()
         assert kernel.is_here()
     assert built == [file, file] and anew == [str(file)] * 4
     assert not [*tmp_path.glob("kernels/*.partial*")]
