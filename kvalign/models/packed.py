@@ -120,7 +120,10 @@ class TorchLinear(PackedLinear):
         step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
         groups = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
         weight = groups.flatten(0, 1)[:, : self.out_features]
-        return weight if self.bits == 4 else sum(weight.chunk(2))
+        if self.bits == 4:
+            return weight
+        high, low = weight.chunk(2)
+        return high + low
 
 
 def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
