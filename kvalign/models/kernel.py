@@ -1,6 +1,6 @@
-"""What a decode step spends its time on, in C++ (`kernel.cpp`) that this machine's compiler builds
-once, into the user's cache folder: the product of rows with packed weights, which rounds its inputs
-to 8 bits as llama.cpp's does, and attention of one query. It needs AVX-512 VNNI, and PyTorch 2.10.
+"""Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into the
+user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits as
+llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
@@ -112,8 +112,8 @@ def _define() -> torch.library.Library:
 
 
 def inductor_configs() -> dict[str, Any]:
-    """What lets steps that are compiled ahead of time call the kernels, past the dispatcher. A step
-    names the file, which must be loaded before it.
+    """Settings by which steps that are compiled ahead of time call the kernels, past the dispatcher.
+    A step names the file, which must be loaded before it.
     """
     file = load()
     if file is None:
@@ -130,7 +130,7 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """What a query [1, H, 1, D] sees of keys and values [1, H_kv, S, D], all of them, in float32:
+    """Attention of a query [1, H, 1, D] to all of keys and values [1, H_kv, S, D], in float32:
     [1, 1, H, D]; D is one of `DIMS`.
     """
     return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
@@ -163,7 +163,7 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def parts_of(packed: Tensor, num_out: int) -> tuple[Tensor, Tensor]:
-    """What `packed_of` was given."""
+    """The q and scales that `packed_of` was given."""
     num_scales = 2 if packed.shape[2] == 320 else 1
     fours, after = packed.split([packed.shape[2] - 32 * num_scales, 32 * num_scales], 2)
     fours = fours.unflatten(2, (-1, _BLOCK, 4))

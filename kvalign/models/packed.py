@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
     @abstractmethod
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """What is kept of the `parts` of weights."""
+        """Buffers by name, made of the `parts` of weights."""
 
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
