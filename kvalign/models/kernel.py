@@ -1,5 +1,5 @@
-"""Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into the
-user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits as
+"""Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
+the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits as
 llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
@@ -112,8 +112,8 @@ def _define() -> torch.library.Library:
 
 
 def inductor_configs() -> dict[str, Any]:
-    """Settings by which steps that are compiled ahead of time call the kernels, past the dispatcher.
-    A step names the file, which must be loaded before it.
+    """Settings by which steps compiled ahead of time call the kernels, past the dispatcher. A step
+    names the file, which must be loaded before it.
     """
     file = load()
     if file is None:
