@@ -1,6 +1,6 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
-the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits as
-llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
+the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
+as llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
