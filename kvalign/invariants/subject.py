@@ -18,8 +18,8 @@ from kvalign.models.packed import PACKED, weights_of
 EXACT = 1e-3
 """What two ways to the same logits may differ by in float32, in standard deviations of them."""
 ROUNDED = 0.4
-"""The same with packed weights, whose products round their inputs to bfloat16, and those of many
-tokens their weights, too: what differs by the last digit before comes out as different steps."""
+"""The same with packed weights, whose products round their inputs: what differs by the last digit
+before may come out a step apart."""
 
 T = TypeVar("T")
 Make = Callable[[PreTrainedModel], Cache | Method]

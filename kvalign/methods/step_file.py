@@ -15,13 +15,14 @@ import torch
 import transformers
 from filelock import FileLock
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
-from kvalign.models import packed
+from kvalign.models import attention, kernel, packed
+from kvalign.models.architectures import window_of
 from kvalign.models.fetched import cache_dir
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 logits [1, 1, V]. The last of the entries are written.
 """
 
+KEPT = 16  # steps, of 5 MB; those that were used longest ago go
 NO_COMPILER = "there is no C++ compiler here (g++): steps that are not stored are not compiled"
 _UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(packed.GROUP)
 """What inductor makes a constant for each packed product, and what it is."""
@@ -59,14 +61,17 @@ def has_compiler() -> bool:
 class _Layer(CacheLayerMixin):
     """Entries that are given, the last of which is written."""
 
-    def __init__(self, keys: Tensor, values: Tensor):
+    def __init__(self, keys: Tensor, values: Tensor, is_marked: bool):
         self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
+        self.is_marked = is_marked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         for x, new in zip(self.entries, (key_states, value_states), strict=True):
             x.narrow(2, self.length - 1, 1).copy_(new)
+        if self.is_marked:
+            attention.mark(self.entries[0], kernel.attend)
         return self.entries
 
     def get_seq_length(self) -> int:
@@ -90,9 +95,21 @@ class _Step(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor, *entries: Tensor) -> Tensor:
         pairs = zip(entries[::2], entries[1::2], strict=True)
-        cache = Cache(layers=[_Layer(*pair) for pair in pairs])
+        is_marked = _is_read_by_kernel(self.model.config, entries[0])
+        cache = Cache(layers=[_Layer(*pair, is_marked) for pair in pairs])
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
+
+
+def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
+    """Return whether our kernel attends to such keys [1, H, S, D] in place of the model's own."""
+    return (
+        config.model_type in attention.REGISTERED
+        and window_of(config) is None
+        and keys.shape[3] in kernel.DIMS
+        and keys.dtype == torch.float32
+        and kernel.is_here()
+    )
 
 
 def load_or_make(
@@ -101,6 +118,8 @@ def load_or_make(
     """The step of the file for such a model and such inputs, which is made if need be; None where
     it cannot be.
     """
+    if _is_read_by_kernel(model.config, inputs[2]):
+        attention.install(model.config)
     about = _about(model, inputs, weights)
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
     file = folder() / f"{key}.pt2"
@@ -133,7 +152,10 @@ def _made(
             torch._inductor.aoti_compile_and_package(
                 exported,
                 package_path=str(made),
-                inductor_configs={"aot_inductor.package_constants_in_so": False},
+                inductor_configs={
+                    "aot_inductor.package_constants_in_so": False,
+                    **kernel.inductor_configs(),
+                },
             )
         write_json(partial / about.name, {"sha256": sha256(made), "torch": torch.__version__})
         run = _load(made, weights)
@@ -142,7 +164,15 @@ def _made(
             raise RuntimeError("the compiled step gives other logits than the model")
 
     write_together(file.parent, write, about.name)
+    forget_old()
     return _load(file, weights)
+
+
+def forget_old() -> None:
+    """Remove the files of all but the `KEPT` steps that were used last."""
+    for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
+            path.unlink(missing_ok=True)
 
 
 def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
@@ -154,6 +184,7 @@ def _load(file: Path, weights: dict[str, Tensor]) -> Run | None:
         names = compiled.get_constant_fqns()
         needed = {x: _GROUP if _UNNAMED.fullmatch(x) else weights[x] for x in names}
         compiled.load_constants(needed, check_full_update=True, user_managed=True)
+        file.touch()  # the newest are kept
     except (UserError, KeyError, OSError, RuntimeError):
         return None
     return compiled.loader.boxed_run
@@ -164,7 +195,7 @@ def _about(
 ) -> dict[str, Any]:
     """All that a compiled step depends on."""
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    sources = (Path(__file__), Path(packed.__file__))
+    sources = (Path(__file__), Path(packed.__file__), Path(kernel.__file__), kernel.SOURCE)
     return {
         "config": config,
         "attention": model.config._attn_implementation,
@@ -172,6 +203,7 @@ def _about(
         "weights": {name: (tuple(x.shape), x.dtype) for name, x in weights.items()},
         "entries": [(tuple(x.shape), x.stride(), x.dtype) for x in inputs[2:]],
         "versions": (torch.__version__, transformers.__version__),
+        "kernel": kernel.is_here(),
         "sources": [sha256(path) for path in sources],
         "cpu": (platform.machine(), torch.cpu.get_capabilities(), torch.get_num_threads()),
     }

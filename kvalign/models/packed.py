@@ -4,15 +4,15 @@ reads fewer bytes.
 int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. That is the
 form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights that were stored so get the same q again; others
 are rounded to the nearest of 16 even levels from the least to the greatest of the group. The head
-has 8 bits, as in those files. int8: w = s q in the same groups, as llama.cpp's Q8_0.
+has 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as llama.cpp's Q8_0.
 
-Products are PyTorch's own kernel for CPUs, which takes inputs in bfloat16; everything between the
-products stays as it is. For many tokens weights are unpacked first, product by product.
+Products are a kernel of ours where the CPU and a compiler allow it, which rounds inputs to 8 bits,
+else PyTorch's own, which takes them in bfloat16. Everything between the products stays as it is.
 """
 
 import functools
 from abc import abstractmethod
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,100 +21,122 @@ from transformers.pytorch_utils import Conv1D
 
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
+from kvalign.models import kernel
 
 PACKED = ("int8", "int4")
 GROUP = 32  # inputs that share a scale
-FEW = 48  # rows up to which the kernel is faster than unpacking
+FEW = 48  # rows up to which PyTorch's kernel is faster than unpacking
 _BLOCK = 64  # outputs that lie together
 _CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
 
 
 class PackedLinear(nn.Module):
-    """In place of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype."""
+    """In place of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype.
 
-    def __init__(self, num_in: int, num_out: int, bias: Tensor | None):
+    Args:
+        weight: [N, K], K a multiple of `GROUP`.
+        bits: 4 or 8.
+    """
+
+    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
         super().__init__()
-        self.in_features, self.out_features, self.bias = num_in, num_out, bias
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.bias = bits, bias
+        for name, x in self.buffers_of(*parts(weight, bits)).items():
+            self.register_buffer(name, x, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).bfloat16()
-        if rows.shape[0] <= FEW:
-            out = self.product(rows)
-            if out.shape[1] > self.out_features:
-                out = out[:, : self.out_features]
-        else:
-            kind = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
-            out = rows.to(kind) @ self.unpacked(kind)
-        out = out.to(x.dtype)
+        out = self.product(x.reshape(-1, self.in_features)).to(x.dtype)
         if self.bias is not None:
             out = out + self.bias.to(x.dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
     @abstractmethod
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """Buffers by name, made of the `parts` of weights."""
+
+    @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
-        """Rows [M, K] times the weights: [M, N or more], both in bfloat16."""
+        """Rows [M, K] times the weights, [M, N]."""
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The weights that are multiplied with, [K, N]."""
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}"
 
 
-class Int4Linear(PackedLinear):
-    """Weights of 4 bits, in the layout of PyTorch's kernel, which differs between CPUs.
+@final
+class RoundingLinear(PackedLinear):
+    """By our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
 
-    Args:
-        weight: [N, K], K a multiple of `GROUP`.
-    """
+    packed: Tensor  # as of `kernel.packed_of`
 
-    packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks
-    scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        super().__init__(weight.shape[1], weight.shape[0], bias)
-        q, scales = (_filled(x) for x in self.parts(weight))
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-        self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("scales", scales.transpose(0, 1).contiguous(), persistent=False)
-
-    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The packed parts of weights [N, K]: q [N, K] of 0 to 15, s and z [N, K / GROUP, 2]
-        bfloat16.
-        """
-        q, step, low = levels_of(weight)
-        return q, torch.stack([step, low + 8 * step], -1).bfloat16()
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        return {"packed": kernel.packed_of(q, scales)}
 
     def product(self, rows: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
+        if rows.requires_grad:
+            return rows @ self.unpacked(rows.dtype)
+        return kernel.product(rows.float(), self.packed, self.out_features)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        q, scales = (x.to(dtype) for x in kernel.parts_of(self.packed, self.out_features))
+        groups = (q - 2 ** (self.bits - 1)).unflatten(1, (-1, GROUP)) * scales[..., :1]
+        return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1).T
+
+
+@final
+class TorchLinear(PackedLinear):
+    """By PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights of 8 bits
+    are two of 4 that see the same input, w = 16 s high + s low: the kernel takes less time for both
+    than PyTorch's own for 8.
+    """
+
+    packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
+    scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
+
+    def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        if self.bits == 8:
+            q, s = torch.cat([q >> 4, q & 15], 1), scales[..., 0]
+            high, low = torch.stack([16 * s, 0 * s], -1), torch.stack([s, 8 * s], -1)
+            scales = torch.cat([high, low], 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_filled(q).int(), 1)
+        return {"packed": packed, "scales": _filled(scales).transpose(0, 1).contiguous()}
+
+    def product(self, rows: Tensor) -> Tensor:
+        rows = rows.bfloat16()
+        if rows.shape[0] > FEW:
+            kind = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+            return rows.to(kind) @ self.unpacked(kind)
+        if self.bits == 8:
+            rows = torch.cat([rows, rows], 1)
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
+        return out[:, : self.out_features] if out.shape[1] > self.out_features else out
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         q = (unpacked_levels(self.packed).view(torch.int8) - 8).to(dtype)  # [K, N']
         step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
-        weight = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
-        return weight.flatten(0, 1)[:, : self.out_features]
-
-
-class Int8Linear(Int4Linear):
-    """Weights of 8 bits, as two of 4 that see the same input: w = 16 s high + s low. The kernel for
-    4 bits takes less time for both than PyTorch's own for 8.
-    """
-
-    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        groups = weight.detach().float().unflatten(1, (-1, GROUP))
-        step = (groups.abs().amax(-1).clamp_min(1e-30) / 127).bfloat16()  # [N, K / GROUP]
-        q = (groups / step.float()[..., None]).round_().clamp_(-127, 127).flatten(1).int()
-        high = torch.stack([16 * step, torch.zeros_like(step)], -1)
-        low = torch.stack([step, 8 * step], -1)
-        return torch.cat([(q >> 4) + 8, q & 15], 1), torch.cat([high, low], 1)
-
-    def product(self, rows: Tensor) -> Tensor:
-        return super().product(torch.cat([rows, rows], 1))
-
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        high, low = super().unpacked(dtype).chunk(2)
+        groups = torch.addcmul(zero, q.unflatten(0, (-1, GROUP)), step)
+        weight = groups.flatten(0, 1)[:, : self.out_features]
+        if self.bits == 4:
+            return weight
+        high, low = weight.chunk(2)
         return high + low
+
+
+def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The packed parts of weights [N, K]: q [N, K] uint8; s and z, of 8 bits s alone,
+    [N, K / GROUP, 2 or 1] bfloat16.
+    """
+    if bits == 4:
+        q, step, low = levels_of(weight)
+        return q, torch.stack([step, low + 8 * step], -1).bfloat16()
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127).bfloat16()
+    q = (groups / scales.float()).round_().clamp_(-127, 127) + 128
+    return q.flatten(1).to(torch.uint8), scales
 
 
 def pack(model: PreTrainedModel, weights: str) -> None:
@@ -132,19 +154,18 @@ def pack(model: PreTrainedModel, weights: str) -> None:
     found = [(name, module) for name, module in model.named_modules() if _fits(module)]
     if not found:
         raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
+    kind = RoundingLinear if kernel.is_here() else TorchLinear
     for name, module in found:
-        kind = Int8Linear if weights == "int8" or module is head else Int4Linear
-        packed = kind(_weight_of(module), module.bias).train(module.training)
-        model.set_submodule(name, packed)
         progress.phase(f"packing {name}")
+        bits = 8 if weights == "int8" or module is head else 4
+        packed = kind(_weight_of(module), bits, module.bias).train(module.training)
+        model.set_submodule(name, packed)
 
 
 def weights_of(model: PreTrainedModel) -> str:
     """Return how a model's weights are held: int4, int8, or as torch names their dtype."""
-    kinds = {type(module) for module in model.modules()}
-    if Int4Linear in kinds:
-        return "int4"
-    return "int8" if Int8Linear in kinds else str(model.dtype).removeprefix("torch.")
+    bits = {module.bits for module in model.modules() if isinstance(module, PackedLinear)}
+    return f"int{min(bits)}" if bits else str(model.dtype).removeprefix("torch.")
 
 
 def is_of_4_bits(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from kvalign import make_method
 from kvalign.methods import step_file
 from kvalign.methods.stored_step import StoredStep
-from kvalign.models import packed
+from kvalign.models import attention, kernel, packed
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)
@@ -34,9 +35,16 @@ def here(folder, monkeypatch):
     monkeypatch.setenv("KVALIGN_CACHE", str(folder))
 
 
+def tiny(kind="llama", **sizes):
+    """Such a model of heads of 16, which our kernel takes."""
+    if kind == "llama":
+        sizes = {"head_dim": 16} | sizes
+    return copy.deepcopy(tiny_model(kind, **sizes))
+
+
 @pytest.fixture(scope="module")
 def llama():
-    return copy.deepcopy(tiny_model("llama"))
+    return tiny()
 
 
 def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **sizes):
@@ -63,14 +71,45 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != 
 @pytest.mark.parametrize("kind", ["llama", *SLOW])
 def test_a_stored_step_is_the_eager_one(kind):
     """Across copies to the buffer's front and turns of all keys."""
-    assert differ(copy.deepcopy(tiny_model(kind))) < 1e-5
+    assert differ(tiny(kind)) < 1e-5
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+@pytest.mark.parametrize(
+    ("model", "num_asked"),
+    [(tiny(), 3), (tiny(head_dim=8), 0), (tiny("mistral", head_dim=16), 0)],
+    ids=["taken", "of a head of 8", "that has a window"],
+)
+def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeypatch):
+    asked, attend = [], kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *x: asked.append(x) or attend(*x))
+    step, dim = step_file._Step(model), model.config.head_dim
+    inputs = [torch.ones(1, 1).long(), torch.tensor([[SIZE]]), *torch.randn(6, 1, 2, SIZE, dim)]
+    expected = step(*inputs)  # keys are marked, but not looked at
+    attention.install(model.config)
+    torch.testing.assert_close(step(*inputs), expected, rtol=1e-4, atol=1e-4)
+    assert len(asked) == num_asked
+
+
+def test_steps_that_were_used_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    (tmp_path / "steps").mkdir()
+    for i in range(step_file.KEPT + 3):
+        for name in (f"{i}.pt2", f"{i}.json", f".{i}.lock"):
+            (tmp_path / "steps" / name).touch()
+            os.utime(tmp_path / "steps" / name, (0, 100 * (i % 10) + i))
+    step_file.forget_old()
+    gone = {"0", "10", "1"}
+    kept = {str(i) for i in range(step_file.KEPT + 3)} - gone
+    left = {path.name for path in (tmp_path / "steps").iterdir()}
+    assert left == {x for i in kept for x in (f"{i}.pt2", f"{i}.json", f".{i}.lock")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", packed.PACKED)
 def test_with_packed_weights(weights):
     """Whose products round their inputs: a number beside a border may go the other way."""
-    model = copy.deepcopy(tiny_model("llama", num_hidden_layers=1))
+    model = tiny(num_hidden_layers=1)
     packed.pack(model, weights)
     assert differ(model) < 0.05
 
@@ -83,7 +122,7 @@ def test_a_later_start_traces_and_compiles_nothing(llama, monkeypatch):
 
 def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
     """Its buffers grow: at first they are shorter than those that the stored step knows."""
-    model = copy.deepcopy(tiny_model("llama", num_hidden_layers=1))
+    model = tiny(num_hidden_layers=1)
     sizes = dict(cache_size=60, num=170)
     assert differ(model, first=61, **sizes) < 1e-5
     monkeypatch.setattr("torch.export.export", never)

@@ -14,10 +14,23 @@ from transformers.pytorch_utils import Conv1D
 from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
-from kvalign.models import packed
-from kvalign.models.packed import Int4Linear, Int8Linear, PackedLinear, levels_of, weights_of
+from kvalign.models import kernel, packed
+from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, levels_of, weights_of
 
 BFLOAT16 = 2**-8  # what a number is rounded by at most
+BYTE = 1 / 127  # the same, by the greatest of its group
+HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
+
+
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +63,85 @@ def test_a_4_bit_file_keeps_its_bits(kind):
     assert not torch.allclose(restored(torch.randn(128, 64)), torch.randn(128, 64), atol=1e-2)
 
 
-def test_an_8_bit_file_keeps_its_numbers():
+@pytest.mark.parametrize("kind", HERE)
+def test_an_8_bit_file_keeps_its_numbers(kind):
     """Their scales are rounded to bfloat16, by which a number moves by half a step at most."""
     readers()
     from gguf import GGMLQuantizationType, quants
 
     blocks = quants.quantize(torch.randn(128, 64).numpy(), GGMLQuantizationType.Q8_0)
     weight = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q8_0))
-    found = Int8Linear(weight).unpacked(torch.float32).T
+    found = kind(weight, 8).unpacked(torch.float32).T
     most = weight.abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1)
     assert ((found - weight).abs() <= most / 127 * 0.51).all()
 
 
 def test_what_is_packed_is_unpacked_to_the_bit():
     q = torch.randint(16, (192, 96), dtype=torch.int32)
-    kernel = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    assert torch.equal(packed.unpacked_levels(kernel), q.T.to(torch.uint8))
+    made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    assert torch.equal(packed.unpacked_levels(made), q.T.to(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("num_rows", [1, 7, packed.FEW, packed.FEW + 1, 300])
 @pytest.mark.parametrize("num_out", [10, 64, 200])
-def test_products_are_those_of_the_unpacked_weights(kind, num_rows, num_out):
+def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_out):
     weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
-    product, x = kind(weight, bias), torch.randn(2, num_rows, 96)
+    product, x = kind(weight, bits, bias), torch.randn(2, num_rows, 96)
     used = product.unpacked(torch.float32).T
-    assert (used - weight).abs().max() < (0.3 if kind is Int4Linear else 0.03)
+    assert (used - weight).abs().max() < (0.3 if bits == 4 else 0.03)
     found, expected = product(x), nn.functional.linear(x, used, bias)
     assert found.dtype == x.dtype and found.shape == expected.shape
     # Inputs, weights and the result are rounded; the terms of a sum by chance up or down.
-    assert (found - expected).norm() < 2 * BFLOAT16 * expected.norm()
+    bound = BYTE if kind is RoundingLinear else 2 * BFLOAT16
+    assert (found - expected).norm() < bound * expected.norm()
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 32), (16, 64), (23, 96), (64, 1536), (5000, 576)], ids=str)
+def test_our_kernel_is_exact_but_for_inputs_of_8_bits(bits, shape, num_threads):
+    """Whatever the rows that come together, to the bit."""
+    product = RoundingLinear(torch.randn(shape), bits)
+    x = torch.randn(packed.FEW, shape[1]) * torch.rand(packed.FEW, 1) * 100
+    groups = x.unflatten(1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True)
+    rounded = ((groups * (127 / most)).round() * most.double() / 127).flatten(1)
+    found, expected = product(x), rounded @ product.unpacked(torch.float64)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    for num_rows in range(1, packed.FEW):
+        assert torch.equal(product(x[:num_rows]), found[:num_rows])
+    assert product(x[:0]).shape == (0, shape[0])
+
+
+@needs_kernel
+def test_what_is_no_number_stays_none():
+    product, x = RoundingLinear(torch.ones(4, 64), 4), torch.ones(4, 64)
+    x[0, 3], x[1, 40], x[2] = torch.nan, torch.inf, 0
+    found = product(x).isfinite().all(1)
+    assert found.tolist() == [False, False, True, True] and (product(x)[2] == 0).all()
+
+
+@needs_kernel
+def test_gradients_go_through_the_unpacked_weights():
+    product, x = RoundingLinear(torch.randn(8, 64), 4), torch.randn(3, 64, requires_grad=True)
+    product(x).sum().backward()
+    torch.testing.assert_close(x.grad[0], product.unpacked(torch.float32).sum(1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", kernel.DIMS)
+@pytest.mark.parametrize("length", [1, 63, 64, 200])
+def test_our_attention_is_that_of_pytorch(dim, length, num_threads):
+    """Also where scores differ by hundreds."""
+    query = 10 * torch.randn(1, 6, 1, dim)
+    keys, values = torch.randn(2, 1, 2, 300, dim)[:, :, :, 7 : 7 + length]
+    found = kernel.attend(query, keys, values, 0.5)
+    expected = nn.functional.scaled_dot_product_attention(
+        query, keys, values, scale=0.5, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", packed.PACKED)
@@ -91,7 +153,7 @@ def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights
     expected = copy.deepcopy(model)
     packed.pack(model, weights)
     assert weights_of(model) == weights and model.dtype == torch.float32
-    assert type(model.get_output_embeddings()) is Int8Linear
+    assert model.get_output_embeddings().bits == 8
     assert torch.equal(model.get_input_embeddings().weight, embedding)
     products = {k: m for k, m in model.named_modules() if isinstance(m, PackedLinear)}
     assert not any(type(m) in (nn.Linear, Conv1D) for m in model.modules())
@@ -119,7 +181,7 @@ def test_a_product_whose_inputs_come_in_no_groups_stays_and_none_at_all_is_refus
     model = copy.deepcopy(tiny_model("llama", intermediate_size=40))
     packed.pack(model, "int4")
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert type(model.model.layers[0].mlp.up_proj) is Int4Linear
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
     model = copy.deepcopy(tiny_model("llama", intermediate_size=40, hidden_size=40))
     with pytest.raises(UserError, match="need products of inputs in groups of 32"):
         packed.pack(model, "int8")

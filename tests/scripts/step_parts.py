@@ -5,12 +5,14 @@ compiled, each the fastest of many, one thread.
 """
 
 import argparse
+import functools
 import time
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvalign import load_model, make_method
+from kvalign.models import kernel
 from kvalign.models.packed import PackedLinear
 
 
@@ -33,18 +35,19 @@ def main() -> None:
             method.feed(part)
     head = model.get_output_embeddings()
     layers = [x for x in model.modules() if isinstance(x, PackedLinear) and x is not head]
-    rows = {x.in_features: torch.randn(1, x.in_features).bfloat16() for x in [head, *layers]}
+    rows = {x.in_features: torch.randn(1, x.in_features) for x in [head, *layers]}
     entries = [layer.entries.last(args.cache_size) for layer in eager.cache.attention]
     num_heads = model.config.num_attention_heads
     query = torch.randn(1, num_heads, 1, entries[0].keys.shape[-1])
+    attend = functools.partial(scaled_dot_product_attention, enable_gqa=True)
+    if kernel.is_here():
+        attend = functools.partial(kernel.attend, scale=1.0)
     parts = {
         "eager step": lambda: eager.feed(ids[:, :1]),
         "compiled step": lambda: compiled.feed(ids[:, :1]),
         "products of the layers": lambda: [x.product(rows[x.in_features]) for x in layers],
         "head": lambda: head.product(rows[head.in_features]),
-        "attention": lambda: [
-            scaled_dot_product_attention(query, *x, enable_gqa=True) for x in entries
-        ],
+        "attention": lambda: [attend(query, x.keys, x.values) for x in entries],
     }
     seconds = {name: float("inf") for name in parts}
     with torch.no_grad():

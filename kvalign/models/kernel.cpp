@@ -1,0 +1,307 @@
+// What a decode step spends its time on, for CPUs with AVX-512 VNNI: products of rows with packed
+// weights, and attention of one query. `kvalign/models/kernel.py` builds it and says how weights lie.
+//
+// Products: the inputs of a group are rounded to 8 bits, x = d p, as in llama.cpp's Q8_0. With w = s (q - o) + z
+// a group then adds s d (sum of q p - o sum of p) + z d (sum of p) to an output: whole numbers but for
+// the scales. A vector holds 16 outputs, so each row's sums are the same whatever rows come with it.
+
+#include <immintrin.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <stdexcept>
+#include <vector>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+namespace {
+
+constexpr int64_t GROUP = 32, BLOCK = 16;
+constexpr int64_t FEW = 1 << 17;  // multiplications that one thread does sooner than several
+
+struct Group {  // the inputs of a group, rounded: p, four to a word, and what is known of them
+  int32_t words[GROUP / 4];
+  int32_t start;  // - o sum of p
+  float scale, sum;  // d, d sum of p
+};
+
+Group rounded(const float* x, int offset) {
+  const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+  const __m512i bits = _mm512_set1_epi32(0x7fffffff);  // as whole numbers the greatest may be a NaN
+  const __m512i most = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(low), bits),
+                                        _mm512_and_si512(_mm512_castps_si512(high), bits));
+  const int32_t found = _mm512_reduce_max_epi32(most);
+  float greatest;
+  std::memcpy(&greatest, &found, sizeof greatest);
+  const __m512 inverse = _mm512_set1_ps(greatest < 1e-30f ? 0.0f : 127.0f / greatest);
+  const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+  const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+  Group group;
+  _mm_storeu_si128((__m128i*)group.words, _mm512_cvtsepi32_epi8(a));
+  _mm_storeu_si128((__m128i*)(group.words + 4), _mm512_cvtsepi32_epi8(b));
+  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+  group.start = -offset * sum;
+  group.scale = greatest / 127.0f;
+  group.sum = group.scale * sum;
+  return group;
+}
+
+__m512 scales(const uint8_t* from) {  // bfloat16
+  const __m256i halves = _mm256_loadu_si256((const __m256i*)from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+constexpr int64_t bytes_of(int bits) {  // of a group of 16 outputs: q, s, and z where it is of 4 bits
+  return BLOCK * GROUP * bits / 8 + BLOCK * (bits == 4 ? 4 : 2);
+}
+
+template <int BITS, int ROWS>
+void multiply(const uint8_t* block, const Group* rows, int64_t num_groups, float* out, int64_t num_out,
+              __mmask16 kept) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  __m512 sums[ROWS];
+  for (int row = 0; row < ROWS; row++) sums[row] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < num_groups; g++, block += bytes_of(BITS)) {
+    __m512i q[8];
+    for (int i = 0; i < BITS; i++) {
+      const __m512i loaded = _mm512_loadu_si512(block + 64 * i);
+      if (BITS == 4) {
+        q[2 * i] = _mm512_and_si512(loaded, nibble);
+        q[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(loaded, 4), nibble);
+      } else {
+        q[i] = loaded;
+      }
+    }
+    const uint8_t* after = block + 64 * BITS;
+    const __m512 s = scales(after), z = BITS == 4 ? scales(after + 32) : _mm512_setzero_ps();
+    for (int row = 0; row < ROWS; row++) {
+      const Group& x = rows[row * num_groups + g];
+      __m512i even = _mm512_set1_epi32(x.start), odd = _mm512_setzero_si512();
+      for (int i = 0; i < 8; i += 2) {
+        even = _mm512_dpbusd_epi32(even, q[i], _mm512_set1_epi32(x.words[i]));
+        odd = _mm512_dpbusd_epi32(odd, q[i + 1], _mm512_set1_epi32(x.words[i + 1]));
+      }
+      const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+      sums[row] = _mm512_fmadd_ps(dot, _mm512_mul_ps(s, _mm512_set1_ps(x.scale)), sums[row]);
+      if (BITS == 4) sums[row] = _mm512_fmadd_ps(z, _mm512_set1_ps(x.sum), sums[row]);
+    }
+  }
+  for (int row = 0; row < ROWS; row++) _mm512_mask_storeu_ps(out + row * num_out, kept, sums[row]);
+}
+
+template <int BITS>
+struct Product {
+  const float* x;
+  const uint8_t* packed;
+  float* out;
+  int64_t num_rows, num_groups, num_out;
+  std::vector<Group> rows;
+
+  void round(int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; g++) rows[g] = rounded(x + g * GROUP, 1 << (BITS - 1));
+  }
+
+  void blocks(int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++) {
+      const uint8_t* block = packed + b * num_groups * bytes_of(BITS);
+      const int64_t left = num_out - b * BLOCK;
+      const __mmask16 kept = left < BLOCK ? (1 << left) - 1 : 0xffff;
+      float* to = out + b * BLOCK;
+      int64_t row = 0;
+      for (; row + 4 <= num_rows; row += 4)
+        multiply<BITS, 4>(block, &rows[row * num_groups], num_groups, to + row * num_out, num_out, kept);
+      for (; row < num_rows; row++)
+        multiply<BITS, 1>(block, &rows[row * num_groups], num_groups, to + row * num_out, num_out, kept);
+    }
+  }
+
+  void run() {
+    rows.resize(num_rows * num_groups);
+    auto round = [](int64_t begin, int64_t end, void* self) { ((Product*)self)->round(begin, end); };
+    auto blocks = [](int64_t begin, int64_t end, void* self) { ((Product*)self)->blocks(begin, end); };
+    torch_parallel_for(0, rows.size(), FEW / GROUP, round, this);
+    const int64_t grain = FEW / (rows.size() * GROUP * BLOCK + 1);
+    torch_parallel_for(0, (num_out + BLOCK - 1) / BLOCK, grain + 1, blocks, this);
+  }
+};
+
+constexpr int64_t KEYS = 64;  // that are read for all queries before the next
+
+__m512 exponential(__m512 x) {  // of numbers up to 0; Taylor's series around the nearest power of 2
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
+  const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  x = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);  // ln 2, in two parts
+  x = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), x);
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, x, _mm512_set1_ps(term));
+  return _mm512_scalef_ps(sum, power);
+}
+
+void softmax(float* scores, int64_t length) {  // in vectors of 16
+  __m512 greatest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  for (int64_t s = 0; s < length; s += 16) greatest = _mm512_max_ps(greatest, _mm512_loadu_ps(scores + s));
+  const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(greatest));
+  for (int64_t s = 0; s < length; s += 16) {
+    const __m512 share = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + s), most));
+    _mm512_storeu_ps(scores + s, share);
+    sum = _mm512_add_ps(sum, share);
+  }
+  const __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+  for (int64_t s = 0; s < length; s += 16)
+    _mm512_storeu_ps(scores + s, _mm512_div_ps(_mm512_loadu_ps(scores + s), whole));
+}
+
+struct Attention {
+  const float *query, *keys, *values;  // a head's keys, and values, are one stretch
+  float* out;
+  int64_t num_queries, length, key_stride, value_stride;  // queries of a head of keys
+  float scale;
+
+  template <int VECTORS>
+  void head(int64_t h) {
+    constexpr int64_t dim = 16 * VECTORS;
+    const float *q = query + h * num_queries * dim, *k = keys + h * key_stride, *v = values + h * value_stride;
+    float* to = out + h * num_queries * dim;
+    const int64_t filled = (length + 15) / 16 * 16;
+    std::vector<float> scores(num_queries * filled, -INFINITY);
+    __m512 x[VECTORS];
+    for (int64_t first = 0; first < length; first += KEYS)
+      for (int64_t r = 0; r < num_queries; r++) {
+        for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(q + r * dim + 16 * i);
+        for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
+          __m512 sum = _mm512_mul_ps(x[0], _mm512_loadu_ps(k + s * dim));
+          for (int i = 1; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], _mm512_loadu_ps(k + s * dim + 16 * i), sum);
+          scores[r * filled + s] = scale * _mm512_reduce_add_ps(sum);
+        }
+      }
+    for (int64_t r = 0; r < num_queries; r++) softmax(&scores[r * filled], filled);
+    std::memset(to, 0, num_queries * dim * sizeof(float));
+    for (int64_t first = 0; first < length; first += KEYS)
+      for (int64_t r = 0; r < num_queries; r++) {
+        for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(to + r * dim + 16 * i);
+        for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
+          const __m512 share = _mm512_set1_ps(scores[r * filled + s]);
+          for (int i = 0; i < VECTORS; i++) x[i] = _mm512_fmadd_ps(share, _mm512_loadu_ps(v + s * dim + 16 * i), x[i]);
+        }
+        for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + r * dim + 16 * i, x[i]);
+      }
+  }
+
+  template <int VECTORS>
+  void run(int64_t num_heads) {
+    auto heads = [](int64_t begin, int64_t end, void* self) {
+      for (int64_t h = begin; h < end; h++) ((Attention*)self)->head<VECTORS>(h);
+    };
+    torch_parallel_for(0, num_heads, FEW / (num_queries * length * 16 * VECTORS) + 1, heads, this);
+  }
+};
+
+AtenTensorHandle made(std::initializer_list<int64_t> sizes) {  // float32, one stretch
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size() - 1; i > 0; i--) strides[i - 1] = strides[i] * sizes.begin()[i];
+  AtenTensorHandle tensor = nullptr;
+  aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), aoti_torch_dtype_float32(),
+                           aoti_torch_device_type_cpu(), 0, &tensor);
+  return tensor;
+}
+
+float* data_of(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  aoti_torch_get_data_ptr(tensor, &data);
+  return (float*)data;
+}
+
+int64_t size_of(AtenTensorHandle tensor, int64_t d) {
+  int64_t size = 0;
+  aoti_torch_get_size(tensor, d, &size);
+  return size;
+}
+
+int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
+  int64_t stride = 0;
+  aoti_torch_get_stride(tensor, d, &stride);
+  return stride;
+}
+
+}  // namespace
+
+#define SHIM extern "C" __attribute__((visibility("default"))) AOTITorchError
+
+// rows [M, K] float32, packed [blocks of outputs, K / 32, bytes of a group] uint8: [M, num_out] float32.
+SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packed, int64_t num_out,
+                                   AtenTensorHandle* result) {
+  bool is_contiguous = false;
+  aoti_torch_is_contiguous(rows, &is_contiguous);
+  if (!is_contiguous) return AOTI_TORCH_FAILURE;
+  const int64_t num_rows = size_of(rows, 0), num_groups = size_of(packed, 1);
+  *result = made({num_rows, num_out});
+  const float* x = data_of(rows);
+  const uint8_t* q = (const uint8_t*)data_of(packed);
+  if (size_of(packed, 2) == bytes_of(4))
+    Product<4>{x, q, data_of(*result), num_rows, num_groups, num_out}.run();
+  else
+    Product<8>{x, q, data_of(*result), num_rows, num_groups, num_out}.run();
+  return AOTI_TORCH_SUCCESS;
+}
+
+// query [1, H, 1, D], keys and values [1, H_kv, S, D] float32: [1, 1, H, D].
+SHIM aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, double scale,
+                           AtenTensorHandle* result) {
+  const int64_t num_heads = size_of(keys, 1), length = size_of(keys, 2), dim = size_of(keys, 3);
+  const int64_t num_queries = size_of(query, 1) / num_heads;
+  const bool is_one = stride_of(keys, 2) == dim && stride_of(values, 2) == dim && stride_of(query, 1) == dim;
+  if (!is_one || stride_of(keys, 3) != 1 || stride_of(values, 3) != 1 || stride_of(query, 3) != 1)
+    return AOTI_TORCH_FAILURE;
+  *result = made({1, 1, size_of(query, 1), dim});
+  Attention attention{data_of(query), data_of(keys),       data_of(values),      data_of(*result), num_queries,
+                      length,         stride_of(keys, 1), stride_of(values, 1), (float)scale};
+  switch (dim) {
+    case 16: attention.run<1>(num_heads); break;
+    case 32: attention.run<2>(num_heads); break;
+    case 64: attention.run<4>(num_heads); break;
+    case 80: attention.run<5>(num_heads); break;
+    case 96: attention.run<6>(num_heads); break;
+    case 128: attention.run<8>(num_heads); break;
+    default: return AOTI_TORCH_FAILURE;  // `DIMS` of kernel.py
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+namespace {  // the same for PyTorch's dispatcher
+
+AtenTensorHandle tensor(StableIValue value) { return (AtenTensorHandle)value; }
+
+void give(StableIValue* stack, int num_tensors, AOTITorchError error, AtenTensorHandle result) {
+  for (int i = 0; i < num_tensors; i++) aoti_torch_delete_tensor_object(tensor(stack[i]));
+  if (error) throw std::runtime_error("a kernel of kvalign was given tensors that are not as it takes them");
+  stack[0] = (StableIValue)result;
+}
+
+void packed_product(StableIValue* stack, uint64_t, uint64_t) {
+  AtenTensorHandle result = nullptr;
+  const auto error = aoti_torch_cpu_packed_product(tensor(stack[0]), tensor(stack[1]), (int64_t)stack[2], &result);
+  give(stack, 2, error, result);
+}
+
+void attend(StableIValue* stack, uint64_t, uint64_t) {
+  AtenTensorHandle result = nullptr;
+  double scale;
+  std::memcpy(&scale, stack + 3, sizeof scale);
+  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), scale, &result);
+  give(stack, 3, error, result);
+}
+
+struct Registered {
+  Registered() {
+    TorchLibraryHandle library;
+    aoti_torch_library_init_impl("kvalign", "CPU", __FILE__, __LINE__, &library);
+    aoti_torch_library_impl(library, "packed_product", packed_product);
+    aoti_torch_library_impl(library, "attend", attend);
+  }
+} registered;
+
+}  // namespace

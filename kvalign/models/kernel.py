@@ -1,0 +1,174 @@
+"""Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
+the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
+as llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
+
+Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
+group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
+eight inputs are 64 bytes: the first four of each output in the low halves.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign.foundation import progress
+from kvalign.foundation.errors import UserError
+from kvalign.foundation.files import read_json, sha256, write_json, write_together
+from kvalign.models.fetched import cache_dir
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
+_SHIMS = {
+    "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
+    "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
+}
+"""Arguments of the functions that compiled steps call, past the dispatcher."""
+_NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
+_GROUP, _BLOCK = 32, 16
+
+
+def is_here() -> bool:
+    """Return whether the kernels can be had: the ops of `kvalign` are then known."""
+    return load() is not None
+
+
+@functools.cache
+def load() -> Path | None:
+    """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
+    Where the CPU is fit and nothing can be built, a line is logged, once.
+    """
+    has = torch.cpu.get_capabilities()
+    if not all(has.get(name) for name in _NEEDED):
+        return None
+    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
+    file = cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
+    try:
+        if not _is_whole(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_suffix(".lock")):  # another start may be building it
+                if not _is_whole(file):
+                    _build(file)
+        _define()
+        ctypes.CDLL(str(file))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("products are PyTorch's own: %s", error)
+        return None
+    return file
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        return bool(read_json(file.with_suffix(".json"))["sha256"] == sha256(file))
+    except (UserError, KeyError, OSError):
+        return False
+
+
+def _build(file: Path) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    progress.phase("building kernels for this CPU, once")
+    torch_dir, about = Path(torch.__file__).parent, file.with_suffix(".json")
+    libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+    def write(partial: Path) -> None:
+        made = partial / file.name
+        flags = [*_FLAGS, *(f"-m{x.replace('_', '')}" for x in _NEEDED), f"-Wl,-soname,{file.name}"]
+        command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCE)]
+        subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
+        write_json(partial / about.name, {"sha256": sha256(made)})
+
+    write_together(file.parent, write, about.name)
+
+
+@functools.cache
+def _define() -> torch.library.Library:
+    """The ops, with what they give for tensors that have no data."""
+    library = torch.library.Library("kvalign", "DEF")
+    library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
+    library.define("attend(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
+
+    def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
+        return rows.new_empty(rows.shape[0], num_out)
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return query.new_empty(1, 1, query.shape[1], query.shape[3])
+
+    for shape_of in (packed_product, attend):
+        torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
+    return library
+
+
+def inductor_configs() -> dict[str, Any]:
+    """Settings by which steps compiled ahead of time call the kernels, past the dispatcher. A step
+    names the file, which must be loaded before it.
+    """
+    file = load()
+    if file is None:
+        return {}
+    declared = {
+        getattr(torch.ops.kvalign, name).default: [f"AOTITorchError aoti_torch_cpu_{name}({types})"]
+        for name, types in _SHIMS.items()
+    }
+    linked = f":{file.name} -L{shlex.quote(str(file.parent))}"
+    return {
+        "aot_inductor.custom_ops_to_c_shims": declared,
+        "aot_inductor.custom_op_libs": [linked],
+    }
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of a query [1, H, 1, D] to all of keys and values [1, H_kv, S, D], in float32:
+    [1, 1, H, D]; D is one of `DIMS`.
+    """
+    return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
+
+
+def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
+    """Rows [M, K] times packed weights: [M, num_out], both in float32; a row's result does not
+    depend on the others.
+    """
+    return torch.ops.kvalign.packed_product(rows.contiguous(), packed, num_out)
+
+
+def packed_of(q: Tensor, scales: Tensor) -> Tensor:
+    """Weights as they lie.
+
+    Args:
+        q: [N, K] uint8, of 0 to 15 or, where z is missing, of 0 to 255.
+        scales: [N, K / 32, 2 or 1] bfloat16: s, and z.
+
+    Returns:
+        [blocks of 16 outputs, K / 32, bytes] uint8, filled up with zeros.
+    """
+    missing = -len(q) % _BLOCK
+    q, scales = pad(q, (0, 0, 0, missing)), pad(scales, (0, 0, 0, 0, 0, missing))
+    fours = q.view(-1, _BLOCK, q.shape[1] // _GROUP, 8, 4).permute(0, 2, 3, 1, 4)
+    if scales.shape[2] == 2:
+        fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
+    after = scales.unflatten(0, (-1, _BLOCK)).permute(0, 2, 3, 1).contiguous()
+    return torch.cat([fours.flatten(2), after.view(torch.uint8).flatten(2)], 2)
+
+
+def parts_of(packed: Tensor, num_out: int) -> tuple[Tensor, Tensor]:
+    """The q and scales that `packed_of` was given."""
+    num_scales = 2 if packed.shape[2] == 320 else 1
+    fours, after = packed.split([packed.shape[2] - 32 * num_scales, 32 * num_scales], 2)
+    fours = fours.unflatten(2, (-1, _BLOCK, 4))
+    if num_scales == 2:
+        fours = torch.stack([fours & 15, fours >> 4], 3).flatten(2, 3)
+    q = fours.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
+    after = after.contiguous().view(torch.bfloat16).unflatten(2, (num_scales, _BLOCK))
+    return q[:num_out], after.permute(0, 3, 1, 2).flatten(0, 1)[:num_out]

@@ -1,0 +1,66 @@
+"""The C++ file that this machine's compiler builds: once, and none where it cannot."""
+
+import copy
+import logging
+
+import pytest
+from helpers.tiny_models import tiny_model
+from torch._inductor.exc import InvalidCxxCompiler
+
+from kvalign.models import kernel, packed
+
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+
+
+@pytest.fixture
+def anew(tmp_path, monkeypatch):
+    """As a process that has not asked yet, and what it loads; another library is none of ours."""
+    loaded = []
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel.ctypes, "CDLL", loaded.append)
+    kernel.load.cache_clear()
+    yield loaded
+    monkeypatch.undo()
+    kernel.load.cache_clear()
+    kernel.is_here()
+
+
+@needs_kernel
+def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypatch):
+    assert kernel.is_here()
+    (file,) = tmp_path.glob("kernels/*.so")
+    whole, built = file.read_bytes(), []
+    monkeypatch.setattr(
+        kernel, "_build", lambda file: built.append(file) or file.write_bytes(whole)
+    )
+    for harm in (lambda: None, lambda: file.write_bytes(whole[:-9]), lambda: file.unlink()):
+        harm()
+        kernel.load.cache_clear()
+        assert kernel.is_here()
+    assert built == [file, file] and anew == [str(file)] * 4
+    assert not [*tmp_path.glob("kernels/*.partial*")]
+
+
+@needs_kernel
+@pytest.mark.parametrize("missing", ["compiler", "header"])
+def test_without_a_compiler_a_line_says_so_and_products_are_those_of_pytorch(
+    missing, anew, monkeypatch, caplog
+):
+    def none():
+        raise InvalidCxxCompiler
+
+    if missing == "compiler":
+        monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    else:
+        monkeypatch.setattr(kernel, "_FLAGS", ("-nostdinc", "-nostdinc++"))
+    model = copy.deepcopy(tiny_model("llama"))
+    with caplog.at_level(logging.INFO):
+        packed.pack(model, "int4")
+        packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
+    assert [x.message.split(":")[0] for x in caplog.records] == ["products are PyTorch's own"]
+    assert type(model.model.layers[0].mlp.up_proj) is packed.TorchLinear and not anew
+
+
+def test_a_cpu_that_is_not_fit_is_not_asked(anew, monkeypatch):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True})
+    assert not kernel.is_here() and not anew
