@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
 
 @final
 class RoundingLinear(PackedLinear):
-    """By our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
+    """Products by our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
 
     packed: Tensor  # as of `kernel.packed_of`
 
@@ -89,9 +89,9 @@ class RoundingLinear(PackedLinear):
 
 @final
 class TorchLinear(PackedLinear):
-    """By PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights of 8 bits
-    are two of 4 that see the same input, w = 16 s high + s low: the kernel takes less time for both
-    than PyTorch's own for 8.
+    """Products by PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
+    of 8 bits are two of 4 that see the same input, w = 16 s high + s low: the kernel takes less
+    time for both than PyTorch's own for 8.
     """
 
     packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8

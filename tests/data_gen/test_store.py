@@ -237,5 +237,5 @@ def test_damaged_configs_are_refused(folder, change, field):
 def test_notes_of_others_are_refused(folder, metadata):
     shard = open_store(folder).shards("val")[0]
     save_file({"chunk": torch.arange(1)}, shard.path, metadata=metadata)
-    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of ours"):
+    with pytest.raises(UserError, match="val-k1-00000.safetensors is not a shard of kvalign"):
         shard.notes()

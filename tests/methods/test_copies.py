@@ -87,7 +87,7 @@ def test_a_model_is_turned_to_another_precision(name, kind, sizes, ids):
         assert method.feed(ids[:, 30:31]).isfinite().all()
         return
     says = refused(lambda: method.feed(ids[:, 30:31]))
-    assert "float32" in says and "bfloat16" in says and "reset() it" in says
+    assert "float32" in says and "bfloat16" in says and "reset() the stream" in says
     anew = made(name, model, **sizes)
     method.reset()
     assert torch.equal(method.feed(ids[:, :4]), anew.feed(ids[:, :4]))

@@ -235,9 +235,9 @@ def test_setting_without_effect_warns(models, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(n_layer=2), "num_layers is 3 there, 2 in this model"),
-        (dict(n_head=4), "num_kv_heads is 2 there, 4 in this model"),
-        (dict(n_embd=64), "head_dim is 16 there, 32 in this model"),
+        (dict(n_layer=2), "num_layers must be 3, this model has 2"),
+        (dict(n_head=4), "num_kv_heads must be 2, this model has 4"),
+        (dict(n_embd=64), "head_dim must be 16, this model has 32"),
     ],
 )
 def test_aligner_of_another_shape_is_refused(models, changes, message):

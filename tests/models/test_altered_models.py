@@ -173,7 +173,7 @@ def test_prompt_tuning_is_refused():
     peft = pytest.importorskip("peft")
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(tiny_model("llama"), settings)
-    with pytest.raises(UserError, match="PromptTuningConfig has tokens of its own before each inp"):
+    with pytest.raises(UserError, match="PromptTuningConfig puts its own tokens before each input"):
         make("streaming-llm", model)
 
 

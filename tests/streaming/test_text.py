@@ -435,7 +435,7 @@ def test_a_prompt_that_is_kept_never_goes(loaded):
     for wrong, message in (("all", "keep must be 'prompt' or"), (2.5, "keep must be a whole")):
         with pytest.raises(kvalign.UserError, match=message):
             kvalign.stream(mini.model, mini.tokenizer, prompt, keep=wrong)
-    with pytest.raises(kvalign.UserError, match="say the same"):
+    with pytest.raises(kvalign.UserError, match="set the same number"):
         kvalign.stream(mini.model, mini.tokenizer, prompt, keep=3, num_sinks=3)
 
 

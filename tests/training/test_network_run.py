@@ -258,7 +258,7 @@ def test_another_target_needs_the_same_data(make_settings, tmp_path):
 def test_the_aligner_refuses_another_model(recorded, make_settings, tmp_path):
     train_network(make_settings(max_steps=2))
     aligner = Aligner.from_pretrained(make_settings().out)
-    with pytest.raises(ValueError, match="num_layers is 2 there, 3 in this model"):
+    with pytest.raises(ValueError, match="num_layers must be 2, this model has 3"):
         aligner.check(record_tiny(tmp_path / "deep", n_layer=3).model, CacheSizes(15, 4, 1))
 
 
