@@ -17,7 +17,7 @@ from typing import Any
 from helpers.result_parts import RESULTS, ROOT, Part, Selection, Table, faults, parts, text_sources
 from kvalign.eval.drawing.plots import save
 from kvalign.eval.evaluations import EVALUATIONS
-from kvalign.eval.protocol.evaluation import Document, Row
+from kvalign.eval.protocol.evaluation import Document, Evaluation, Row
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, write_text
 
@@ -37,7 +37,7 @@ def draw_pictures(results: Path = RESULTS) -> None:
             if any(map(faults, paths)):
                 continue
             document = read_json(first)
-            evaluation = EVALUATIONS[document["kind"].removeprefix("eval ")]
+            evaluation = _evaluation_of(document)
             rows = [row for row, _ in _rows(wanted, results / name)]
             drawn = evaluation.figure(document | {"rows": rows})
             assert drawn is not None, picture
@@ -123,9 +123,21 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
     """The rows of some cells, less those that are left out, each with its document."""
     for cell in wanted.cells:
         document = read_json(folder / f"{cell}.json")
-        for row in document["rows"] if "rows" in document else document["result"]["trials"]:
+        for row in _rows_of(document):
             if not any(row.get(name) in values for name, values in wanted.leave_out.items()):
                 yield row, document
+
+
+def _rows_of(document: Document) -> list[Row]:
+    """The rows of a document's tables, or the trials of a sweep."""
+    if "rows" not in document:
+        return document["result"]["trials"]
+    is_evaluation = document.get("kind", "").startswith("eval ")
+    return _evaluation_of(document).rows(document) if is_evaluation else document["rows"]
+
+
+def _evaluation_of(document: Document) -> Evaluation:
+    return EVALUATIONS[document["kind"].removeprefix("eval ")]
 
 
 class _NotKnown:
