@@ -234,7 +234,7 @@ def build(
             trigger_mode="always_last",
             **quiet,
         )
-        limited.then(lane, sizes, frame, js=in_range, **quiet)
+        limited.then(lane, sizes, frame, js=in_range, trigger_mode="always_last", **quiet)
     return page
 
 
