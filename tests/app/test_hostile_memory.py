@@ -2,14 +2,11 @@
 left.
 """
 
-import json
-
 import pytest
 import torch
+from helpers.changed_stream import change_stream
 from helpers.refusals import refused
 from helpers.served import serving
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from kvalign.app.cli.main import main
 from kvalign.app.serve.service import Service
@@ -126,15 +123,6 @@ DAMAGED = {
 }
 
 
-def damage(path, change):
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors, about = load_file(path), json.loads(metadata["stream"])
-    change(tensors, about)
-    del metadata["sha256"]  # as in a file of before: else the rest would not be looked at
-    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
-
-
 GOING_ON = [*SINGLE["chat"][:-2], "--state", "talk.safetensors", "--max-new-tokens", "2"]
 
 
@@ -152,7 +140,7 @@ def test_conversations_with_a_damaged_memory(what, talk, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "talk.safetensors").write_bytes(talk)
     change, message = DAMAGED[what]
-    damage(tmp_path / "talk.safetensors", change)
+    change_stream(tmp_path / "talk.safetensors", change)
     refused(GOING_ON, message, capfd)
 
 
@@ -202,7 +190,7 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     path.parent.mkdir()
     path.write_bytes(content if what != "cut short" else content[: len(content) // 2])
     if what in DAMAGED:
-        damage(path, DAMAGED[what][0])
+        change_stream(path, DAMAGED[what][0])
     how = SERVED | ({"memory": 50} if what == "served otherwise" else {})
     settings = ServeSettings(model="llama-mini", sessions=path.parent, **how)
     try:

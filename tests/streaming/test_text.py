@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
+from helpers.changed_stream import change_stream
 from helpers.pairwise import one_of_each
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
@@ -166,7 +166,7 @@ def test_a_stream_of_before_is_read(gpt2, tmp_path):
         for name in ("do_sample", "top_p", "min_p", "repetition_penalty"):
             del about["sampling"][name]
 
-    _changed(path, older)
+    change_stream(path, older)
     again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
     assert list(again) == list(stream) and again.sampling == stream.sampling
 
@@ -185,7 +185,7 @@ def test_another_tokenizer_is_refused(gpt2, tmp_path):
     more.add_tokens(["<more>"])
     expected = list(stream)
     assert list(kvalign.load_stream(path, gpt2.model, more)) == expected
-    _changed(path, lambda tensors, about: about.pop("tokenizer"))
+    change_stream(path, lambda tensors, about: about.pop("tokenizer"))
     assert list(kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)) == expected
 
 
@@ -211,15 +211,6 @@ def test_a_table_with_sinks_is_saved_whole(gpt2, tmp_path):
     stream.save(path)
     again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
     assert again.method.sizes.num_sinks == 3 and list(again) == list(stream)
-
-
-def _changed(path, change):
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors, about = load_file(path), json.loads(metadata["stream"])
-    change(tensors, about)
-    del metadata["sha256"]  # as in a file of before: else the rest would not be looked at
-    save_file(tensors, path, {**metadata, "stream": json.dumps(about)})
 
 
 WRONG_FILES = {
@@ -294,7 +285,7 @@ def test_a_file_of_which_a_byte_is_another_is_damaged(gpt2, saved, tmp_path):
 def test_a_wrong_file_is_one_line(what, gpt2, saved, tmp_path):
     path = shutil.copy(saved, tmp_path)
     change, message = WRONG_FILES[what]
-    _changed(path, change)
+    change_stream(path, change)
     with pytest.raises(ValueError, match=message) as caught:
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
     assert "\n" not in str(caught.value)
