@@ -75,7 +75,7 @@ def stepped(method, ids):
         (1, 3, 1, 64, 9000, 200),  # the best groups of 280
         (2, 3, 7, 64, 3000, 100),  # rows of their own, several queries
         (2, 1, 5, 32, 300, 20),  # all groups
-        (1, 2, 1, 16, 17, 20),  # fewer are lost than taken back
+        (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
     ],
 )
 def test_our_kernel_finds_what_pytorch_finds(
@@ -85,6 +85,7 @@ def test_our_kernel_finds_what_pytorch_finds(
     rng = torch.Generator().manual_seed(num)
     held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
+    held.keys[:, :, 1:4] = held.keys[:, :, :1]
     memory = Memory(held, sizes)
     memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
