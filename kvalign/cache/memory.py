@@ -113,11 +113,18 @@ class Memory(Part):
         num_more = num_slots // self.group - self.boxes.shape[2]
         self.boxes = pad(self.boxes, (0, 0, 0, num_more))
 
+    def prepare(self, asking: Asking) -> Lost:
+        """What a search for these queries needs, which a compiled step is given."""
+        lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
+        if not self._has_kernel:
+            _ = lost.of_groups, lost.newer  # and worth
+        return lost
+
     def find(self, queries: Tensor, asking: Asking) -> Found:
         """Return what scaled queries [B, H, G, T, D] ask for among the entries that their windows
         have lost.
         """
-        lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
+        lost = self.prepare(asking)
         queries = queries.to(self.held.keys.dtype)
         if self._has_kernel:
             return self._find_by_kernel(queries, lost)
@@ -144,9 +151,15 @@ class Memory(Part):
     def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
         num = self.sizes.num_recalled
         assert num is not None
-        given = queries, *self.held, self.boxes, lost.worth, lost.of_groups, lost.newest, lost.since
-        num_groups = self._num_groups or self.num_slots // self.group
-        found = kernel.find(given, num_groups, COMPARED * num, num, self.alike)
+        of_ages = lost.worths, lost.newest, lost.since, lost.oldest
+        found = kernel.find(
+            (queries, *self.held, self.boxes, *of_ages),
+            self.sizes.num_in_sight,
+            self._num_groups or self.num_slots // self.group,
+            COMPARED * num,
+            num,
+            self.alike,
+        )
         return Found(KV(*found[:2]), *found[2:])
 
     def _worth(

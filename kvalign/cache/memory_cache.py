@@ -115,7 +115,7 @@ class MemoryCache(StreamingCache):
         self.recalls.begin(step, [n - self._num_pending for n in step.seen])
         if asking := self.recalls.of_step:
             for memory in (layer.memory for layer in self.asking):
-                asking.lost(memory.num_slots, memory.group, memory.held.keys.device)
+                memory.prepare(asking)
         step = super()._bring(step)
         is_usual = asking is not None and asking.finds_all
         return step if is_usual else replace(step, decode=None)
