@@ -1,10 +1,10 @@
-"""The training pairs: an entry of a full cache after an eviction, and as re-encoding makes it.
+"""Training pairs: an entry of a full cache after an eviction, and the same entry by re-encoding.
 
     tokens    s s s s e 5 6 7 8   encode all: K, V at positions 0..8; of slots 5..8: stale
     evict e   s s s s   5 6 7 8   encode the rest: K, V at positions 0..7; of slots 4..7: aligned
 
-(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are rotated
-to their new positions first: that part of the move is exact, the rest is what an aligner learns.
+(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are first
+rotated to their new positions. That part of the move is exact; an aligner learns the rest.
 """
 
 import torch
@@ -23,7 +23,7 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of ids [B, T] in an empty cache, of all layers: [B, L, H, T, D] each.
 
     Raises:
-        UserError: a hybrid, some of whose layers have none.
+        UserError: a hybrid model, which has layers without them.
     """
     spec = spec_of(model.config)
     if spec.states:

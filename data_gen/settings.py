@@ -19,8 +19,8 @@ from kvalign.foundation.settings import (
 class RecordSettings(Settings):
     """Record keys and values of a corpus before and after the tokens behind the sinks are evicted.
 
-    Run the same command again to resume an interrupted recording. `kvalign train` takes the newest
-    of a model.
+    Run the same command again to resume an interrupted recording. `kvalign train` uses the newest
+    recording of a model.
 
     Example:
         kvalign gen-data --model gpt2-mini --num-tokens 2048 --chunk-len 64 --out caches

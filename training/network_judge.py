@@ -1,7 +1,7 @@
-"""Test whether networks help streams of the text that follows what they were trained on.
+"""Test of networks on streams of the text that follows their training text.
 
-The error of one move does not say: a network goes on from its own output. Its recording holds
-chunks alone, so the text is read anew, beyond the tokens that were recorded.
+The error of one move is not enough, since a network continues from its own output. Its recording
+has only chunks, so the text is read again, beyond the recorded tokens.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ NUM_ROWS = 2  # of the largest cache, in which a step of networks takes long
 
 
 def judge_networks(out: Path, accelerator: str) -> None:
-    """Leave in the aligner's folder what `judge` chooses of its networks, with what it found; where
-    the model or more text is out of reach, all of them, and a line that says why.
+    """Keep the networks that `judge` chooses in the aligner's folder, with its findings. If the
+    model or more text is not available, keep all of them, with a line that says why.
     """
     config = read_checked(AlignerConfig, out / CONFIG)
     kvs = tuple(kv for kv in KV if config.training.get(kv, {}).get("used"))
@@ -58,11 +58,11 @@ def judge_networks(out: Path, accelerator: str) -> None:
 
 
 def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The tokens that follow those of a recording in each of its corpora, none of which a network
-    has seen; UserError where a corpus ends before.
+    """Tokens after those of a recording in each of its corpora, which no network has seen;
+    UserError if a corpus ends before.
 
     Args:
-        data: what the recording was made with: `corpus`, `num_tokens`, `chunk_len`.
+        data: the recording's `corpus`, `num_tokens`, `chunk_len`.
     """
     corpora: Sequence[str] = data["corpus"]
     num_rows = max(NUM_ROWS // len(corpora), 1)

@@ -1,4 +1,4 @@
-"""Settings of training; `kinds/` has what only one kind of aligner reads."""
+"""Settings of training; `kinds/` has those of a single kind of aligner."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ HEAD_DIM = 64  # of a reference language model
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """Base of the settings of `kvalign train`: what every kind of aligner reads."""
+    """Base of the settings of `kvalign train`, for every kind of aligner."""
 
     out: Path | None = option(
         None,
@@ -49,7 +49,7 @@ class TrainSettings(Settings):
 
     @property
     def kvs(self) -> tuple[str, ...]:
-        """The vectors to realign: key, value or both."""
+        """Vectors to realign: key, value or both."""
         return KV if self.target == "both" else (self.target,)
 
     def folder(self, kind: str) -> Path:
@@ -82,7 +82,7 @@ def _size(name: str, help: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSizes(Settings):
-    """The sizes of realignment networks, by the names that an aligner's config gives them."""
+    """Sizes of realignment networks, with the names of an aligner's config."""
 
     key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
     key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
@@ -95,9 +95,9 @@ class NetworkSizes(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(Settings):
-    """Train a network with many settings, stop the bad ones early, then train the best one whole.
+    """Train a network with many settings, stop bad ones early, then train the best one completely.
 
-    The space is that of the paper's table 1. Run the same command again to resume a sweep.
+    The search space is that of the paper's table 1. Run the same command again to resume a sweep.
 
     Example:
         kvalign tune --target key --data caches --out sweep --num-trials 10
@@ -249,7 +249,7 @@ class PretrainSettings(Settings):
 
     @property
     def is_recall(self) -> bool:
-        """Return whether facts and questions are learned, which have their own tokens and
+        """Return whether the corpus is facts and questions, which have their own tokens and
         labels.
         """
         return self.corpus == ("recall",)
@@ -257,7 +257,7 @@ class PretrainSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPublishedSettings(Settings):
-    """Make an aligner of the two files that the authors of KV-Align publish for a model.
+    """Make an aligner from the two files that the authors of KV-Align publish for a model.
 
     They are in `models/` of github.com/eecs585projectorg/kv-align, for DistilGPT2 and SmolLM2-135M.
 

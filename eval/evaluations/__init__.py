@@ -1,4 +1,4 @@
-"""The evaluations: a line each. `NAME.py` beside this file has the `EVALUATION` of that name."""
+"""Evaluations, one line each. `NAME.py` beside this file has the `EVALUATION` of that name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Conversations through one stream, turn after turn, as StreamingLLM streams MT-Bench (Xiao et al.
-2024): is the tenth answer still language? Fluency is measured, not whether an answer is right.
+2024): is the tenth answer still language? It measures fluency, not whether an answer is right.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ChatSettings(WritingSettings):
 @keywords_of(ChatSettings)
 @progress.shown_as("eval chat")
 def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Feed the same turns to every method's one stream, and measure its answers.
+    """Feed the same turns to one stream of each method, and measure its answers.
 
     Returns:
-        A document with `turns` (what the user said), `rule` and `word_list` (name, num_words,
-        sha256), and a row for each answer: the sizes, answer (index), num_fed (tokens of the
-        stream before it), and the measures of `kvalign.eval.judging.fluency.judge`.
+        A document with `turns` (the user's), `rule` and `word_list` (name, num_words, sha256), and
+        a row for each answer: the sizes, answer (index), num_fed (tokens of the stream before it),
+        and the measures of `kvalign.eval.judging.fluency.judge`.
     """
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge

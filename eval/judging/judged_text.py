@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WritingSettings(ComparisonSettings):
-    """Base of the settings of the evaluations of what methods write: how, and how it is judged."""
+    """Base of the settings of evaluations of written text: how it is written, and how it is
+    judged.
+    """
 
     prompts: str = option(
         "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
@@ -39,7 +41,9 @@ class WritingSettings(ComparisonSettings):
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """Prompts, as many as the setting of that name says; a warning where there are fewer."""
+        """First prompts, as many as the setting of that name says, with a warning if there are
+        fewer.
+        """
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(
@@ -79,7 +83,7 @@ JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
 
 
 class JudgedText(Evaluation):
-    """Base of the evaluations of what is written; tables have means over what is alike in `by`."""
+    """Base of evaluations of written text; tables have means over rows that share `by`."""
 
     by: ClassVar[tuple[str, ...]] = ()
 
@@ -88,14 +92,14 @@ class JudgedText(Evaluation):
         return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
 
     def about_one(self, document: Document) -> str:
-        """Return what was done for it, in words."""
+        """Return the description of one document, in words."""
         return self.about
 
     def rows(self, document: Document) -> list[Row]:
         return means(document["rows"], MEASURES, self.by, COUNTS)
 
     def sections(self, documents: Documents) -> list[Section]:
-        """Notes of any evaluation, with the rules and the word lists that the documents used."""
+        """Notes of any evaluation, with the rules and the word lists of the documents."""
         lines = [self.about_one(document) for document in documents.values()]
         for document in documents.values():
             rule, words = document["rule"], document["word_list"]

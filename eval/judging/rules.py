@@ -1,4 +1,4 @@
-"""The rules by which chunks of a passage are judged; nothing heavy is imported to list them."""
+"""Rules for the chunks of a passage; listing them imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule for what counts beside words."""
+    """Rule for tokens that count besides words."""
 
     name: str
     about: str
@@ -15,7 +15,7 @@ class Rule:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Form in which a document records it."""
+        """Form of the rule in a document."""
         return {"name": self.name, "about": self.about}
 
 

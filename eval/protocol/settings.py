@@ -32,7 +32,7 @@ def seed_option(of: str, default: int = 0) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(ModelSettings):
-    """Base of the settings of the evaluations: which methods, at which sizes."""
+    """Base of the settings of evaluations: methods and sizes."""
 
     num_sinks: tuple[int, ...] | None = option(
         None, help=f"{NUM_SINKS}; several, comma-separated", at_least=0

@@ -1,5 +1,5 @@
-"""Verdicts: what numbers allow to say of a method beside the reference, by plain rules and their
-limits.
+"""Verdicts: what the numbers say about a method relative to the reference, by plain rules with
+fixed limits.
 """
 
 import math
@@ -42,14 +42,14 @@ def verdict(row: Row) -> Verdict:
 
 
 def is_reference(row: Row, reference: str | None) -> bool:
-    """Return whether others are measured by this row: those of its method with other sinks, another
-    policy or memory are measured by it, too.
+    """Return whether others are relative to this row; rows of the same method with other sinks,
+    another policy or memory are relative to it, too.
     """
     return row["method"] == reference and row.get("ratio") in (1.0, None)
 
 
 def drifts(row: Row) -> bool:
-    """Return whether an error adds up: the ratio grows from quarter to quarter, each of enough
+    """Return whether errors accumulate: the ratio grows from quarter to quarter, each with enough
     labels.
     """
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
@@ -57,7 +57,7 @@ def drifts(row: Row) -> bool:
 
 
 def share_interval(share: float, total: float) -> tuple[float, float] | None:
-    """95 % interval of a share of so many (Wilson 1927), taken as independent; None of nothing."""
+    """95 % interval of a share of so many independent values (Wilson 1927); None without values."""
     if not total:
         return None
     z = 1.96
@@ -68,9 +68,7 @@ def share_interval(share: float, total: float) -> tuple[float, float] | None:
 
 
 def share_of(name: str, right: Sequence[bool | float]) -> Row:
-    """The share of answers that are right, of one or more, and its interval: NAME, NAME_low and
-    NAME_high.
-    """
+    """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high."""
     share = sum(map(float, right)) / len(right)
     interval = share_interval(share, len(right))
     assert interval
@@ -78,16 +76,16 @@ def share_of(name: str, right: Sequence[bool | float]) -> Row:
 
 
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two intervals have nothing in common."""
+    """Return whether two intervals do not overlap."""
     return one[1] < other[0] or other[1] < one[0]
 
 
 def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, float] | None:
-    """95 % interval of the mean of shares of chunks, one of each run, of so many chunks in all;
-    None of fewer than `MIN_RUNS`.
+    """95 % interval of the mean of shares of chunks, one for each run, of so many chunks in all;
+    None for fewer than `MIN_RUNS`.
 
-    Chunks of one run are alike. All count for as many independent ones as scatter as the runs do
-    (Korn & Graubard 1998): for the runs at least, for the chunks at most.
+    Chunks of one run are correlated. All together count as the number of independent chunks with
+    the same scatter between runs (Korn & Graubard 1998): at least the runs, at most the chunks.
     """
     num = len(shares)
     if num < MIN_RUNS:

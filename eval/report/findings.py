@@ -1,5 +1,5 @@
-"""The first paragraph of a report: what was found, in sentences of `conclusions`, each with the
-figures that it rests on.
+"""First paragraph of a report: the findings, in sentences of `conclusions`, each with its
+figures.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding on one model: in short, and by which figures."""
+    """Finding on one model: in short, and its figures."""
 
     model: str
     headline: str
@@ -37,12 +37,12 @@ class Finding:
 
     @property
     def judges(self) -> bool:
-        """Return whether methods are judged by the rules that `MEANING` says."""
+        """Return whether methods are judged by the rules of `MEANING`."""
         return any(sentence.lead.startswith(JUDGED) for sentence in self.sentences)
 
 
 def findings(results: Results) -> list[Finding]:
-    """Those of each model that was measured; texts that no model wrote have none."""
+    """Findings on each measured model; texts without a model have none."""
     models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
     found = [_of_model(results, model) for model in models if model]
     return [one for one in found if one.sentences]
@@ -94,7 +94,9 @@ def _of(lead: str, said: str) -> list[Sentence]:
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
-    """Return how methods compare with the reference, in one sentence, and with the figures."""
+    """Return the comparison of methods with the reference, in one sentence, and with the
+    figures.
+    """
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
     others = [row for row in rows if not is_reference(row, reference)]
@@ -139,7 +141,9 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
 
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
-    """Whose words read worse than those of recompute, and who repeats himself."""
+    """Methods whose words are less readable than those of recompute, and methods that repeat
+    themselves.
+    """
     said = []
     for size, group in grouped(rows, "cache_size").items():
         said += _of(f"{what}, C = {size}", conclusions.beside(group))

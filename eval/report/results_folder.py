@@ -1,4 +1,4 @@
-"""A folder of results: one JSON document a file, and the suite they are cells of, if any."""
+"""Folder of results: one JSON document per file, and the suite that they are cells of, if any."""
 
 import math
 import typing
@@ -37,8 +37,8 @@ def read(folder: Path) -> Results:
     """Read the documents of a folder, in the suite's order.
 
     Raises:
-        NotFoundError: no folder, or none with results.
-        UserError: a .json file that is no document of `kvalign eval`, or a damaged suite; the
+        NotFoundError: the folder does not exist, or has no results.
+        UserError: a .json file that is not a document of `kvalign eval`, or a damaged suite; the
             message names the file and the field.
     """
     if not folder.is_dir():
@@ -114,7 +114,7 @@ class _Document(BaseModel):
 
 
 def read_document(path: Path) -> Document:
-    """The document in a file; UserError if it is none of today's evaluations."""
+    """Document in a file; UserError if it is not one of this version's evaluations."""
     try:
         values = read_json(path)
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))

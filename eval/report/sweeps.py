@@ -32,7 +32,7 @@ _TRIAL = {
 
 
 class Trial(BaseModel):
-    """One trial; the figures that it lacks failed with it."""
+    """Trial of a sweep; missing figures failed with it."""
 
     trial: str
     state: str
@@ -55,7 +55,7 @@ class Sweep(BaseModel):
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """Those of the best trial by the names of `FIGURES`."""
+        """Figures of the best trial by the names of `FIGURES`."""
         return self.best.model_dump() | {"input_label_mse": self.input_label_mse}
 
 
@@ -72,7 +72,7 @@ def tables(sweeps: Mapping[str, Sweep]) -> list[Table]:
 
 
 def beside(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
-    """The best trials of the paper's sweeps and of ours: a row each."""
+    """Best trials of the paper's sweeps and of ours, a row each."""
     columns, lines = [Column("sweep, best trial", None), *FIGURES.values()], []
     for sweep in paper:
         ours = sweeps[sweep.cell].figures if sweep.cell in sweeps else None

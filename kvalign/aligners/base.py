@@ -1,8 +1,9 @@
-"""Base of every aligner: trained parts for one base model, in a folder of safetensors and a config
-that says so.
+"""Base of every aligner: trained parts for one base model, stored in a folder as safetensors and a
+config.
 
-An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
-model is not its business (`kvalign.cache.realign`), so one that adds nothing is StreamingLLM.
+An aligner corrects the entries that stay in the cache after an eviction. It does not rotate the
+keys of a rotary model (`kvalign.cache.realign` does), so an aligner that adds nothing gives
+StreamingLLM.
 """
 
 from abc import ABC, abstractmethod
@@ -47,19 +48,20 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class AlignerConfig(BaseModel):
-    """Base model of an aligner and how it was made: the `config.json` of its folder.
+    """Base model of an aligner and its training: the `config.json` of its folder.
 
     Attributes:
         kind: name in `kvalign.aligners.kinds.KINDS`.
-        base_model: the model's name when it was recorded; informative, a folder may have moved.
-        embedding_fingerprint: 16 embedding weights of the base model, by which it is recognised
-            (`probe` in folders of version 0.1).
+        base_model: the model's name at the time of training. Informative, since a folder may have
+            moved.
+        embedding_fingerprint: 16 embedding weights of the base model, which identify it (`probe` in
+            folders of version 0.1).
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
-        num_sinks: of the recorded caches; of kinds that are trained on text, those that did best:
-            what a stream keeps unless it is told otherwise.
-        shifts: numbers of entries evicted at once that it was trained on.
+        num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
+            did best, and a stream's default.
+        shifts: numbers of entries evicted at once, as in training.
         sizes: sizes of the kind's own parts.
-        training: data, settings and versions it came from, by part; informative.
+        training: data, settings and versions of each part; informative.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -89,8 +91,8 @@ class AlignerConfig(BaseModel):
 
     @property
     def num_positions(self) -> int:
-        """Places after the sinks that a recorded cache had once one entry was evicted: the most it
-        can align.
+        """Positions after the sinks of a recorded cache after one eviction: the most that it can
+        align.
         """
         return self.chunk_len - self.num_sinks - 1
 
@@ -100,13 +102,13 @@ class Move:
     """A move of the entries after the sinks.
 
     Attributes:
-        shift: the places that each entry moves towards the start: those evicted since the last.
+        shift: the number of positions that each entry moves towards the start since the last move.
         first: the position of the first entry after the sinks: their number, unless positions run
             on.
-        now: [S] int64, the positions after the move: first, first + 1, ...; or, of a table alone,
-            [B, H, S] of any.
-        births: [B, H, S] int64, those at which entries were computed, where some of them may be
-            there still; None: all have moved.
+        now: [S] int64, the positions after the move: first, first + 1, ...; for a table alone, [B,
+            H, S] of any positions.
+        births: [B, H, S] int64, the original positions, if some entries may still be there; None:
+            all have moved.
     """
 
     shift: int
@@ -146,14 +148,14 @@ class Aligner(
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
-        """Return what to keep of a layer's new entries; `realign` starts from it unless it is
-        recursive.
+        """Return the form in which a layer stores its new entries. `realign` starts from it unless
+        the aligner is recursive.
 
         Args:
             layer: its index.
             keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
             values: [B, H, S, D].
-            birth: the positions they were computed at.
+            birth: their original positions.
 
         Returns:
             keys and values of the same shape.
@@ -162,24 +164,26 @@ class Aligner(
 
     @abstractmethod
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """Correct a layer's entries after the sinks for the positions they have now.
+        """Return a layer's entries after the sinks, corrected for their present positions.
 
         Args:
             layer: its index.
-            keys: [B, H, S, D]. Of a rotary model: rotated to their new positions if the aligner is
-                recursive, else at position 0, to be rotated afterwards.
+            keys: [B, H, S, D]. For a rotary model: rotated to their new positions if the aligner is
+                recursive, else at position 0 and rotated afterwards.
             values: [B, H, S, D].
-            move: the eviction, and where each entry is now.
+            move: the eviction, and the present position of each entry.
 
         Returns:
             keys and values of the same shape.
         """
 
     def check_weights(self, where: str) -> None:
-        """Raise UserError, which begins with `where`, for finite weights that it cannot take."""
+        """Raise UserError, which begins with `where`, for finite weights that the kind cannot
+        use.
+        """
 
     def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
-        """Raise UserError, naming the field, if it was not made for such a model or cache."""
+        """Raise UserError, which names the field, unless the aligner fits this model and cache."""
         spec = spec_of(model.config)
         named = f"the aligner {self.source}" if self.source else "this aligner"
         made_for = f"{named} was made for {self.config.base_model}"
@@ -205,7 +209,7 @@ class Aligner(
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """The README.md that `save_pretrained` writes where there is none."""
+        """The README.md that `save_pretrained` writes unless one exists."""
         from kvalign.aligners.card import card_text
 
         return ModelCard(card_text(self.config))
@@ -223,12 +227,12 @@ class Aligner(
     @classmethod
     @lasting()
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
-        """Load an aligner of any kind: a shipped name, a local folder or a hub id. Its weights are
-        float32, in whatever precision the file has them.
+        """Load an aligner of any kind by shipped name, local folder or hub id. The weights become
+        float32, whatever the precision in the file.
 
         Raises:
             NotFoundError: no aligner of that name.
-            UserError: its config or weights are damaged or do not fit together.
+            UserError: its config or weights are damaged or inconsistent.
         """
         typed("aligner", model_id, Path)
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
@@ -259,7 +263,9 @@ class Aligner(
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary: nearly the same in any precision."""
+    """A few embedding weights, spread over the vocabulary. They are nearly equal in any
+    precision.
+    """
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)
@@ -270,7 +276,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
-    """Return whether the model has the embedding weights of a fingerprint, in any precision."""
+    """Return whether the model has these embedding weights, in any precision."""
     actual = torch.tensor(embedding_fingerprint(model))
     return len(expected) == len(actual) and torch.allclose(
         torch.tensor(expected, dtype=actual.dtype), actual, rtol=2e-2, atol=1e-4
@@ -278,7 +284,7 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
-    """The config of an aligner to be trained for `model`."""
+    """The config of an untrained aligner for `model`."""
     of_model = {name: getattr(spec, name) for name in _OF_MODEL}
     fingerprint = embedding_fingerprint(model)
     return AlignerConfig(

@@ -1,4 +1,4 @@
-"""A layer of a cache from which any entry may go: what it holds, and which of it stays."""
+"""Layer of a cache from which any entry may be evicted: its entries, and which of them stay."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,13 +20,13 @@ from kvalign.policies.base import Policy, Seen
 
 @final
 class AnySlotLayer(StreamingLayer):
-    """Entries in the order of time, of which a policy says in each head what they are worth. Rows
-    are right-aligned; what a shorter one lacks is 0 and of token -1.
+    """Entries in the order of time, with a score for each head from the policy. Rows are
+    right-aligned; missing entries of a shorter row are 0 and have token -1.
 
     Attributes:
-        held: [B, H, S, D], as entries are placed from: without their position, sinks as they are.
-        index: [B, H, S] int64, of which tokens of the stream.
-        scores: [B, H, S] float32, what the policy gave them last; 0 of those it has not seen.
+        held: [B, H, S, D], without their position, except sinks, which keep theirs.
+        index: [B, H, S] int64, their tokens' positions in the stream.
+        scores: [B, H, S] float32, the policy's last scores; 0 for entries without one.
     """
 
     def __init__(self, cache: Owner, layer_idx: int, policy: Policy, sizes: CacheSizes):
@@ -95,7 +95,7 @@ class AnySlotLayer(StreamingLayer):
         self.scores = self.policy.score(seen).detach()
 
     def evict(self, step: Step) -> None:
-        """Keep what is worth the most: so many entries of each row as the step says."""
+        """Keep the entries with the highest scores: as many of each row as the step says."""
         num, sizes = self.index.shape[2], self.sizes
         if num == step.num_before:
             return

@@ -17,7 +17,7 @@ _SHARE = 1 / 4  # of the memory that is free, for the caches of all streams
 
 
 class DefaultSize(NamedTuple):
-    """A cache_size that nobody named, and what it comes from, in words."""
+    """Default cache_size, and the reason for it in words."""
 
     cache_size: int
     why: str
@@ -30,14 +30,15 @@ def default_size(
     realign_every: int | None = None,
     num_streams: int = 1,
 ) -> DefaultSize:
-    """The smallest of what the context length, the aligner and a quarter of the free memory allow,
-    and of `MOST`; of the mini models that ship `OF_A_MINI`, so that they evict something.
+    """The smallest of four limits: the context length, the aligner's largest cache, a quarter of
+    the free memory, and `MOST`. For the shipped mini models `OF_A_MINI` is a fifth, so that they
+    evict something.
 
     Args:
         model: the model itself, on its device.
-        longest: the largest cache that its aligner is for; None: any.
-        realign_every: as of `CacheSizes`: positions run on by that much.
-        num_streams: that memory is left for.
+        longest: the aligner's largest cache; None: any.
+        realign_every: as of `CacheSizes`: positions run on by that many.
+        num_streams: number of streams to leave memory for.
     """
     from kvalign.models.architectures import spec_of
 

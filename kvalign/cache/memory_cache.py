@@ -1,4 +1,4 @@
-"""A streaming cache whose window gives what it loses to a memory."""
+"""Streaming cache whose window passes evicted entries to a memory."""
 
 from dataclasses import replace
 from typing import final
@@ -33,16 +33,16 @@ class MemoryCache(StreamingCache):
 
     Args:
         spec, sizes: see `FixedSizeCache`.
-        realigner: what keeps the entries that stay right; it must place them from their birth.
-        config: of the model, whose attention hands over its queries.
-        num_positions: at which an entry may be born.
-        grows: whether memories grow with what they hold (see `Memory`).
+        realigner: keeps the kept entries right; it must place them from their original form.
+        config: of the model, whose attention passes on its queries.
+        num_positions: number of possible original positions.
+        grows: whether memories grow with their contents (see `Memory`).
 
     Attributes:
-        asking: the layers that take back what they have lost; the others have their whole window.
+        asking: the layers that take evicted entries back; the others keep their whole window.
 
     Raises:
-        UserError: as of `FixedSizeCache`; a realigner or a model that does not go with it.
+        UserError: as of `FixedSizeCache`; a realigner or a model that does not fit.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ class MemoryCache(StreamingCache):
         super().reset()
 
     def fill(self, rng: torch.Generator) -> None:
-        """Have full memories, of random entries, as if their tokens had been fed after the others.
+        """Fill the memories with random entries, as if their tokens had been fed after the others.
 
-        A step takes as long as after real ones: this is for who times it, and needs a full window.
+        A step then takes as long as with real entries. This is for measuring time, and needs a full
+        window.
 
         Raises:
-            UserError: they do not fit into what memory is free.
+            UserError: they do not fit into the free memory.
         """
         self.settle()
         first, period = self.asking[0], self.frame.move_size

@@ -1,10 +1,10 @@
-"""A layer that takes back, at each step, the few of its lost entries that the step asks for.
+"""Layer that takes back, at each step, the few evicted entries that match the step's queries.
 
      places  0 1 2 3 | 4 ... R+3  | R+4 ... C-1 | C
              sinks   | taken back | window      | new
 
-What is taken back comes in place of the window's oldest entries, in the order of time, so a step
-sees as many entries as without a memory, and computes its token at the same position.
+They replace the window's oldest entries, in the order of time. So a step sees as many entries as
+without a memory, and computes its token at the same position.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ class MemoryLayer(WindowLayer):
         return found._replace(keys=mark(found.keys, partial(self._attend, step, asking)))
 
     def put_aside(self, seen: list[int], num: int, at: Tensor) -> None:
-        """Write the newest entries of the window, those of `num` tokens of each row after `seen`,
-        which lie at the positions `at` [B, 1, num].
+        """Put the window's newest entries into the memory: those of `num` tokens of each row after
+        `seen`, at the positions `at` [B, 1, num].
         """
         entries, realigner = self.sources.last(num), self.cache.realigner
         if realigner.runs_on:

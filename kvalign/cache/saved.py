@@ -1,4 +1,4 @@
-"""Tensors of a saved stream, checked as they are read."""
+"""Tensors of a saved stream, checked when they are read."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ ReadTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 def expect_tensor(
     state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of a state; UserError unless it is there with this shape and dtype."""
+    """Tensor of a state; UserError unless it exists with this shape and dtype."""
     tensor = state.get(name)
     if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
         what = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

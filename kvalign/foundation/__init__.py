@@ -1,1 +1,3 @@
-"""Foundation of all parts, which knows no model: errors, settings, files, runs, progress."""
+"""Foundation of all layers, without knowledge of models: errors, settings, files, runs,
+progress.
+"""

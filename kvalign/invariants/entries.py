@@ -1,5 +1,5 @@
-"""Invariants of the entries: what a cache tells transformers after many evictions, and what it
-holds.
+"""Invariants of the entries: what a cache reports to transformers after many evictions, and what it
+stores.
 """
 
 import torch
@@ -80,7 +80,7 @@ def kept(subject: Subject) -> Measured:
 
 
 def aligner_of(cache: FixedSizeCache) -> Realigner | None:
-    """Return what places a streaming cache's entries, if it is more than rotation."""
+    """Return the aligner of a streaming cache's entries, if there is more than rotation."""
     realigner = cache.realigner
     if isinstance(realigner, OnRead):
         return realigner.moving

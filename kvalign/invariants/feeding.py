@@ -1,5 +1,5 @@
-"""However tokens are fed, the same comes out; so it does of rows that change places, come twice, or
-come back from a file.
+"""Invariants of feeding: the result does not depend on how tokens are fed, nor on rows that change
+places, occur twice, or come back from a file.
 """
 
 import random
@@ -64,7 +64,7 @@ def rows(subject: Subject) -> Measured:
     look_at="counts of inputs in place of tokens; sinks that come in several inputs",
 )
 def chunks(subject: Subject) -> Measured:
-    """Parts while nothing is evicted, then single tokens."""
+    """chunks: chunks while nothing is evicted, then single tokens."""
     ids, num_in_parts = subject.ids(2, subject.num_tokens), subject.num_unevicted
     parts = [*_parts(ids[:, :num_in_parts], MOST_AT_ONCE), *_parts(ids[:, num_in_parts:])]
     apart = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
@@ -78,7 +78,7 @@ def chunks(subject: Subject) -> Measured:
     look_at="what the first tokens of an input see: entries evicted by its end, or later tokens",
 )
 def evicting_chunks(subject: Subject) -> Measured:
-    """Parts all the way."""
+    """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
     if not is_exact(stream):

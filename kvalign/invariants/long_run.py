@@ -1,4 +1,4 @@
-"""A long stream in half precision beside the same in float32, and beside re-encoding."""
+"""Long stream in half precision, compared with float32 and with re-encoding."""
 
 import math
 import statistics
@@ -25,17 +25,17 @@ _FLOOR = 1e-4  # nats
 
 @dataclass
 class LongRun:
-    """Figures of a long stream: [steps] of the stretches.
+    """Figures of a long stream: [steps] of the parts.
 
     Attributes:
-        first_errors, last_errors: of logits in half precision, by their size, while nothing was
-            evicted and at the end.
+        first_errors, last_errors: of logits in half precision, relative to their size, before the
+            first eviction and at the end.
         entries: [2, S] a step: errors of the first layer's keys and values, the newest last, at the
             end.
         most_apart: the largest error of any value of any layer and head, at the end.
-        first_kl, last_kl: KL(re-encoded || stream) in nats, once nothing born before the first
-            eviction is left but sinks, and at the end.
-        unread_kl: the same of the last token alone, as if nothing was kept.
+        first_kl, last_kl: KL(re-encoded || stream) in nats, once only sinks are older than the
+            first eviction, and at the end.
+        unread_kl: the same for the last token alone, without any context.
         no_kl: why there is none.
     """
 
@@ -53,7 +53,7 @@ class LongRun:
 @once
 @torch.no_grad()
 def long_run(subject: Subject) -> LongRun:
-    """The long stream of a subject."""
+    """Long stream of a subject."""
     subject.needs_eviction()
     half_model = in_precision(subject.model, subject.half)
     full_model = in_precision(half_model, torch.float32)  # the very same weights

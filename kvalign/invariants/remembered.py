@@ -1,5 +1,5 @@
-"""Invariants of a memory: what it holds, what a step takes back of it, and that taking back all
-changes nothing.
+"""Invariants of a memory: what it stores, what a step takes back, and that taking everything back
+equals dense attention.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ MOST_LOST = 128  # tokens of the stream after the first eviction: all that is lo
 
 @dataclass
 class Heard:
-    """The attention of a step in one layer.
+    """Attention of a step in one layer.
 
     Attributes:
         query: [B, H, G, D], scaled.
         given: [B, H, G, D].
-        found: what the layer took back.
+        found: the entries that the layer took back.
     """
 
     query: Tensor
@@ -41,12 +41,13 @@ class Heard:
 
 @dataclass
 class Remembered:
-    """A stream that has lost some tokens, to a memory.
+    """Stream that has lost some tokens to a memory.
 
     Attributes:
-        apart: by how much attention was off from that to entries placed from their birth.
-        where: the token at which that was, from 0, and the layer.
-        times: that it was looked at.
+        apart: largest difference between attention and attention over entries placed from their
+            original form.
+        where: its token, from 0, and its layer.
+        times: number of comparisons.
     """
 
     cache: MemoryCache
@@ -64,7 +65,7 @@ def _memory_of(stream: Stream) -> MemoryCache:
 
 @once
 def remember(subject: Subject) -> Remembered:
-    """Feed a stream token by token, and look at what it takes back."""
+    """Feed a stream token by token, and compare what it takes back."""
     subject.needs_eviction()
     _memory_of(subject.stream())
     stream = subject.stream(is_watched=True)
@@ -216,7 +217,7 @@ def recalled(subject: Subject) -> Measured:
     look_at="lost tokens: each token must be in the window or in the memory, and only in one",
 )
 def all_recalled(subject: Subject) -> Measured:
-    """All is recalled, then, and lies side by side: by rank and by age alike."""
+    """When all is recalled, the entries lie side by side: by rank and by age alike."""
     subject.needs_eviction()
     cache, spec = _memory_of(subject.stream()), subject.spec
     assert spec is not None

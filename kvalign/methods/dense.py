@@ -1,6 +1,4 @@
-"""`dense`: keep everything, stop at the context length. The reference that needs no eviction; kept
-for tests.
-"""
+"""`dense`: keep everything and stop at the context length. It is the no-eviction baseline."""
 
 from typing import Any, Self
 

@@ -1,12 +1,12 @@
-"""`discard-half`: when the cache is full, drop half of what follows the sinks and re-encode the
-rest once.
+"""`discard-half`: when the cache is full, drop half of the entries after the sinks and re-encode
+the rest once.
 
-LLM Runtime and its successor Neural Speed do so by default, for all models ("discard and
+LLM Runtime and its successor Neural Speed do this by default for all models ("discard and
 re-evaluate": github.com/intel/neural-speed/blob/main/docs/infinite_inference.md). llama.cpp drops
-the same half and re-encodes nothing: its context shift, off by default since 2025
-(github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay. That is `streaming-llm` with
-`num_evicted="half"`. Between two refills the entries of `discard-half` are never stale, but a step
-sees only three quarters of the cache on average.
+the same half but re-encodes nothing. Its context shift, off by default since 2025
+(github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay: `streaming-llm` with
+`num_evicted="half"`. The entries of `discard-half` are never stale, but a step sees only three
+quarters of the cache on average.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class DiscardHalf(Reencoding):
         self.rows = rows
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Rows that are full are filled anew, each when it is; the others take their step."""
+        """Read ids. A full row is re-encoded when it is full; the others take their step."""
         seen = self.extend(ids)
         kept = [self.keep(row) for row in seen]
         with self.cache.changing():

@@ -1,4 +1,4 @@
-"""`kvalign`: attention sinks and a window, every kept key and value realigned by a trained aligner
+"""`kvalign`: attention sinks and a window, whose keys and values a trained aligner realigns
 (KV-Align 2024).
 """
 

@@ -1,4 +1,4 @@
-"""The file of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
+"""File of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
 
 import functools
 import hashlib
@@ -46,7 +46,7 @@ def folder() -> Path:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Return whether there is a C++ compiler; where there is none a line is logged, once."""
+    """Return whether there is a C++ compiler; if not, a line is logged, once."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -115,8 +115,8 @@ def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
 def load_or_make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
 ) -> Run | None:
-    """The step of the file for such a model and such inputs, which is made if need be; None where
-    it cannot be.
+    """The step of the file for this model and these inputs, compiled if need be; None if that is
+    impossible.
     """
     if _is_read_by_kernel(model.config, inputs[2]):
         attention.install(model.config)
@@ -169,7 +169,7 @@ def _made(
 
 
 def forget_old() -> None:
-    """Remove the files of all but the `KEPT` steps that were used last."""
+    """Remove all files except those of the `KEPT` steps that were used last."""
     for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
             path.unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def _about(
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that they have in a `_Step`."""
+    """Parameters and buffers by their names in a `_Step`."""
     found = _Step(model)
     named = [
         *found.named_parameters(remove_duplicate=False),

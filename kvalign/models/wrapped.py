@@ -1,4 +1,4 @@
-"""The model of transformers within what its user wrapped it in: here alone it is taken out."""
+"""Model of transformers inside its wrappers. Only this module unwraps it."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ _HELD_AS = ("_orig_mod", "module", "model")
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself. Layers of PEFT are inside of it, and stay.
+    """The model itself. Layers of PEFT are inside it, and stay.
 
     Raises:
-        UserError: PEFT puts tokens of its own before each input (prompt and prefix tuning).
-        TypeError: there is no model of transformers in it.
+        UserError: PEFT puts its own tokens before each input (prompt and prefix tuning).
+        TypeError: it contains no model of transformers.
     """
     given = model
     while not isinstance(model, PreTrainedModel):

@@ -1,4 +1,6 @@
-"""Policies: which entry of a full cache goes. One file and one line here each, as with methods."""
+"""Policies: which entry of a full cache is evicted. Each has one file and one line here, as methods
+do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: where they come from, in one line."""
+"""Non-finite logits: where they come from, in one line."""
 
 import math
 
@@ -19,9 +19,7 @@ def most_likely(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def no_token(logits: Tensor, method: Method) -> RunError:
-    """Return the error to raise where no token can be chosen, from logits [B, V] that the method
-    gave.
-    """
+    """Return the error for logits [B, V] from which no token can be chosen."""
     if logits.isfinite().all():
         return RunError(
             "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
@@ -34,7 +32,9 @@ MOST_LOSS = 300.0
 
 
 def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
-    """Raise RunError unless losses [N] in nats are numbers, by default ones with a perplexity."""
+    """Raise RunError unless losses [N] in nats are finite and, by default, have a finite
+    perplexity.
+    """
     if not losses.isfinite().all():
         raise RunError(f"{method.title} cannot be scored: {reason(method)}")
     if (worst := losses.max().item()) > most:
@@ -45,7 +45,7 @@ def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> Non
 
 
 def perplexity_of(nats: float) -> float:
-    """exp of a mean loss; RunError where that is no number."""
+    """exp of a mean loss; RunError if that is not finite."""
     if not nats <= MOST_LOSS:
         raise RunError(
             f"no perplexity: a token costs {nats:.3g} nats, more than {MOST_LOSS:g}: are these the "
@@ -55,8 +55,8 @@ def perplexity_of(nats: float) -> float:
 
 
 def reason(method: Method) -> str:
-    """Reason why the logits of a method are not finite: weights of the model, of the aligner, or
-    else the precision.
+    """Reason why the logits of a method are non-finite: the model's weights, the aligner's, or else
+    the precision.
     """
     aligner = getattr(method, "aligner", None)
     parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}

@@ -1,10 +1,10 @@
-"""Attention of queries before anything is evicted and long after: are there attention sinks, and
-what takes their place?
+"""Attention of queries before any eviction and long after: does the model have attention sinks, and
+what replaces them?
 
     before   the last steps of the first C + 1 tokens: nothing is evicted
-    after    steps C tokens later: of the first input nothing is left but the sinks a method keeps
+    after    steps C tokens later: of the first input only a method's sinks are left
 
-After Xiao et al. 2024 (StreamingLLM, figure 2); docs/evaluation.md says more.
+After Xiao et al. 2024 (StreamingLLM, figure 2); see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings(ComparisonSettings):
-    """Show what attention goes to, by layer, head and place: before anything is evicted, and when
-    the sinks are gone.
+    """Show which entries receive attention, by layer, head and position: before any eviction, and
+    when the sinks are evicted.
 
     Example:
         kvalign eval attention --cache-sizes 32 --num-texts 4
@@ -71,7 +71,7 @@ class AttentionSettings(ComparisonSettings):
 @keywords_of(AttentionSettings)
 @progress.shown_as("eval attention")
 def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same texts, and average what its queries look at.
+    """Let every method read the same texts, and average the attention of its queries.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` and their intervals (shares in %, means over

@@ -1,4 +1,6 @@
-"""Attention weights as pictures: a map of layers and places, one of layers and heads, and lines."""
+"""Attention weights as pictures: a map of layers and positions, one of layers and heads, and
+lines.
+"""
 
 from typing import Any
 
@@ -19,8 +21,9 @@ SHADES = LogNorm(0.1, 100, clip=True)
 
 
 def by_place(document: Document) -> Figure:
-    """Two rows of maps a cache size: layers by places, the mean weight of an entry; and layers by
-    heads, the share of the first four. A column is of before, or of a method after.
+    """Two rows of maps for each cache size: layers by positions, the mean weight of an entry; and
+    layers by heads, the share of the first four. A column is for before the eviction, or for a
+    method after it.
     """
     groups = grouped(document["rows"], "cache_size")
     num_columns = 1 + max(map(len, groups.values()))
@@ -49,7 +52,9 @@ def by_place(document: Document) -> Figure:
 
 
 def by_layer(document: Document) -> Figure:
-    """The share of the first four entries in each layer, before and after, a panel a cache size."""
+    """Share of the first four entries in each layer, before and after, in a panel for each cache
+    size.
+    """
     panels = {}
     for cache_size, rows in grouped(document["rows"], "cache_size").items():
         styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)

@@ -1,8 +1,8 @@
-"""Time and memory of streaming methods: all in one process, taking turns.
+"""Time and memory of streaming methods, all in one process, taking turns.
 
-Time to the first token is measured apart from time per token with the cache full, and memory when
-no clock runs. Steps are whole periods from one eviction to the next: what a stream pays is their
-mean. The bare step (`bare_step.py`) is timed among the methods.
+Time to the first token is measured apart from time per token with a full cache, and memory apart
+from time. Steps are whole periods from one eviction to the next, so their mean is the cost of a
+stream. The bare step (`bare_step.py`) is timed among the methods.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ PEER_PLACES = 256  # a context of llama.cpp has a multiple of them
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySettings(ComparisonSettings):
-    """Time to the first token, time per token once the cache is full, and peak memory. Methods take
-    turns, so that a busy moment hits all; the bare step, without any eviction, is the floor.
+    """Measure time to the first token, time per token with a full cache, and peak memory. Methods
+    take turns, so that a busy moment affects all. The bare step, without any eviction, is the
+    floor.
 
-    `--model shape:distilgpt2` (gpt2, smollm2-135m) takes random weights: they do not change speed.
-    With `--memory` steps are timed with full memories, of random entries, beside the same without.
+    `--model shape:distilgpt2` (gpt2, smollm2-135m) uses random weights, which do not change speed.
+    With `--memory` steps are timed with full memories of random entries, beside the same step
+    without.
 
     Example:
         kvalign eval latency --cache-sizes 32 --num-trials 2 --trial-len 4
@@ -135,19 +137,20 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     """Measure the bare step and every method at every cache size and batch size.
 
     Returns:
-        A document whose rows have the sizes, num_steps (calls timed, without the first tokens), and
-        `COLUMNS`; those of the bare step, method "bare", come before the methods' of the same cache
-        and batch size, by which all ratios are. Where any has a memory, each is there without one,
-        by which memory_ratio is; stored_bytes are those of a full memory by the tokens that it
-        keeps, stored_ratio by what as many take in a cache, 0 without a memory; neither is there
-        where prompts fill it (`generate`). Times per token are those of a step divided by the batch
-        size; ttft_ms is from an empty cache to the logits after a prompt, for all streams together,
-        median over the trials; peak_mb (10^6 bytes) from an empty cache through a first input of
-        cache_size + 1 tokens and 3 steps, None where the device does not tell, or beside a peer.
+        A document whose rows have the sizes, num_steps (timed calls, without the first tokens), and
+        `COLUMNS`. Rows of the bare step, method "bare", come before those of the methods with the
+        same cache and batch size; ratios are relative to the reference. If any row has a memory,
+        each method also has a row without one, and memory_ratio is relative to it. stored_bytes are
+        the bytes of a full memory per stored token; stored_ratio is relative to a token in a cache,
+        0 without a memory. Both are absent if prompts fill the memory (`generate`). Times per token
+        are those of a step divided by the batch size. ttft_ms is the time from an empty cache to
+        the logits after a prompt, for all streams together, median over the trials. peak_mb (10^6
+        bytes) covers an empty cache, a first input of cache_size + 1 tokens and 3 steps; None if
+        the device does not report it, or beside a peer.
 
-        A peer has the last row of each cache size, with the sinks of the reference; each row then
-        has `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its
-        version and build.
+        A peer has the last row of each cache size, with the reference's sinks. Each row then has
+        `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its version
+        and build.
 
     Raises:
         UserError: a method that ends before so many tokens; a peer that is not installed, or cannot
@@ -273,7 +276,7 @@ class Latency(Evaluation):
     more_columns = MORE_COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """The methods' of the first batch size."""
+        """Rows of the methods with the first batch size."""
         rows = document["rows"]
         first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
         return [row for row in first if row["method"] != FLOOR]
@@ -286,7 +289,9 @@ class Latency(Evaluation):
         return self._by_size(document), caption, cost(rows)
 
     def batches_figure(self, document: Document) -> Drawing | None:
-        """Tokens a second over batch sizes, if there are several: a panel a cache size."""
+        """Tokens per second over batch sizes, if there are several, in a panel for each cache
+        size.
+        """
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
@@ -304,7 +309,7 @@ class Latency(Evaluation):
         return [*super().sections(documents), batches]
 
     def plot(self, document: Document) -> Figure:
-        """Draw tokens a second of several batch sizes, else the time per token."""
+        """Figure of tokens per second for several batch sizes, else of the time per token."""
         drawn = self.batches_figure(document)
         return drawn[0] if drawn else self._by_size(document)
 

@@ -1,11 +1,11 @@
-"""Needle: codes are hidden in a real text, and each is asked for some way on.
+"""Needle: codes hidden in a real text, each asked for some distance later.
 
     ... text ... The secret code of the red door is 48213 . Remember : ... 48213 . ... text ...
     The secret code of the red door is                       asked for 1, 4, 16, 64 C later
 
-An answer is right if the model itself, greedy, writes the code. Questions are asked of a copy of
-the stream, so none of them is in the way of another. After G. Kamradt's needle in a haystack
-(2023), for streams: what counts is the distance, since a text without end has no length.
+An answer is right if the model itself, with greedy decoding, writes the code. Questions are asked
+on a copy of the stream, so they do not affect each other. After G. Kamradt's needle in a haystack
+(2023), adapted to streams: the distance counts, since an endless text has no length.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.s
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleSettings(ComparisonSettings):
-    """Hide codes in a real text, and ask for each some way on: how far back a stream can read. For
-    models that copy what they read (`--model smollm2-135m-instruct`).
+    """Hide codes in a real text, and ask for each some distance later: how far back a stream can
+    read. For models that copy from their context (`--model smollm2-135m-instruct`).
 
     Example:
         kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
@@ -77,17 +77,16 @@ class NeedleSettings(ComparisonSettings):
 @keywords_of(NeedleSettings)
 @progress.shown_as("eval needle")
 def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same streams, and count the codes that it finds again.
+    """Let every method read the same streams, and count the codes that it finds.
 
     Returns:
         A document with a row for each method, its sizes and `distance` (cache sizes): `accuracy`
         with the ends of its 95 % interval (accuracy_low, accuracy_high), num_questions, num_tokens
-        (of the stream before the question, a mean), distance_tokens and seconds. A distance at
-        which the context length of a method that does not evict leaves no room for all questions
-        has no row.
+        (mean length of the stream before the question), distance_tokens and seconds. A method that
+        does not evict has no row for a distance whose questions exceed its context length.
 
     Raises:
-        UserError: a corpus without so much text.
+        UserError: a corpus that is too short.
     """
     from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
     from kvalign.eval.protocol.asked import rows_of
@@ -133,7 +132,7 @@ class NeedleEvaluation(Evaluation):
     more_columns = ends_of(COLUMNS)
 
     def figure(self, document: Document) -> Drawing | None:
-        """A heat map a cache size: methods, distances, and the share of codes that are found."""
+        """Heat map for each cache size: methods, distances, and the share of found codes."""
         from kvalign.eval.drawing.strips import draw_shares
         from kvalign.eval.protocol.tables import grouped, label_of
 

@@ -1,13 +1,13 @@
-"""Perplexity of streaming methods, by one protocol for all.
+"""Perplexity of streaming methods, with one protocol for all.
 
     ids     0 1 ... C | C+1 C+2 ... C+num_tokens
             first input  labels, one at a time
 
-exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
-scores a text step by step, or by a faster way with the same result: windows in a batch where it
-re-encodes clean ones anyway, whole segments in the relative form where its realignment starts from
-birth. So `seconds` is no measure of a method's speed, unless every method was made to step
-(`--stepwise`); `kvalign eval latency` measures it best.
+The result is exp(mean NLL) over the labels; at one cache size every method has the same labels. A
+method scores a text step by step, or in a faster way with the same result: batches of windows if it
+re-encodes clean ones, whole segments in the relative form if its realignment starts from the
+original entries. So `seconds` does not measure a method's speed, unless every method steps
+(`--stepwise`). `kvalign eval latency` measures speed best.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ComparisonSettings):
-    """Compare methods on perplexity, lower is better: at one cache size on the same labels. Between
+    """Compare methods by perplexity on the same labels at each cache size; lower is better. Between
     cache sizes the labels are shifted, since the first input is C + 1 tokens.
 
     Example:
@@ -80,12 +80,12 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """Score every method at every cache size and number evicted.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
-        nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
-        labels are too few), quarters (perplexity of each quarter of the labels), segments (see
-        `kvalign.eval.protocol.statistics.by_segment`; with a reference each has its ratio, too),
-        bigrams and tokens (`SLICES`: recall slices as `slices.slices` has them, with a reference
-        their ratios), seconds.
+        A document whose rows have the sizes, `COLUMNS` (the ratio only with a reference), nll_nats
+        (mean per label), low and high (of the interval; high and ratio_high are None with too few
+        labels), quarters (perplexity of each quarter of the labels), segments (see
+        `kvalign.eval.protocol.statistics.by_segment`; with a reference each also has its ratio),
+        bigrams and tokens (`SLICES`: recall slices as `slices.slices` returns them, with a
+        reference also their ratios), seconds.
 
     Raises:
         UserError: a corpus shorter than the largest cache and the labels.
@@ -147,8 +147,8 @@ DRIFT = (
 
 
 class SliceKind(NamedTuple):
-    """Division of labels: by how far back the last `length` tokens that end with them were there,
-    and where slices end, in cache sizes.
+    """Division of labels by how far back their last `length` tokens occurred before, and the ends
+    of slices, in cache sizes.
     """
 
     length: int
@@ -212,8 +212,8 @@ class Perplexity(Evaluation):
                 raise UserError(f"rows.{name}: each row needs the same slices")
 
     def chosen(self, documents: Documents) -> Documents:
-        """Less those that stepped through a text for their times alone, while another scored more
-        of it.
+        """Documents without those that stepped only to measure time, while another scored more of
+        the text.
         """
         settings = {name: document["settings"] for name, document in documents.items()}
         of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
@@ -233,7 +233,7 @@ class Perplexity(Evaluation):
         return self.plot(document), caption, by_size(rows, reference)
 
     def plot(self, document: Document) -> Figure:
-        """Perplexity (log scale) against cache size, a line with intervals a method."""
+        """Perplexity (log scale) against cache size, a line with intervals for each method."""
         from kvalign.eval.drawing.plots import draw, perplexities
 
         title = f"{self.title(document)}\n{_bars(document)}"

@@ -1,4 +1,4 @@
-"""A perplexity so high that the text, or the tokenizer, may not be the model's own."""
+"""Warning about a perplexity so high that the text, or the tokenizer, may not fit the model."""
 
 import logging
 import math
@@ -31,8 +31,8 @@ class _Facts(BaseModel):
 def hint_at_wrong_text(
     rows: Sequence[Row], methods: Sequence[Method], loaded: LoadedModel, corpus: str
 ) -> None:
-    """Warn, once, where all perplexities' intervals lie above the order of magnitude of the
-    vocabulary, or far above those of the cards; too few labels for an interval say nothing.
+    """Warn, once, if the intervals of all perplexities lie above the order of magnitude of the
+    vocabulary, or far above those of the cards. Too few labels for an interval give no warning.
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):

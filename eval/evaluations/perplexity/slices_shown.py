@@ -22,7 +22,7 @@ NEW = "new"  # what was not there before
 
 
 class Shown(NamedTuple):
-    """A kind of slices in the report: its section, the labels of its plot, what is concluded."""
+    """Kind of slices in the report: its section, the labels of its plot, its conclusion."""
 
     title: str
     about: str
@@ -73,8 +73,8 @@ def slice_name(one: Row) -> str:
 
 
 def figure(document: Document, name: str) -> Drawing | None:
-    """The ratio to the reference, or the perplexity, by distance, of the slices of that name; None
-    of a document without.
+    """Ratio to the reference, or perplexity, by distance, of the slices of that name; None for a
+    document without.
     """
     reference = document["settings"]["reference"]
     rows = [row for row in document["rows"] if row.get(name)]

@@ -1,15 +1,15 @@
-"""Recall: facts in an endless stream, and questions for what a key was given last.
+"""Recall: facts in an endless stream, and questions for the last value of a key.
 
     k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
 
-The stream of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is one
-token, and right if it is the most likely one. What counts is the distance of the fact: the tokens
-from it to the question. Up to C it lies in the cache of a method that keeps the last C entries;
-beyond it is forgotten but by a memory, and one answer in eight is right by chance. Questions whose
-answer was told a second time, by an answer since, are not counted.
+The stream is that of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is
+one token, and right if it is the most likely one. The result depends on the distance of the fact:
+the tokens from it to the question. Up to C the fact is in the cache of a method that keeps the last
+C entries. Beyond, only a memory has it, and one answer in eight is right by chance. A question does
+not count if a later answer has repeated its value.
 
-All keys are told anew equally often, so a fact is at most some 600 tokens old. With `--farthest`
-some keys rest, and facts are as old as that.
+All keys get new values equally often, so a fact is at most some 600 tokens old. With `--farthest`
+some keys get new values more rarely, and facts become as old as that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_STREAMS = 2**12  # each is made token by token
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(ComparisonSettings):
-    """Ask for facts of an endless stream: how much of its cache a method can read.
+    """Ask for facts of an endless stream: how much of its cache can a method read?
 
     Example:
         kvalign eval recall --cache-sizes 32 --num-questions 20
@@ -83,7 +83,8 @@ class RecallSettings(ComparisonSettings):
 @keywords_of(RecallSettings)
 @progress.shown_as("eval recall")
 def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same streams at a cache size, and count right answers by distance.
+    """Let every method read the same streams at each cache size, and count right answers by
+    distance.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` and, up to `farthest`, `FAR_COLUMNS`, each
@@ -158,7 +159,7 @@ class Recall(Evaluation):
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
-        """Accuracy against distance, a panel a cache size."""
+        """Accuracy against distance, in a panel for each cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         relative = document["settings"]["relative_to_cache"]

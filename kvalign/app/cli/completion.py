@@ -1,8 +1,7 @@
-"""Completion of the command line, by argcomplete: at TAB the shell runs `kvalign` with the line in
-the environment, and gets what may come next.
+"""Completion of the command line, with argcomplete. At TAB the shell runs `kvalign` with the line
+in the environment, and gets the possible next words.
 
-Commands and flags are read from their `Settings`, names from the registries. Nothing heavy is
-imported.
+Commands and flags come from their `Settings`, names from the registries. Nothing heavy is imported.
 """
 
 import argparse
@@ -29,14 +28,12 @@ Completer = Callable[..., Iterable[str]]
 
 
 def complete(**options: typing.Any) -> None:
-    """Answer the shell that asks and end the process; `options` are
-    `argcomplete.autocomplete`'s.
-    """
+    """Answer the shell and end the process; `options` are `argcomplete.autocomplete`'s."""
     argcomplete.autocomplete(parser(), always_complete_options=False, **options)
 
 
 def parser() -> argparse.ArgumentParser:
-    """One parser of all commands, whose arguments know what they may be given."""
+    """One parser of all commands, whose arguments know their possible values."""
     root = argparse.ArgumentParser("kvalign")
     groups = {"": root.add_subparsers()}
     for command, about in COMMANDS.items():

@@ -1,8 +1,8 @@
 """The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
 
-Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed, by the machine's
-fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `kill`. An error is
-one line. Help answers at once: what is heavy is imported by the command that runs.
+Results go to stdout, progress and timings to stderr. Exit codes: 0 done; 1 failed, by a fault of
+the machine or of KV-Align; 2 wrong use, which the user can correct; 130 stopped by Ctrl-C or
+`kill`. An error is one line. Help is fast: each command imports its heavy modules when it runs.
 """
 
 import gc
@@ -175,14 +175,14 @@ def _in_flags(message: str, flags: Collection[str]) -> str:
 
 
 def family_usage() -> str:
-    """Return the text that `kvalign eval` alone prints: the commands that begin with it."""
+    """Return the text of `kvalign eval` alone: the commands that begin with it."""
     family = f"{catalogue.FAMILY} "
     lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
     return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def usage() -> str:
-    """Return the text that `kvalign --help` prints: the commands, grouped by purpose."""
+    """Return the text of `kvalign --help`: the commands, grouped by purpose."""
     width = max(map(len, COMMANDS))
     lines = []
     for title, group in GROUPS.items():

@@ -1,4 +1,4 @@
-"""`kvalign compile`: the decode step of a model is compiled and kept for later starts."""
+"""`kvalign compile`: compile the decode step of a model and keep it for later starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvalign.foundation.settings import NUM_SINKS, OF_WEIGHTS, WEIGHTS, ModelSet
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings(MethodSettings, ModelSettings):
-    """Compile the decode step of a model, so that commands with --compile begin at once.
+    """Compile the decode step of a model, so that commands with --compile start at once.
 
-    The step is kept in the user's cache folder (KVALIGN_CACHE moves it), for a cache of this size
-    and this kind of weights; it needs a C++ compiler here, later starts need none.
+    The step goes into your cache folder (KVALIGN_CACHE moves it). It is for this cache size and
+    these weights. Compiling needs a C++ compiler; later starts do not.
 
     Example:
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32

@@ -13,11 +13,11 @@ from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class PageSettings(Settings):
-    """Watch methods write side by side, on a page that is served here until Ctrl-C. It opens on
-    texts that are being written.
+    """Watch methods write side by side, on a page that is served from this machine until Ctrl-C.
+    Texts are already being written when it opens.
 
-    Nothing is loaded from elsewhere and nothing leaves the machine. With --memory the page begins
-    with a memory; there is a switch for it. The page asks nobody for a key.
+    The page loads nothing from elsewhere and sends nothing away. --memory switches the memory on at
+    the start; the page has a switch for it. The page asks for no key.
 
     Example:
         kvalign demo-ui --port 0
@@ -66,7 +66,9 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """The port if it can be listened at, for 0 any that can; UserError otherwise."""
+    """A port to listen on: the given one if it is free, or for 0 any free one. UserError
+    otherwise.
+    """
     try:
         with socket.create_server((host, port)) as server:
             return server.getsockname()[1]

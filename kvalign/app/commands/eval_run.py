@@ -1,4 +1,4 @@
-"""`kvalign eval run`: run a suite of evaluations, cell by cell, into a folder."""
+"""`kvalign eval run`: run a suite of evaluations into a folder, cell by cell."""
 
 import sys
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """Run every cell of a suite that the folder does not have yet, then write the report.
+    """Run every cell of a suite whose result is not yet in the folder, then write the report.
 
     Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
     paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same experiments on a

@@ -1,4 +1,4 @@
-"""`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
+"""`kvalign gen-data`: record KV caches before and after eviction, to train aligners on."""
 
 import sys
 from typing import Any

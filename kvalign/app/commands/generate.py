@@ -25,9 +25,9 @@ PROMPT = "The history of the island"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(StreamSettings):
-    """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
+    """Stream text past the context length: text on stdout, timings on stderr. Ctrl-C ends it.
 
-    Without a prompt it takes what is piped into it, or begins with one of its own.
+    Without a prompt it reads a pipe, or begins with a prompt of its own.
 
     Example:
         kvalign generate --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
@@ -55,7 +55,7 @@ class GenerateSettings(StreamSettings):
         kept_of(self.keep or "0", "prompt")
 
     def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
-        """First entries that stay; None: the method's default."""
+        """First entries that are never evicted; None: the method's default."""
         from kvalign.models.input_ids import encoded
 
         if self.keep is None:
@@ -67,7 +67,7 @@ class GenerateSettings(StreamSettings):
         return num_sinks
 
     def length_of(self, prompt: str, loaded: LoadedModel) -> dict[str, Any]:
-        """The tokens to generate where no flag says: past the context length, if that is near."""
+        """Number of tokens to generate without a flag: past the context length, if that is near."""
         from kvalign.models.input_ids import encoded
 
         num_before = len(encoded(prompt, loaded.tokenizer, loaded.model))

@@ -1,4 +1,6 @@
-"""`kvalign import-published`: the networks that the paper's authors publish, as an aligner."""
+"""`kvalign import-published`: make an aligner from the networks that the paper's authors
+publish.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`kvalign lanes`: the cache, seen: a page on which entries come, move and are evicted."""
+"""`kvalign lanes`: a page that shows how entries enter the cache, move and are evicted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 @dataclass(frozen=True, kw_only=True)
 class LanesSettings(Settings):
     """Write one self-contained page that shows, step by step, what a method does to the cache. Open
-    it in a browser; other methods and sizes can be chosen there. With --memory it shows what each
-    step takes back.
+    it in a browser, where you can choose other methods and sizes. With --memory it shows which
+    entries each step takes back.
 
     Example:
         kvalign lanes --out cache.html --method streaming-llm --cache-size 7 --num-sinks 3

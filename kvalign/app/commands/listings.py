@@ -1,4 +1,4 @@
-"""`kvalign methods`, `policies`, `aligners`, `corpora`: a table each of what there is."""
+"""`kvalign methods`, `policies`, `aligners`, `corpora`: tables of choices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
@@ -18,7 +18,7 @@ LISTINGS = tuple(_ABOUT)
 
 @dataclass
 class ListingCommand:
-    """A table of one kind of things, as the catalogue takes a command's module."""
+    """Adapter: one kind of choices as a command's module."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""`kvalign train`: train an aligner; each kind has flags of its own."""
+"""`kvalign train`: train an aligner. Each kind has its own flags."""
 
 import dataclasses
 import math
@@ -21,9 +21,10 @@ OF_NETWORKS = {"--target", "--data"}
 
 
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:
-    """The settings of the kind that the arguments name, or else ask for, and `--aligner-kind`: the
-    first that has all their flags, beginning with the default, or the network if its data or a
-    target is named. UserError says which kind has a flag that this one has not.
+    """The settings class of the kind that the arguments name, and `--aligner-kind`. Without that
+    flag it is the first kind that has all the given flags, beginning with the default; or
+    `network`, if its data or a target is given. UserError names the kind that has a flag which this
+    one lacks.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
     parser.add_argument("--aligner-kind")
@@ -40,7 +41,7 @@ def settings_for(args: Sequence[str] = ()) -> type[Settings]:
 
 
 def all_settings() -> dict[str, type[Settings]]:
-    """The settings of every kind, by its name."""
+    """The settings class of every kind, by name."""
     return {kind: _with_kind(kind) for kind in KINDS}
 
 

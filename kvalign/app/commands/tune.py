@@ -1,4 +1,4 @@
-"""`kvalign tune`: sweep the sizes and the learning rate of one network."""
+"""`kvalign tune`: search for the sizes and the learning rate of one network."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`kvalign verify`: a cache and a model are put to what every streaming cache must keep to."""
+"""`kvalign verify`: test a cache and a model against the invariants of a streaming cache."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(MethodSettings):
-    """Put a cache and a model to what every streaming cache must keep to.
+    """Test a cache and a model against the invariants of a streaming cache.
 
-    A row an invariant: passed, failed with what to look at, or not applicable with the reason; the
-    figure that was measured and its bound. --cache tries any Cache of transformers: MODULE:NAME is
-    code of yours, imported from here or from what is installed, and NAME(model) makes an empty
-    cache. Exit code 1: something failed.
+    The table has a row for each invariant, with the measured figure and its bound. It passed,
+    failed (with a hint) or does not apply (with the reason). --cache tests any Cache of
+    transformers: MODULE:NAME is your own code, imported from this folder or from an installed
+    package, and NAME(model) makes an empty cache. Exit code 1: something failed.
 
     Example:
         kvalign verify --model llama-mini --method streaming-llm --cache-size 32
@@ -105,7 +105,7 @@ def run(settings: VerifySettings, as_json: bool) -> None:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """Print a row an invariant, what to look at of those that failed, and a line that sums up."""
+    """Print a row for each invariant, hints for those that failed, and a summary line."""
     from kvalign.foundation.console import Heading, print_table
 
     print_table(

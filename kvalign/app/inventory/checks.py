@@ -1,5 +1,5 @@
-"""The checks of `kvalign doctor`: packages, devices, the hub and its cache, models, aligners,
-corpora and word lists. Nothing is fetched and nothing changed.
+"""Checks of `kvalign doctor`: packages, devices, the hub and its cache, models, aligners, corpora
+and word lists. They fetch and change nothing.
 """
 
 import os
@@ -24,7 +24,7 @@ _UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     group: str = field(default="", kw_only=True)  # its heading; empty: its part's
     name: str
@@ -35,12 +35,12 @@ class Check:
 
     @property
     def message(self) -> str:
-        """The finding in words, and what to do about it."""
+        """The result in words, and the remedy."""
         return f"{self.found}: {self.todo}" if self.todo else self.found
 
 
 def requirements() -> Iterator[tuple[str, Requirement]]:
-    """Each package with the first extra that brings it; no extra: it is always needed."""
+    """Each package with the first extra that installs it; no extra: it is always needed."""
     extras = metadata.metadata("kvalign").get_all("Provides-Extra") or []
     listed = {"kvalign"}  # an extra that includes another
     for text in metadata.requires("kvalign") or ():
@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
 
 
 def how_to_install(name: str) -> str:
-    """The command that installs a package, or the module of one, in a version that is supported."""
+    """The command that installs a package, or the package of a module, in a supported version."""
     for extra, needed in requirements():
         if needed.name.replace("-", "_") == name.replace("-", "_"):
             return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
@@ -71,7 +71,7 @@ def how_to_install(name: str) -> str:
 
 
 def packages() -> Iterator[Check]:
-    """Python, then every package that this one names, by the extra that brings it."""
+    """Python, then every required package, by the extra that installs it."""
     package = metadata.metadata("kvalign")
     yield Check("kvalign", "ok", package["Version"], required=True)
     python = Requirement(f"python{package['Requires-Python']}")
@@ -215,7 +215,7 @@ _PARTS: tuple[tuple[str, Callable[[], Iterator[Check]], bool], ...] = (
 
 
 def examine() -> list[Check]:
-    """The checks of every part; a part that fails is one check of its own."""
+    """The checks of every part. A part that fails becomes a check of its own."""
     results: list[Check] = []
     for group, look, required in _PARTS:
         try:
@@ -228,5 +228,5 @@ def examine() -> list[Check]:
 
 
 def is_fit(results: list[Check]) -> bool:
-    """Return whether all that is required is here and can be used."""
+    """Return whether everything required is present and usable."""
     return all(check.state == "ok" for check in results if check.required)

@@ -1,5 +1,5 @@
-"""Listings of what can be chosen: models, methods, aligners, corpora, suites, each read from its
-registry or from the config in its folder.
+"""Listings of choices: models, methods, aligners, corpora, suites, each from its registry or from
+the configs in folders.
 """
 
 import logging
@@ -32,7 +32,7 @@ _TELLS = {
 
 
 def models() -> list[Row]:
-    """The shipped models, the fetched ones, and those of the hub's cache that KV-Align can
+    """The shipped models, the fetched ones, and the models in the hub's cache that KV-Align can
     stream.
     """
     from kvalign.models.architectures import FAMILIES, spec_of
@@ -59,7 +59,7 @@ def models() -> list[Row]:
 
 
 def fetchable() -> list[Row]:
-    """Return the models that `kvalign models --fetch` takes, present or not."""
+    """Return the models for `kvalign models --fetch`, present or not."""
     return [
         {
             "name": name,
@@ -81,7 +81,7 @@ def architectures() -> list[Row]:
 
 
 def methods() -> list[Row]:
-    """`auto`, which is the default, and the registry of methods."""
+    """The method `auto`, which is the default, and the registry of methods."""
     from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
 
     rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
@@ -120,7 +120,7 @@ def aligners() -> list[Row]:
 
 
 def corpora() -> list[Row]:
-    """The specifications of corpora that --corpus takes."""
+    """The corpora for --corpus."""
     from kvalign.data_gen.corpora import SPECS
 
     return [{"name": name, "about": about} for name, about in SPECS.items()]

@@ -1,4 +1,4 @@
-"""The live page: a Gradio app whose streams and lane follow the same settings."""
+"""Live page: a Gradio app whose streams and lane use the same settings."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -41,11 +41,11 @@ def build(
     memory: int | None = None,
     num_recalled: int | None = None,
 ) -> gr.Blocks:
-    """The page, not yet served; the first model is chosen, and `aligner` is offered for it. A
-    `memory` of so many tokens, of which each step takes back `num_recalled`, is switched on.
+    """The page, not yet served, with the first model chosen and `aligner` offered for it. A
+    `memory` of so many tokens is switched on; each step takes back `num_recalled`.
 
     Raises:
-        UserError: the first model or its aligner cannot be used.
+        UserError: the first model or its aligner is unusable.
     """
     load = functools.cache(functools.partial(load_model, device=device))
     first = load(models[0])

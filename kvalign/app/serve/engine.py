@@ -1,8 +1,8 @@
-"""The one loop that steps a model: rows that come and go, on a thread of its own.
+"""The one loop that steps a model: rows join and leave it, on a thread of its own.
 
-Each round feeds parts of new prompts, of `PART` tokens at most, for about as long as a step takes,
-then steps every row by a token: new prompts do not keep the others waiting. A prompt is fed alone
-and then joins the rows of as many sinks.
+Each round first feeds parts of new prompts, of at most `PART` tokens, for about as long as a step
+takes. Then it steps every row by one token. So new prompts do not delay the others. A prompt is fed
+alone and then joins the rows with as many sinks.
 """
 
 import itertools
@@ -46,10 +46,10 @@ def _shutting_down() -> RequestError:
 
 
 class Engine(threading.Thread):
-    """The thread that owns the model.
+    """Thread that owns the model.
 
-    `max_streams` are rows, those whose prompts are being fed included; `max_queue` are turns that
-    wait for a place.
+    `max_streams` is the number of rows, including prompts that are being fed. `max_queue` is the
+    number of turns that may wait for a place.
     """
 
     def __init__(self, max_streams: int, max_queue: int, metrics: Metrics):
@@ -62,7 +62,7 @@ class Engine(threading.Thread):
         self.num_rows, self._step_s = 0, 0.0
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Let turns wait for their places; RequestError (429) if too many do."""
+        """Queue turns until there are places for them; RequestError (429) if too many wait."""
         with self._wakes:
             if self._is_stopping or not self.is_alive():
                 raise _shutting_down()
@@ -77,7 +77,7 @@ class Engine(threading.Thread):
             self._wakes.notify()
 
     def stop(self) -> None:
-        """End all turns."""
+        """Stop all turns."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
@@ -85,7 +85,7 @@ class Engine(threading.Thread):
 
     @property
     def num_free(self) -> int:
-        """Places that are free."""
+        """Free places."""
         return self.max_streams - self.num_rows
 
     @property

@@ -1,5 +1,5 @@
-"""Sessions in a folder: a stream's file each, written whole; `kvalign.load_stream` and `kvalign
-chat --state` read them, too.
+"""Sessions in a folder: one file for each stream, written completely or not at all.
+`kvalign.load_stream` and `kvalign chat --state` read them, too.
 """
 
 import hashlib
@@ -30,21 +30,21 @@ _SUFFIX = ".safetensors"
 
 
 class DamagedError(UserError):
-    """A file of the folder that is not as a server left it."""
+    """File of the folder that differs from what a server wrote."""
 
 
 @dataclass
 class InFolder(Store):
-    """A store of files in a folder that no other server writes to; in memory are the sessions'
-    tokens, not their caches. `method_for` makes a method of so many sinks that has been fed
-    nothing.
+    """Store of files in a folder that no other server writes to. The sessions' tokens are in
+    memory, their caches are not. `method_for` makes an empty method with so many sinks.
 
-    A session is told from what others wrote under its name by the checksum of its file, over tokens
-    and cache together. What is not as it was left is neither read nor overwritten.
+    The checksum of a file, over tokens and cache, identifies the session. A changed file is neither
+    read nor overwritten.
 
     Attributes:
-        left: why files that lie there are left alone, a line each.
-        last: the highest number of a file. Clocks that are set may not say which one is newer.
+        left: why files in the folder are ignored, a line each.
+        last: the highest number of a file. Clocks that were changed may not tell which file is
+            newer.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""The routes, as an ASGI application, and the server that listens."""
+"""Routes, as an ASGI application, and the server that listens."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
 def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
-    """The application; its engine runs while it does."""
+    """The application; its engine runs as long as it does."""
     service, name = Service(settings, loaded), loaded.spec.name
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
     most_values = _VALUES_A_TOKEN * settings.max_prompt_tokens

@@ -1,6 +1,4 @@
-"""Handling of a request by the server: find its session, encode its prompt, put it to the
-engine.
-"""
+"""Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +33,8 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine; `start` it, `stop` it. UserError for settings that do
-    not fit the model, and sessions of another.
+    """One model, its sessions and its engine: `start` it, `stop` it. UserError for settings that do
+    not fit the model, and for sessions of another model.
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
@@ -89,20 +87,18 @@ class Service:
         self.engine.start()
 
     def stop(self) -> None:
-        """End all turns; sessions are as they were after their last whole ones."""
+        """Stop all turns; sessions stay as they were after their last complete ones."""
         self.engine.stop()
         self._writer.shutdown()
 
     def said_of_folder(self) -> str:
-        """Return what lies in the folder of sessions and is left alone, a line each; "" for
-        nothing.
-        """
+        """Return the ignored files in the folder of sessions, a line each; "" for none."""
         store = self.sessions.store
         left = store.left if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in left)
 
     def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
-        """Answer messages; those that go on with a session are fed alone."""
+        """Answer messages. Of messages that continue a session only the new ones are fed."""
         sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
         if asked.num_choices > 1:
             _refuse(name)
@@ -119,7 +115,7 @@ class Service:
             return self._submit([(begun, ids)], sampling, 1, put, keep)
 
     def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
-        """Continue texts; with a session, go on with its text."""
+        """Continue texts; with a session, continue its text."""
         sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
         num_sinks = self.method.sizes.num_sinks
         if name is None or len(texts) * asked.num_choices > 1:

@@ -1,4 +1,4 @@
-"""The settings of `kvalign serve`."""
+"""Settings of `kvalign serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalign.foundation.settings import option
 
 
 def lets_others_in(host: str) -> bool:
-    """Return whether who listens there listens at more than this machine's own addresses."""
+    """Return whether a server at this address can be reached from other machines."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,11 +21,11 @@ def lets_others_in(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
-    X-Session-Id) goes on where that session is. Where neither a request nor a flag says how to
-    sample, the model's generation_config does. The key may also be in KVALIGN_API_KEY.
+    X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
+    generation_config does. The key may also be in KVALIGN_API_KEY.
 
     Example:
         kvalign serve --model gpt2-mini --cache-size 128 --sessions talks

@@ -171,7 +171,7 @@ class Completion(Asked):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each a text, or ids."""
+        """Prompts, each a text or ids."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else list(prompt)
@@ -183,7 +183,7 @@ class Completion(Asked):
 
 @dataclass(frozen=True)
 class Sent:
-    """Information in the headers of a request on how it was sent."""
+    """Information in the headers of a request about how it was sent."""
 
     session: str | None = None
     key: str = ""  # the same if it is sent again
@@ -191,7 +191,9 @@ class Sent:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "Sent":
-        """Return what headers say, by names in small letters; RequestError for a long key."""
+        """Return the information in headers, given by lower-case name; RequestError for a long
+        key.
+        """
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():
             raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")
@@ -201,7 +203,7 @@ class Sent:
 
 def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -> M:
     """A request from its body, and the session that a header names; RequestError, in one line, if
-    it is none.
+    it is invalid.
     """
     values = values_of(body, most_values)
     if isinstance(values, dict) and values.get("session") is None and session is not None:

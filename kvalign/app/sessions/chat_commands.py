@@ -26,12 +26,12 @@ COMMANDS = {
 
 
 def is_command(line: str) -> bool:
-    """Return whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
+    """Return whether the first word is a slash and letters; `/etc/hosts` begins a turn."""
     return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Do what a command says, except `/exit`, and answer; UserError if it cannot be done."""
+    """Run a command, except `/exit`, and return its answer; UserError if it fails."""
     name, _, rest = line.partition(" ")
     names = [usage.split()[0] for usage in COMMANDS]
     if name not in names:

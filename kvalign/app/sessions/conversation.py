@@ -29,7 +29,9 @@ CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 
 @dataclass(frozen=True, kw_only=True)
 class TalkSettings(StreamSettings):
-    """Base of the settings of conversations: their first words may stay, their answers end."""
+    """Base of the settings of conversations: their opening may be kept, their answers have an
+    end.
+    """
 
     num_sinks: str = option(
         "auto",
@@ -113,7 +115,7 @@ class ConversationSettings(TalkSettings):
             raise UserError("--say is empty: give at least one word")
 
     def resolved(self) -> ConversationSettings:
-        """These settings with a model: the one that is named, that of the file, or the default."""
+        """These settings with a model: the named one, that of the file, or the default."""
         from kvalign.streaming import stream_file
 
         if self.model:
@@ -126,9 +128,7 @@ class ConversationSettings(TalkSettings):
 
 
 class Conversation:
-    """A stream that is fed the user's turns; `path` is written after each answer, if there is
-    one.
-    """
+    """Stream that is fed the user's turns; `path`, if given, is written after each answer."""
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
         from kvalign.streaming.stream_file import checksum_of
@@ -150,8 +150,8 @@ class Conversation:
         turn_ids(loaded.tokenizer, "?", not self.stream.ids, system, **self._how)
 
     def answer(self, turn: str) -> Iterator[str]:
-        """The pieces of the answer to a turn, with a bar over a long one; Ctrl-C ends the answer.
-        Then the file is written.
+        """The pieces of the answer to a turn, with a progress bar for a long turn. Ctrl-C ends the
+        answer. Then the file is written.
         """
         from kvalign.streaming.turns import turn_ids
 
@@ -174,11 +174,11 @@ class Conversation:
                 raise RunError(f"this answer was not kept: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the conversation to a file, from now on after each answer.
+        """Write the conversation to a file, and from now on after each answer.
 
         Raises:
-            UserError: a server writes to its folder, or another program to the file since this
-                conversation did.
+            UserError: the folder belongs to a server, or another program has written the file since
+                this conversation did.
         """
         from kvalign.streaming.stream_file import checksum_of
 
@@ -189,14 +189,16 @@ class Conversation:
         self.path, self._checksum = path, checksum_of(path)
 
     def reset(self) -> None:
-        """Begin anew, with the same --system."""
+        """Start again, with the same --system."""
         self.stream.reset()
         for note in (TURNS, NUM_GONE):
             self.stream.notes.pop(note, None)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Let Ctrl-C say what of it is in its file, and the command that goes on with that."""
+        """On Ctrl-C print how much of the conversation is in its file, and the command that
+        continues it.
+        """
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -206,7 +208,7 @@ class Conversation:
             raise Interrupted(kept, self.to_go_on()) from stop
 
     def to_go_on(self) -> str:
-        """The command that takes it up from its file."""
+        """The command that continues it from its file."""
         same = (
             "dtype",
             "device",
@@ -237,8 +239,8 @@ class Conversation:
 
 
 def turns(say: Sequence[str] | None = None) -> Iterator[str]:
-    """Yield what the user says, without empty turns: `say` alone, or else what stdin has. In a
-    terminal a first Ctrl-C in place of a turn is asked about.
+    """Yield the user's turns, without empty ones: only `say`, or else those on stdin. In a terminal
+    the first Ctrl-C instead of a turn asks for confirmation.
     """
     if say is not None:
         yield from say
@@ -267,7 +269,7 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
 
 
 def sinks_of(num_sinks: str) -> int | None:
-    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    """Number that `--num-sinks` gives, None for auto; UserError for anything else."""
     if num_sinks == "auto":
         return None
     if not (num_sinks.isascii() and num_sinks.isdigit()):

@@ -1,4 +1,4 @@
-"""Marks where a stream of text passes a limit of the model: its cache is full, its context ends."""
+"""Marks in a stream of text at two limits: the cache is full, the context length is passed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ BEYOND = 88
 
 
 def tokens_past(context_len: int | None, num_before: int) -> int | None:
-    """Return how many tokens lead past the context length; None where it is long, or none."""
+    """Return how many tokens lead past the context length; None if that is long, or there is
+    none.
+    """
     if context_len is None or context_len > MOST:
         return None
     return max(context_len - num_before, 0) + BEYOND
 
 
 def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
-    """The pieces of a stream; before the first that was written with an entry evicted, and the
-    first past the context length, a line on stderr says so.
+    """The pieces of a stream. A line on stderr marks the first piece after an eviction, and the
+    first past the context length.
     """
     context_len = stream.method.spec.context_len
     size = stream.method.sizes.cache_size

@@ -1,4 +1,4 @@
-"""Cells, made from a suite's text: variables filled in, flags overridden, commands checked."""
+"""Cells from a suite's text: variables are filled in, flags overridden, commands checked."""
 
 import shlex
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Cell:
 
 
 def read_suite(name: str) -> str:
-    """The text of a shipped suite or of a file."""
+    """Text of a shipped suite or of a file."""
     shipped = suites()
     if name in shipped:
         return shipped[name]
@@ -36,10 +36,11 @@ def read_suite(name: str) -> str:
 
 
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
-    """The cells of a suite, preparations first, their commands checked.
+    """Cells of a suite, preparations first, with their commands checked.
 
-    `override` are flags that replace those of the cells which know them: with another --model a
-    cell loses the aligners that it names. `variables` are NAME=VALUE of the suite's that change.
+    `override` are flags that replace those of the cells which have them. With another --model a
+    cell loses the aligners that it names. `variables` are NAME=VALUE pairs that replace the
+    suite's.
     """
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)
