@@ -109,7 +109,7 @@ class Recall:
 class Marked:
     """The corpora `marked:SPEC`: any other corpus in WikiText's tokenised form."""
 
-    about = "any other in WikiText's tokenised form (`it 's a two @-@ part word`)"
+    about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
         """Text of the corpus `rest`, marked a piece at a time; UserError for a corpus that is

@@ -28,8 +28,8 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     spec = spec_of(model.config)
     if spec.states:
         raise UserError(
-            f"aligners are not for {spec.name or 'this model'}: some layers have a state in place "
-            "of entries; streaming-llm needs no aligner"
+            f"aligners do not work with {spec.name or 'this model'}: some layers have a state "
+            "instead of entries; streaming-llm needs no aligner"
         )
     cache = DynamicCache()  # not made from the config: sliding-window layers keep every entry too
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

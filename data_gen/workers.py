@@ -61,8 +61,8 @@ def record_chunks(
         stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
         if not all(x.isfinite().all() for x in stored):
             raise UserError(
-                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: "
-                "take bfloat16 or float32"
+                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: use "
+                "bfloat16 or float32"
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}

@@ -74,8 +74,8 @@ def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text
         found.append(torch.tensor([*ids], dtype=torch.int64))
         if len(found[-1]) < wanted:
             raise UserError(
-                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} that were "
-                f"recorded, {wanted} are needed"
+                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} recorded "
+                f"ones, {wanted} are needed"
             )
     return Text([], found, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 
@@ -85,7 +85,7 @@ def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
     loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu")
     if not has_fingerprint(loaded.model, config.embedding_fingerprint):
-        raise UserError(f"{config.base_model} has other weights than when it was recorded")
+        raise UserError(f"{config.base_model} has other weights than at the time of the recording")
     return loaded
 
 

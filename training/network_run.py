@@ -65,7 +65,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     progress.phase("checking the recording")
     store = open_store(data, verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
-        raise UserError(f"--model is {settings.model}, and {data} was recorded of {recorded}")
+        raise UserError(f"--model is {settings.model}, but {data} was recorded with {recorded}")
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
     has_aligner = (out / CONFIG).exists()
     trained = networks_in(out) if has_aligner else {}
@@ -74,7 +74,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         done = {kv: trained[kv] for kv, run in runs.items() if _is_of(run, trained.get(kv))}
         runs = {kv: run for kv, run in runs.items() if kv not in done}
     if not runs:
-        progress.say(f"{out} holds this already, finished: nothing to do")
+        progress.say(f"{out} already has this, finished: nothing to do")
         return done
     torch.manual_seed(settings.seed)
     aligner = new_aligner(NetworkAligner, config_for(store, settings))

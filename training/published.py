@@ -107,14 +107,14 @@ def read_network(path: Path) -> dict[str, Tensor]:
             network of this layout with finite weights.
     """
     if not path.is_file():
-        raise NotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
+        raise NotFoundError(f"no file {str(path)!r}: the authors' files are in models/ of {SOURCE}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says of the file is said below
             saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
         raise UserError(
-            f"{path} is damaged or holds more than tensors and plain values, which is not run"
+            f"{path} is damaged or has more than tensors and plain values, which is not executed"
         ) from None
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):

@@ -52,7 +52,7 @@ def answers(ids: Tensor, cache_size: int) -> Tensor:
     found = (ages > 0) & (ages <= cache_size)
     if not found.any():
         raise UserError(
-            f"this text has no question about facts in a cache of {cache_size}: take more text "
+            f"this text has no question about facts in a cache of {cache_size}: use more text "
             "(--num-tokens)"
         )
     return found

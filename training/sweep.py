@@ -63,7 +63,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)
     state = _state(run, settings)
     if state == "finished":
-        progress.say(f"{out} already holds this sweep, finished: nothing to do")
+        progress.say(f"{out} already has this sweep, finished: nothing to do")
         return run.result()
     base = base_settings(settings)
     with locked(out, lambda: _kept(out)), keeping(lambda: _kept(out) if settings.resume else ""):
@@ -77,7 +77,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             trials = ranked(run_trials(out, settings, base))
         best = trials[0]
         if best.state == "failed":
-            reason = best.error or "no validation loss that is finite"
+            reason = best.error or "no finite validation loss"
             raise RunError(f"all trials failed, trial {best.name} with: {reason}")
         write(out, trials, settings.target)
         (trained,) = train_network(settings_at(base, best.point)).values()

@@ -76,7 +76,7 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
         if trial.val_loss is not None:
             best = (trial.row["num_parameters"], trial.val_loss)
             points.append(_series(trial, is_best, [best]))
-    x = "epochs, a mark at each validation report"
+    x = "epochs, with a mark at each validation report"
     by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
     y = f"best {y}"
     by_size = draw({title: points}, x="parameters", y=y, log_x=True, log_y=_is_wide(points))

@@ -75,7 +75,7 @@ def train_on_text(
     if done is not None:
         if not has_fingerprint(model, done.embedding_fingerprint):  # the model was made anew
             check_free(out, settings.overwrite)
-        progress.say(f"{out} holds this already, finished: nothing to do")
+        progress.say(f"{out} already has this, finished: nothing to do")
         return {kv: done.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
@@ -84,8 +84,8 @@ def train_on_text(
         )
     if loaded.spec.family != "learned":
         progress.say(
-            f"{settings.model} has {loaded.spec.family} positions, which need no aligner to stay "
-            "right: it may not help there, and is then saved as one that changes nothing"
+            f"{settings.model} has {loaded.spec.family} positions, which need no aligner: it "
+            "may not help there, and is then saved without effect"
         )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
     progress.phase(f"reading {', '.join(corpora)}")

@@ -34,8 +34,8 @@ class ChatSettings(WritingSettings):
     prompts: str = option(
         "own", help="conversations: own, talk, mt-bench, or a .jsonl file of turns"
     )
-    num_turns: int = option(8, help="turns to feed, the first of them", at_least=1)
-    max_new_tokens: int = option(100, help="tokens of an answer at most", at_least=1)
+    num_turns: int = option(8, help="number of turns to feed", at_least=1)
+    max_new_tokens: int = option(100, help="most tokens of an answer", at_least=1)
 
 
 @keywords_of(ChatSettings)
@@ -107,7 +107,7 @@ class Chat(JudgedText):
 
         title, groups = document["settings"]["model"], grouped(document["rows"], "cache_size")
         panels = {f"{title}, C = {size}": group for size, group in groups.items()}
-        caption = f"Readable chunks of each answer, in %, one after another: {title}"
+        caption = f"Readable chunks of each answer, in %, in order: {title}"
         return draw_answers(panels), caption, readable(self.rows(document), "chunks of all answers")
 
 

@@ -20,12 +20,12 @@ class Rule:
 
 
 _CHUNK = (
-    "A chunk is 10 tokens, as NLTK 3.9 cuts them; it is readable if at least half of them are in "
-    "the word list, lower-cased or by their Snowball stems, or are among"
+    "A chunk is 10 tokens of NLTK 3.9. It is readable if at least half of them are in the word "
+    "list, lower-cased or by their Snowball stems, or are among"
 )
 _PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too."
 _AUTHORS = (
-    f"{_CHUNK} “. , ! ?” (what the paper's authors ran). Fewer than 10 at the end are left out."
+    f"{_CHUNK} “. , ! ?” (the code of the paper's authors). Fewer than 10 at the end are left out."
 )
 RULES = {
     "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True),

@@ -112,8 +112,10 @@ def by_drift(rows: Sequence[Row], reference: str | None) -> str:
         return f"{num_labels} labels are too few to measure drift, which needs {DRIFT_LABELS}."
     if growing := [row for row in rows if drifts(row)]:
         sizes = sorted({row["cache_size"] for row in rows})
-        return f"An error adds up: {spans_at(growing, sizes, 'drift')}."
-    return f"No error is shown to add up: drift is {spread((row['drift'] for row in rows), 2)}."
+        return f"Errors accumulate: {spans_at(growing, sizes, 'drift')}."
+    return (
+        f"No errors are shown to accumulate: drift is {spread((row['drift'] for row in rows), 2)}."
+    )
 
 
 def recall(rows: Sequence[Row], reference: str | None) -> str:
@@ -186,9 +188,9 @@ def sinks(rows: Sequence[Row]) -> str:
         found = "an attention sink" if low > SINK * even else "no sink"
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
         said.append(
-            f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of "
-            f"the attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); "
-            f"after, to the first that is kept: {listed(after)}."
+            f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) "
+            f"of the attention of {layers} goes to the first entry, {found} (even: {even:.1f} "
+            f"%); afterwards, to the first kept entry: {listed(after)}."
         )
     return " ".join(said)
 
@@ -236,7 +238,7 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
     ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
     what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
     said = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
-    rule = f"Mean step {what}, times a bare step, which evicts nothing"
+    rule = f"Mean step {what}, relative to a bare step, which evicts nothing"
     return f"{rule}: {'; '.join(said)}." if said else ""
 
 
@@ -249,13 +251,13 @@ def by_batch(rows: Sequence[Row]) -> str:
         if first in at and last in at:
             gains.setdefault(label, []).append(at[last] / at[first])
     spans = [f"{label} {spread(values, 1)}" for label, values in gains.items()]
-    return f"Batch {last} by batch {first}, tokens/s: {'; '.join(spans)}."
+    return f"Batch {last} relative to batch {first}, tokens/s: {'; '.join(spans)}."
 
 
 def answers(rows: Sequence[Row]) -> str:
     """Return how far back exact answers reach."""
     if not (most := max(row["accuracy"] for row in rows)):
-        return "No answer is right with any method, so these losses are no merit."
+        return "No answer is right with any method, so these losses mean little."
     right = grouped([row for row in rows if row["accuracy"] >= 0.5], in_words).items()
     if not right:
         return f"No method answers half of the queries of any distance: {most:.2f} at most."
@@ -290,7 +292,7 @@ def readable(rows: Sequence[Row], what: str = "chunks") -> str:
     most, least = (f"{100 * row['readable']:.0f} %" for row in (ranked[0], ranked[-1]))
     if most == least:
         return f"Readable {what}: {most}{' of each' * (len(rows) > 1)}."
-    few = "" if readable_apart(ranked[0], ranked[-1]) else ", of too few runs to tell them apart"
+    few = "" if readable_apart(ranked[0], ranked[-1]) else ", from too few runs to distinguish them"
     ends = f"{most} ({in_words(ranked[0])}) to {least} ({in_words(ranked[-1])})"
     return f"Readable {what}: {ends}{few}."
 
@@ -309,6 +311,6 @@ def beside(rows: Iterable[Row]) -> str:
         if readable_apart(row, base):
             side = told["less" if row["readable"] < share else "more"]
             side.append(f"{in_words(row)} {100 * row['readable']:.0f} %")
-    none = f"none is told from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
+    none = f"none differs from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
     said = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
     return f"{'; '.join(said or [none])}."

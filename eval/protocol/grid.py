@@ -125,7 +125,7 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
     names: dict[Path, str] = {}
     asked = settings.aligner or ()
     if not asked and (trained := trained_for(settings, model)):
-        log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
+        log.warning("using %s, trained here: none ships for %s", trained, settings.model)
         asked = (str(trained),)
     for name in asked:
         names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)

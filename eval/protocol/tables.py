@@ -15,8 +15,8 @@ from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
-    f"No intervals: they take {MIN_LABELS} labels or more (--num-tokens), and without them no "
-    "difference is told from chance."
+    f"No intervals: they need {MIN_LABELS} labels or more (--num-tokens). Without them "
+    "differences may be chance."
 )
 
 

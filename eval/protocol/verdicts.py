@@ -16,8 +16,9 @@ DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
 MEANING = (
-    "As good: the 95 % interval of the ratio holds 1 or lies below it, and ends below "
-    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1; failing: and the ratio is above {FAR:g}."
+    "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
+    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
+    f"above {FAR:g}."
 )
 
 

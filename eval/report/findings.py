@@ -103,7 +103,7 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
     if not reference or not others:
         return _alone(rows, where)
     by = {v: [row for row in others if verdict(row) is v] for v in Verdict}
-    few = f"{others[0]['num_labels']} labels give no intervals, which take {MIN_LABELS}; "
+    few = f"{others[0]['num_labels']} labels give no intervals, which need {MIN_LABELS}; "
     leads = {
         Verdict.GOOD: (f"{AS_GOOD} {reference}", ""),
         Verdict.WORSE: (WORSE, ""),
@@ -117,8 +117,8 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
         if by[v]
     ]
     if growing := [row for row in others if drifts(row)]:
-        rule = "drift is the ratio in the last quarter of the labels by that in the first: "
-        sentences += [Sentence("An error adds up", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
+        rule = "drift is the ratio in the last quarter of the labels relative to the first: "
+        sentences += [Sentence("Errors accumulate", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
     return f"{where}, {conclusions.compared(others, reference)}.", sentences
 
 
@@ -136,7 +136,7 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
         figures = spread((row["perplexity"] for row in rows), 1)
         alone = Sentence("Perplexity", f"{label} {figures}.")
         return f"{where} {label} was measured alone.", [alone]
-    headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."
+    headline = f"{where} there is no reference, so no ratios: give --reference recompute."
     return headline, [Sentence("Lowest perplexity", f"{conclusions.lowest(rows)}.")]
 
 
@@ -149,7 +149,7 @@ def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
         said += _of(f"{what}, C = {size}", conclusions.beside(group))
         loops = [row for row in group if row["repetition"] >= REPEATS]
         shares = [f"{in_words(row)} ({100 * row['repetition']:.0f} %)" for row in loops]
-        text = f"most is there twice, so readable words say little: {'; '.join(shares)}."
+        text = f"most repeats, so readable words say little: {'; '.join(shares)}."
         lead = f"Repetition, {what[0].lower()}{what[1:]}, C = {size}"
         said += [Sentence(lead, text)] if loops else []
     return said

@@ -53,8 +53,8 @@ def read(folder: Path) -> Results:
         document["command"] = filled_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
-            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
-            "`kvalign eval ... --json` prints there as .json files"
+            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put the "
+            "output of `kvalign eval ... --json` there as .json files"
         )
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
     paths = [folder / PREPARED / f"{name}.json" for name in tuned]
@@ -124,7 +124,7 @@ def read_document(path: Path) -> Document:
             raise UserError(f"rows.method: at most {_MOST_METHODS} methods, got {num}")
         evaluation.check(document)
     except UserError as error:
-        raise UserError(f"{path} is no document of `kvalign eval --json`: {error}") from None
+        raise UserError(f"{path} is not a document of `kvalign eval --json`: {error}") from None
     return document
 
 

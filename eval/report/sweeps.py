@@ -11,16 +11,16 @@ from kvalign.eval.report.suite_file import PaperSweep
 from kvalign.foundation.console import Entry
 
 ABOUT = (
-    "Trials of kvalign tune, drawn at random from the space of the paper's table 1, best first; "
-    "ASHA stops those that are behind."
+    "Trials of kvalign tune, drawn at random from the search space of the paper's table 1, "
+    "best first; ASHA stops those that fall behind."
 )
 FIGURES = {
     "hidden1": Column("hidden 1"),
     "hidden2": Column("hidden 2"),
     "batch_size": Column("batch"),
     "lr": Column("learning rate", 5),
-    "val_loss": Column("validation loss", 5, "lower", "mean squared error of a number"),
-    "input_label_mse": Column("left stale", 5, about="the same error of entries left as they are"),
+    "val_loss": Column("validation loss", 5, "lower", "mean squared error per number"),
+    "input_label_mse": Column("left stale", 5, about="the same error without realignment"),
 }
 _TRIAL = {
     "trial": Column("trial", None),

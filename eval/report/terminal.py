@@ -63,7 +63,7 @@ def print_meanings(tables: list[Table]) -> None:
     """
     means = {column.title: column.about for table in tables for column in table.columns}
     if any(entry.is_best for table in tables for row in table.rows for entry in row):
-        means["★"] = "the best of its column; none is where its interval overlaps another"
+        means["★"] = "the best of its column; none if its interval overlaps another"
     console = console_for(pipe_width=ROW_WIDTH)
     for title, about in means.items():
         if about:

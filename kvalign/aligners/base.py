@@ -198,13 +198,13 @@ class Aligner(
             )
         if sizes.cache_size >= self.config.chunk_len:
             raise UserError(
-                f"cache_size must be at most {self.config.chunk_len - 1} with {named} (it was "
-                f"made with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
+                f"cache_size must be at most {self.config.chunk_len - 1} with {named} (its "
+                f"chunk_len is {self.config.chunk_len}), got {sizes.cache_size}"
             )
         if sizes.last_position >= self.config.chunk_len:
             raise UserError(
                 f"realign_every must be at most {self.config.chunk_len - sizes.cache_size} with "
-                f"{named} and cache_size {sizes.cache_size} (it was made with chunk_len "
+                f"{named} and cache_size {sizes.cache_size} (its chunk_len is "
                 f"{self.config.chunk_len}, and positions run on), got {sizes.realign_every}"
             )
 
@@ -308,7 +308,7 @@ def _no_aligner(name: str) -> str:
     known = ", ".join(checkpoints.ALIGNERS)
     return (
         f"no aligner {name!r}: neither a folder nor on the hub{hub.why_not()}{hint} (shipped: "
-        f"{known}; those of yours: kvalign aligners)"
+        f"{known}; yours: kvalign aligners)"
     )
 
 

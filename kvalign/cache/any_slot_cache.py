@@ -77,12 +77,13 @@ class AnySlotCache(FixedSizeCache):
         name, policy = spec.name or "this model", self.policy.name
         if spec.model_type not in REGISTERED:
             raise UserError(
-                f"policy {policy} reads attention weights, which {spec.model_type} models do not "
-                "expose: take key-norm, keydiff or random"
+                f"policy {policy} reads attention weights, which {spec.model_type} models do "
+                "not expose: use key-norm, keydiff or random"
             )
         if window_of(self.config) is not None:
             raise UserError(
-                f"policy {policy} reads attention over all entries; layers of {name} see a window"
+                f"policy {policy} reads attention over all entries, but layers of {name} see "
+                "only a window"
             )
 
     def index(self, row: int = 0) -> Tensor:

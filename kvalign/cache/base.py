@@ -170,8 +170,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         most = self.sizes.first_input_len
         if num_new > most and segment is None:
             raise UserError(
-                f"this cache takes at most cache_size + 1 = {most} tokens at once, got {num_new}: "
-                "feed them in parts, or let kvalign.stream_tokens do it"
+                f"this cache takes at most cache_size + 1 = {most} tokens at once, got "
+                f"{num_new}: feed them in parts, or use kvalign.stream_tokens"
             )
         self.check_rows(num_rows)
         if num_new > 1 and len(set(self.seen)) > 1:

@@ -43,16 +43,16 @@ def default_size(
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
-    limits = [DefaultSize(MOST, "the most that is taken unasked")]
+    limits = [DefaultSize(MOST, "the largest default")]
     if spec.context_len is not None:
         room = spec.context_len - 1 - run_on
-        limits.append(DefaultSize(room, f"the room in the context length {spec.context_len}"))
+        limits.append(DefaultSize(room, f"the context length {spec.context_len}"))
     if longest is not None:
-        limits.append(DefaultSize(longest - run_on, "the most that its aligner is for"))
+        limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
     if (free := _free_bytes(model)) is not None:
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
         held = int(free * _SHARE / num_streams / (of_an_entry * _ROOM))
-        limits.append(DefaultSize(max(held, _LEAST), "the room in a quarter of the free memory"))
+        limits.append(DefaultSize(max(held, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
         limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)

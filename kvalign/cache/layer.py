@@ -44,9 +44,9 @@ class StreamingLayer(CacheLayerMixin, Part):
             self.lazy_initialization(*new)
         elif (key_states.dtype, key_states.device) != (self.dtype, self.device):
             raise UserError(
-                f"this stream's entries are {self.dtype} on {self.device}, the model now gives "
-                f"{key_states.dtype} on {key_states.device}: reset() the stream, or convert the "
-                "model back and load a saved stream"
+                f"this stream's entries are {self.dtype} on {self.device}, but the model now "
+                f"gives {key_states.dtype} on {key_states.device}: reset() the stream, or "
+                "convert the model back and load a saved stream"
             )
         step = self.cache.enter(self.layer_idx, new)
         found = self.take(step, new)
@@ -115,7 +115,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         if step is None or not self.is_initialized:
             return None, None
         if step.uneven is not None:
-            raise UserError("the rows of this cache differ: select one to look at it")
+            raise UserError("the rows of this cache differ: select one to see its entries")
         return cat(self.pieces(step))
 
     def get_seq_length(self) -> int:

@@ -62,8 +62,8 @@ class MemoryCache(StreamingCache):
             )
         if realigner is None:
             raise UserError(
-                f"memory needs an aligner on {name}, to place what it takes back: take method "
-                "kvalign"
+                f"memory needs an aligner on {name}, which places the entries that are taken "
+                "back: use method kvalign"
             )
         seen_at_most = window_of(config)
         if seen_at_most is not None and seen_at_most <= sizes.cache_size:
@@ -76,7 +76,7 @@ class MemoryCache(StreamingCache):
             raise UserError(f"memory does not work with {name}: its layers rotate keys differently")
         if sizes.realign_every > 1:
             raise UserError(
-                f"memory needs realign_every 1: each step places all entries, got "
+                "memory needs realign_every 1, since each step places all entries, got "
                 f"{sizes.realign_every}"
             )
         assert num_positions is not None
@@ -84,7 +84,7 @@ class MemoryCache(StreamingCache):
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
         born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
         if by_age and not is_free and not isinstance(born.aligner, TableAligner):
-            raise UserError("recall_places=age on learned positions needs a table: take rank")
+            raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.recalls, self.grows = Recalls(sizes, born, places), grows
         self._num_pending = 0  # tokens fed one by one that are not in the memories yet
         super().__init__(spec, sizes, realigner)
@@ -104,8 +104,8 @@ class MemoryCache(StreamingCache):
         so_far, most = max(self.seen, default=0), self.sizes.first_input_len
         if segment is None and num_new > 1 and so_far and so_far + num_new > most:
             raise UserError(
-                f"a cache with a memory takes one token at a time once it is full, got {num_new}: "
-                "let kvalign.stream_tokens feed them"
+                f"a full cache with a memory takes one token at a time, got {num_new}: feed "
+                "them with kvalign.stream_tokens"
             )
         super()._check_takes(num_rows, num_new, segment)
 

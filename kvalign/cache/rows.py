@@ -23,7 +23,7 @@ class Rows(NotPickled, ABC):
         seen: number of tokens that each row has been fed.
     """
 
-    instead = "a cache is not pickled: state() gives its tensors, restore() takes them up"
+    instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     seen: list[int]
     layers: list[Any]
     realigner: Realigner

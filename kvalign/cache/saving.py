@@ -48,7 +48,7 @@ class Saving(Rows):
         num_rows = state["seen"].numel() if "seen" in state else 0
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
         if not all(0 < n < 2**62 for n in seen) or not seen:
-            raise UserError("a stream's rows must have seen a token at least")
+            raise UserError("each row of a stream must have at least one token")
         spec = spec_of(model.config)
         restore_states(self.layers, state, num_rows, model)
         for layer in self.attention:

@@ -118,8 +118,8 @@ class CacheSizes:
             )
         if self.realign_every > 1 and not self.is_oldest:
             raise UserError(
-                "realign_every is for policy oldest with compact positions: others place all "
-                f"entries at each step, got {self.realign_every}"
+                "realign_every is for policy oldest with compact positions: other settings "
+                f"place all entries at each step, got {self.realign_every}"
             )
 
     def _check_memory(self) -> None:

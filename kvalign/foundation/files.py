@@ -204,7 +204,7 @@ def check_not_locked(folder: Path) -> None:
         with FileLock(folder / LOCK, timeout=0):
             pass
     except Timeout:
-        remedy = "end that, or work on a copy elsewhere"
+        remedy = "end that run, or work on a copy"
         raise UserError(f"{folder} is in use by a run that writes to it: {remedy}") from None
 
 

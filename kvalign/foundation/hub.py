@@ -18,7 +18,7 @@ def why_not() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return ", which HF_HUB_OFFLINE keeps from being asked"
+        return ", which was not asked because HF_HUB_OFFLINE is set"
     return "" if is_reachable() else ", which does not answer"
 
 

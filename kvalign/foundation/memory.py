@@ -33,7 +33,7 @@ def check_room(num_bytes: int, what: str) -> None:
     """Raise UserError unless so many bytes are free; the message begins with `what`."""
     free = free_bytes()
     if free is not None and num_bytes > free:
-        raise UserError(f"{what} need {size(num_bytes)} of memory, {size(free)} are free here")
+        raise UserError(f"{what} need {size(num_bytes)} of memory, but only {size(free)} are free")
 
 
 def size(num_bytes: float) -> str:

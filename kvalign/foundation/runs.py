@@ -60,7 +60,7 @@ class ResumableRun:
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
-            what = f"a run of other settings ({field})"
+            what = f"a run with other settings ({field})"
             raise ExistsError(f"{self.folder} holds {what}: {self.remedy}")
         return "finished" if self.result_path.exists() else "unfinished"
 

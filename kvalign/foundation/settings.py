@@ -239,7 +239,7 @@ def check_output(path: Path, output: Output, name: str = "--out") -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        reason = f"{there} is not yours to write in ({error.strerror})"
+        reason = f"{there} is not writable for you ({error.strerror})"
         raise UserError(f"{name} {path} cannot be written: {reason}") from None
 
 
@@ -282,8 +282,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 OF_WEIGHTS = (
-    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the weights of all products "
-    "were stored in 4 bits, else float32"
+    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the file has the weights "
+    "of all products in 4 bits, else float32"
 )
 
 
@@ -309,11 +309,11 @@ POLICY = "which entries are evicted (kvalign policies)"
 NUM_RECENT = (
     "newest entries that are never evicted (default: a quarter of the entries after the sinks)"
 )
-MEMORY = "evicted tokens to keep; each step takes back the entries that its query chooses"
+MEMORY = "evicted tokens to store; each step takes back the entries that match its query"
 NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
 RECALL_LAYERS = "layers with a memory, counted from 0, such as 7,15-29 (default: all)"
-RECALL_PLACES = "placing of the entries taken back (default: age on rotary positions, else rank)"
+RECALL_PLACES = "positions of the entries taken back (default: age on rotary positions, else rank)"
 POSITIONS = (
-    "compact: an entry's position is its place among the kept ones; keep: entries keep their "
-    "original positions, until the context length ends"
+    "compact: an entry has the position of its cache slot; keep: entries keep their original "
+    "positions, until the context length ends"
 )

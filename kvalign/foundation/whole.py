@@ -20,7 +20,7 @@ class Whole:
         """Raise UserError if an exception or Ctrl-C interrupted a change."""
         if not (self._is_whole or self.is_changing):
             raise UserError(
-                "this stream was interrupted inside a step and cannot continue: reset() it, or "
+                "this stream was interrupted within a step and cannot continue: reset() it, or "
                 "load a saved one"
             )
 

@@ -48,7 +48,7 @@ def age(subject: Subject) -> Aged:
     """Feed a stream until entries have been moved back at least once, and keep it."""
     stream = subject.stream(is_watched=True)
     if stream.watched is None:
-        raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")
+        raise NotApplicableError("it re-encodes the kept tokens: there is no cache to look at")
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
     if isinstance(stream.cache, FixedSizeCache):

@@ -132,7 +132,7 @@ def _comparable(subject: Subject) -> LongRun:
     run = long_run(subject)
     if run.most_apart > OTHER:
         raise NotApplicableError(
-            "in half precision it keeps other tokens, so the two runs do not compare"
+            "in half precision it keeps other tokens, so the two runs cannot be compared"
         )
     return run
 
@@ -140,12 +140,13 @@ def _comparable(subject: Subject) -> LongRun:
 @invariant(
     "in half precision old entries are as exact as new ones",
     unit="old by new",
-    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
+    look_at="entries rounded at each move: move them rarely, from their original form, or in "
+    "float32",
 )
 def half_entries(subject: Subject) -> Measured:
     run = _comparable(subject)
     if not run.entries:
-        raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
+        raise NotApplicableError("it re-encodes the kept tokens: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
     errors = torch.stack([errors[:, -width:] for errors in run.entries]).mean(0)  # [2, S]
     ratios = errors / errors[:, -1:]
@@ -165,7 +166,7 @@ def half_entries(subject: Subject) -> Measured:
 def half_logits(subject: Subject) -> Measured:
     run = _comparable(subject)
     if isinstance(subject.stream().cache, MemoryCache):
-        raise NotApplicableError("in half precision it takes back other entries of its memory")
+        raise NotApplicableError("in half precision it takes back other entries from its memory")
     config = subject.model.config
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         raise NotApplicableError("in half precision its tokens go to other experts")
@@ -177,8 +178,7 @@ def half_logits(subject: Subject) -> Measured:
 @invariant(
     "the distance to re-encoding is finite and does not grow with the stream",
     unit="nats",
-    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
-    "on",
+    look_at="errors that accumulate at evictions: moves from moved entries, positions that run on",
 )
 def kl(subject: Subject) -> Measured:
     run = long_run(subject)

@@ -178,7 +178,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
 
 
 @invariant(
-    "a memory holds each evicted entry, up to rounding",
+    "a memory stores each evicted entry, up to rounding",
     unit="other entries",
     look_at="the memory's entries: each once, without its position, in the model's precision",
 )
@@ -201,9 +201,9 @@ def stored(subject: Subject) -> Measured:
 
 
 @invariant(
-    "an entry taken back acts as if it had been computed at its new place",
+    "an entry taken back acts as if it had been computed at its new position",
     unit="sd of attention",
-    look_at="the slot, order, row and head of an entry that is taken back, and its new place",
+    look_at="the slot, order, row and head of an entry that is taken back, and its new position",
 )
 def recalled(subject: Subject) -> Measured:
     remembered = remember(subject)
@@ -213,8 +213,8 @@ def recalled(subject: Subject) -> Measured:
 
 
 @invariant(
-    "a memory of no more entries than are taken back is the window that they were",
-    look_at="lost tokens: each token must be in the window or in the memory, and only in one",
+    "a memory with no more entries than are taken back equals a longer window",
+    look_at="lost tokens: each token must be either in the window or in the memory",
 )
 def all_recalled(subject: Subject) -> Measured:
     """When all is recalled, the entries lie side by side: by rank and by age alike."""

@@ -147,7 +147,7 @@ class Stream:
         born = self.watched.born()[1][row, :, :-1]
         found = matches(values, born)
         if None in found:
-            raise NotApplicableError("values are changed, so its tokens cannot be told")
+            raise NotApplicableError("values are changed, so its tokens cannot be identified")
         return sorted(place for place in found if place is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
@@ -162,7 +162,7 @@ class Stream:
 
     def repeat(self, repeats: int) -> None:
         if self.cache is None:
-            raise NotApplicableError("it has no cache whose rows could be repeated")
+            raise NotApplicableError("it has no cache with rows to repeat")
         self.cache.batch_repeat_interleave(repeats)
 
     def loaded(self, empty: Cache | Method) -> "Stream":

@@ -38,8 +38,8 @@ METHODS: Registry[type[Method]] = Registry(
 AUTO = "auto"
 """In place of a name, and the default: the method that fits the model."""
 AUTO_ABOUT = (
-    "the default: kvalign where an aligner is at hand; without, streaming-llm on rotary and ALiBi "
-    "positions, discard-half on learned ones"
+    "the default: kvalign if an aligner is available; otherwise streaming-llm on rotary and "
+    "ALiBi positions, discard-half on learned ones"
 )
 
 
@@ -129,7 +129,7 @@ def make_method(
     aligner = sizes_asked.pop("aligner", None)
     if name == AUTO:
         name, why = choose(inner, cache_size=cache_size, aligner=aligner)
-        log.info("auto takes %s: %s", name, why)
+        log.info("auto uses %s: %s", name, why)
     cls = METHODS[name]
     for size in cls.not_taken():
         if (value := sizes_asked.pop(size, None)) is not None:
@@ -192,7 +192,7 @@ def make_cache(
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
                 f"no cache keeps entries correct on {_described(model)}: {lack}; train one "
-                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or take "
+                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or use "
                 "method streaming-llm, which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
@@ -217,9 +217,9 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(
-            f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            f"needs none, or train one ({how_to_train(model)}) and give its folder (--aligner, "
-            "aligner=)"
+            f"no aligner ships for {_described(model)}: use method {choose(model).method}, "
+            f"which needs none, or train one ({how_to_train(model)}) and give its folder "
+            "(--aligner, aligner=)"
         )
     return Aligner.from_pretrained(name)
 

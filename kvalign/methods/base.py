@@ -39,7 +39,9 @@ class Method(NotPickled, ABC):
         UserError: more entries than the model has positions for.
     """
 
-    instead = "a method is not pickled: state() gives its stream's tensors, restore() takes them up"
+    instead = (
+        "a method cannot be pickled: state() returns its stream's tensors, restore() restores them"
+    )
     name: ClassVar[str]
     about: ClassVar[str]
     default_num_sinks: ClassVar[int] = 4
@@ -139,7 +141,9 @@ class Method(NotPickled, ABC):
         for one in others:
             same = isinstance(one, type(self)) and one.model is self.model
             if not same or one.sizes != self.sizes:
-                raise UserError(f"others must be made alike, {self.in_words}, got {one!r:.80}")
+                raise UserError(
+                    f"others must have the same arguments, {self.in_words}, got {one!r:.80}"
+                )
 
     def new(self) -> Self:
         """New method with the same arguments, which has been fed nothing."""

@@ -125,7 +125,9 @@ def in_figures(folder: Path) -> str:
         try:  # what a config says of training is informative
             said = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
             if shipped := part["judged"].get("shipped"):
-                said += f", {math.exp(shipped['val_nll']):.4g} by the shipped {shipped['aligner']}"
+                said += (
+                    f", {math.exp(shipped['val_nll']):.4g} with the shipped {shipped['aligner']}"
+                )
             return said
         except (TypeError, KeyError, AttributeError, OverflowError):
             continue
@@ -139,8 +141,8 @@ def warn_if_stale(method: Method) -> None:
     if method.goes_stale:
         better = choose(method.model, cache_size=method.sizes.cache_size).method
         _warn_once(
-            f"{method.name}: {method.spec.name or 'this model'} has learned positions, so entries "
-            f"that stay go stale at each eviction and the text with them; auto takes {better}"
+            f"{method.name}: {method.spec.name or 'this model'} has learned positions, so kept "
+            f"entries become stale at each eviction, and the text degrades; auto uses {better}"
         )
 
 
@@ -148,8 +150,8 @@ def warn_if_too_long(method: Method, num_tokens: int) -> None:
     """Log, once for a size, that an input of so many tokens is longer than the cache."""
     if method.warns and (num := method.num_forgotten(num_tokens)):
         _warn_once(
-            f"{num} of the input's {num_tokens} tokens are out of the cache of "
-            f"{method.sizes.cache_size} once it is read, and forgotten: a larger cache keeps more"
+            f"{num} of the input's {num_tokens} tokens do not fit in the cache of "
+            f"{method.sizes.cache_size} and are forgotten: a larger cache keeps more"
         )
 
 

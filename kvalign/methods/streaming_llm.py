@@ -14,7 +14,9 @@ from kvalign.methods.cached import Cached
 
 class StreamingLLM(Cached):
     name = "streaming-llm"
-    about = "keeps sinks and a window; rotary keys keep their distances, learned positions go stale"
+    about = (
+        "keeps sinks and a window; rotary keys keep their distances, learned positions become stale"
+    )
 
     def realigner(self) -> Realigner | None:
         return realigner_of(self.model)

@@ -159,8 +159,8 @@ def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
     states = tuple(i for i, kind in enumerate(kinds) if kind in _STATES)
     if states and config.model_type not in FAMILIES:
         raise UserError(
-            f"{name or 'this model'} is a {config.model_type!r} model, some of whose layers have a "
-            "state in place of attention: only those of lfm2 are known"
+            f"{name or 'this model'} is a {config.model_type!r} model with layers that have a "
+            "state instead of attention: only those of lfm2 are known"
         )
     return states
 
@@ -223,8 +223,8 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
             found = rotation_trial.measured(model, spec.context_len, is_bounded)
         except UserError as error:
             raise UserError(
-                f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be moved: "
-                f"{error}; take method discard-half or recompute, which move none"
+                f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "
+                f"moved: {error}; use method discard-half or recompute, which move none"
             ) from None
         _rotations[model] = found
     return _rotations[model]

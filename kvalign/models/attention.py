@@ -25,8 +25,8 @@ OWN_ATTENTION = {
     "mpt": "ALiBi in a class of its own",
     "codegen": "a class of its own",
     "falcon": "classes of its own",
-    "gemma2": "scores that are capped",
-    "gpt_oss": "sink logits that are learned",
+    "gemma2": "scores with a cap",
+    "gpt_oss": "learned sink logits",
     "gptj": "a class of its own",
     "lfm2": "convolutions beside it",
 }

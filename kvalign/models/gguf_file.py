@@ -108,7 +108,7 @@ def read(
             **_in_folder(path),
         )
         if missing := sorted(found["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_folder(path))
     # A plain model, which can be saved.
     model.hf_quantizer = model.quantization_method = None

@@ -38,8 +38,8 @@ def encoded(
     size = model.config.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise UserError(
-            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: is the "
-            "tokenizer its own?"
+            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: does "
+            "the tokenizer belong to the model?"
         )
     return ids
 
@@ -52,7 +52,7 @@ def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {found}")
     if ids.layout is not torch.strided or ids.is_meta:
-        raise UserError("ids must be a tensor with numbers in it, got one of device meta or sparse")
+        raise UserError("ids must be a tensor with numbers, got one of device meta or sparse")
     if ids.numel() == 0:
         raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
     if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):

@@ -97,9 +97,11 @@ def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str
     if weights == "auto" and dtype != DTYPES[0]:
         return dtype, dtype
     if dtype not in (DTYPES[0], weights):
-        raise UserError(f"weights {weights} and dtype {dtype} contradict: leave out dtype")
+        raise UserError(
+            f"weights {weights} and dtype {dtype} contradict each other: leave out dtype"
+        )
     if weights in packed.PACKED and not device.startswith("cpu"):
-        raise UserError(f"weights of {weights} are multiplied on a cpu only, got device {device}")
+        raise UserError(f"weights of {weights} need a cpu, got device {device}")
     return (weights if weights in DTYPES else dtype), weights
 
 
@@ -120,6 +122,6 @@ def check_device(device: str) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         if device == "meta" or any(words in reason for words in _NO_WORDS):
             reason = (
-                "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
+                "did you mean cuda?" if device == "gpu" else "known: cpu, cuda, cuda:1, mps, ..."
             )
         raise UserError(f"device {device!r} is not available here: {reason}") from error

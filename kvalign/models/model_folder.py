@@ -66,7 +66,7 @@ def read(
             **_local(source),
         )
         if missing := sorted(found["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
             raise UserError("its tokenizer has no vocabulary: tokenizer.json is missing, or empty")
@@ -139,7 +139,9 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
     num_needed = sum(x.numel() for x in model.parameters())
     if 0 < num_found < num_needed:
-        raise UserError(f"config.json asks for {num_needed} weights, its files have {num_found}")
+        raise UserError(
+            f"config.json asks for {num_needed} weights, but its files have {num_found}"
+        )
 
 
 @contextmanager
@@ -157,14 +159,14 @@ def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
         said = " ".join(str(error).split()) or type(error).__name__
         if "'NoneType' object" in said:
-            said = "transformers has no class for what it names"
+            said = "transformers has no class for its architecture"
         if isinstance(error, KeyError):
             said = f"it lacks {said}"
         return f"cannot load a model from folder {source!r}: {said:.{_LONGEST}}"
     if not isinstance(error, OSError | ValueError):
         return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
     if name in fetched.MODELS:
-        return f"{name} is not here: {fetched.how_to_fetch(name)}"
+        return f"{name} is not fetched yet: {fetched.how_to_fetch(name)}"
     if hub.is_path(name):
         return f"no model {name!r}: there is no such folder or file"
     near = nearest(name, [*checkpoints.MODELS, *fetched.MODELS])

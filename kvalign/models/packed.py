@@ -251,7 +251,7 @@ def _block_of_kernel() -> int:
         found = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
         if torch.equal(found.reshape(_BLOCK, GROUP).int(), q):
             return block
-    raise AssertionError("a layout of 4-bit weights that is not known")
+    raise AssertionError("unknown layout of 4-bit weights")
 
 
 @functools.cache

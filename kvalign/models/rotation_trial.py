@@ -99,8 +99,9 @@ def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) 
                 break
         else:
             raise UserError(
-                f"a key of layer {i} is not moved by rotation: {min(errors):.2g} of its size off "
-                f"at best, of {len(candidates) - 1} rotations by the model's own frequencies"
+                f"no rotation moves a key of layer {i}: {min(errors):.2g} of its size is the "
+                f"smallest difference, among {len(candidates) - 1} rotations by the model's own "
+                "frequencies"
             )
         if (apart := _apart(layer.values[:, :, 0])) > near:
             raise UserError(

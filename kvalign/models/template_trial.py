@@ -54,7 +54,7 @@ def fault_of(template: object, values: Mapping[str, object]) -> str:
     if all(map(_is_small, asked)):
         return ""
     most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
-    return f"it takes over {most} for a word"
+    return f"it needs over {most} for a word"
 
 
 @lru_cache(maxsize=16)

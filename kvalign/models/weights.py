@@ -53,7 +53,7 @@ def opened(path: Path, what: str) -> Iterator[Any]:
     """Safetensors file whose header was compared with its size; UserError if it is invalid."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:

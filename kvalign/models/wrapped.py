@@ -23,8 +23,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             kind = type(model.active_peft_config).__name__
             raise UserError(
-                f"a model with {kind} puts its own tokens before each input, which a cache does "
-                "not know: use an adapter that changes layers, such as LoRA"
+                f"a model with {kind} puts its own tokens before each input, unknown to a "
+                "cache: use an adapter that changes layers, such as LoRA"
             )
         held = (getattr(model, name, None) for name in _HELD_AS)
         model = next((inner for inner in held if isinstance(inner, nn.Module)), None)

@@ -42,7 +42,7 @@ def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
 
     class Pressed(Policy):
         name = title
-        about = f"evicts the entry that {title} of kvpress scores lowest"
+        about = f"evicts the entry with the lowest score of {title} of kvpress"
 
         def score(self, seen: Seen) -> Tensor:
             rows = [_score_row(press, seen, row) for row in range(len(seen.num_fed))]

@@ -232,15 +232,15 @@ def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         what = mode.value.replace("_", " ")
         asks = "assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers"
-        raise UserError(f"streaming has no {what}: leave out what asks for it ({asks})")
+        raise UserError(f"streaming has no {what}: leave out {asks}")
     own = model.generation_config.cache_implementation
     if config.cache_implementation not in (None, own):
         got = config.cache_implementation
-        raise UserError(f"streaming has a cache of its own: leave out cache_implementation={got!r}")
+        raise UserError(f"streaming has its own cache: leave out cache_implementation={got!r}")
     if model_kwargs.get("inputs_embeds") is not None:
-        raise UserError("streaming takes the ids of tokens: input_ids in place of inputs_embeds")
+        raise UserError("streaming needs token ids: input_ids instead of inputs_embeds")
     if config.return_dict_in_generate:
-        raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
+        raise UserError("streaming returns only ids: return_dict_in_generate must be False")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UserError("stream_generate begins a new stream: leave past_key_values out")

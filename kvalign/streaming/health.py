@@ -22,7 +22,7 @@ def no_token(logits: Tensor, method: Method) -> RunError:
     """Return the error for logits [B, V] from which no token can be chosen."""
     if logits.isfinite().all():
         return RunError(
-            "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
+            "no token is left to choose: penalties or no_repeat_ngram_size exclude all of them"
         )
     return RunError(f"this stream has ended: {reason(method)}")
 
@@ -71,4 +71,4 @@ def reason(method: Method) -> str:
     which = " and ".join(parts)
     if method.model.dtype == torch.float32:
         return f"the logits are not finite, though the weights of {which} are: they overflow"
-    return f"the logits are not finite in {dtype}: take another precision, as float32 (--dtype)"
+    return f"the logits are not finite in {dtype}: use another precision, such as float32 (--dtype)"

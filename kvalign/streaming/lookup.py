@@ -88,6 +88,6 @@ def check_lookup(method: Method) -> None:
     """Raise UserError unless a method can undo guesses."""
     if not (isinstance(method, Cached) and method.reads_ahead):
         raise UserError(
-            f"lookup is not for {method.in_words}, which cannot take back a wrong guess: it is for "
-            "kvalign with tables, streaming-llm and window, without a memory or another policy"
+            f"lookup does not work with {method.in_words}, which cannot undo a wrong guess: use "
+            "kvalign with tables, streaming-llm or window, without a memory or another policy"
         )

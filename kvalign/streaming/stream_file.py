@@ -118,8 +118,8 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
             metadata = file.metadata() or {}
             if metadata.get("format") == _BEFORE:
                 raise UserError(
-                    f"{path} was saved by kvalign 0.1, whose format differs: begin the "
-                    "stream anew from its text"
+                    f"{path} was saved by kvalign 0.1 in another format: start the stream again "
+                    "from its text"
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
@@ -145,7 +145,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
         )
     if saved.weights not in (None, weights := weights_of(model)):
         raise UserError(
-            f"it was made with weights of {saved.weights}, those of this model are {weights}: load "
+            f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
             f"it with weights={saved.weights} (--weights {saved.weights})"
         )
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
@@ -155,7 +155,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith("method.") for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
-        raise UserError("its numbers of tokens do not fit together")
+        raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
 

@@ -306,7 +306,7 @@ def load_stream(
         sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
-            raise UserError("it was made with another aligner: name that one")
+            raise UserError("it was made with another aligner: give that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")

@@ -107,7 +107,7 @@ def test_a_table_keeps_nothing(folder):
     assert process.returncode == 130 and not (folder / "table").exists()
     assert (
         line
-        == "kvalign train: interrupted; nothing was kept; give the same command to begin again\n"
+        == "kvalign train: interrupted; nothing was kept; give the same command to start again\n"
     )
 
 

@@ -23,7 +23,7 @@ WRONG = [
     (f"{GENERATE} --policy keydiff --realign-every 4", "--realign-every is for policy oldest"),
     (f"{GENERATE} --policy keydiff --compile", "cannot be compiled"),
     (f"{GENERATE} --policy random {NETWORK}", "an aligner of kind network moves all entries by"),
-    (f"{GENERATE} --positions keep", "nothing to align: take method streaming-llm"),
+    (f"{GENERATE} --positions keep", "nothing to align: use method streaming-llm"),
     ("eval perplexity --policy h2o,best", "--policy must be one of .* got 'best'"),
     ("eval perplexity --positions nowhere", "--positions must be one of compact, keep"),
     ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "--num-recent must be between"),

@@ -73,7 +73,7 @@ BODIES = [
     (*chat(stop=""), 400, "stop"),
     (*chat(session="../../etc/passwd"), 400, "session"),
     (*chat(session="a" * 200), 400, "session"),
-    (*chat(trust_remote_code=True), 400, "trust_remote_code: no such parameter"),
+    (*chat(trust_remote_code=True), 400, "trust_remote_code: unknown parameter"),
     (*text(prompt=""), 400, "the prompt is empty"),
     (*text(prompt=[]), 400, "prompt"),
     (*text(prompt=[[]]), 400, "prompt"),
@@ -84,9 +84,9 @@ BODIES = [
     (*text(prompt="word", suffix="end"), 400, "suffix is not served here"),
 ]
 HEADERS = [
-    ({}, 401, "no API key"),
-    ({"Authorization": "Bearer wrong"}, 401, "no API key"),
-    ({"Authorization": "Basic secret"}, 401, "no API key"),
+    ({}, 401, "API key missing"),
+    ({"Authorization": "Bearer wrong"}, 401, "API key missing"),
+    ({"Authorization": "Basic secret"}, 401, "API key missing"),
     ({**KEY, "Content-Type": "text/plain"}, 415, "application/json"),
     ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not allowed here"),
     ({**KEY, **JSON, "Host": "[::1"}, 403, "is not allowed here"),
@@ -152,7 +152,7 @@ def test_headers(headers, status, message, post):
 def test_addresses(server):
     with httpx.Client(base_url=server.address, headers=KEY, timeout=PATIENCE_S) as client:
         is_form(client.get("/v1/nothing"), 404, "no such address")
-        is_form(client.get(CHAT), 405, "takes another method")
+        is_form(client.get(CHAT), 405, "needs another HTTP method")
         is_form(client.get("/v1/models/other"), 404, "is not served here")
         for path in ("/docs", "/openapi.json", "/v1/models/../../etc/passwd"):
             assert client.get(path).status_code == 404

@@ -47,7 +47,7 @@ def judged(losses, parts, num_sinks):
             {(0, ()): 2.999, (4, ()): 3.0, (4, BOTH): 2.998},
             ((), 4),
             ["20.09", "2.718", "20.05"],
-            "cannot be told from streaming-llm",
+            "is not distinguishable from streaming-llm",
         ),
     ],
 )

@@ -24,8 +24,8 @@ class AnchoredSettings(NetworkSizes, TableSettings):
 
     objective: str = option(
         "mse",
-        help="of the networks. mse: pairs of encodings; nll: the LM's own loss on the text; kl: "
-        "divergence from the LM that re-encodes at each step",
+        help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "
+        "the text; kl: divergence from the LM that re-encodes at each step",
         choices=("mse", "nll", "kl"),
     )
 

@@ -42,7 +42,7 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     lr: float = option(7e-4, help="learning rate", above=0, at_most=MOST_RATE)
     weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0, at_most=MOST_RATE)
     max_epochs: int = option(3, help="epochs at most", at_least=1)
-    max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
+    max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
     devices: int = option(1, help="number of devices", at_least=1, at_most=MOST_PROCESSES)

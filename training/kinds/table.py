@@ -33,7 +33,7 @@ class TableSettings(TextSettings):
     )
     init: str = option(
         "means",
-        help="start from means and scales over the text, from none, or from the table in an "
+        help="start from means and scales over the text, from nothing, or from the table in an "
         "aligner's folder, shipped name or hub id",
     )
     lr: float = option(
@@ -65,7 +65,7 @@ def train_table(
     if settings.objective in ("mse", "projected") and idle:
         names = ", ".join(idle)
         log.warning(
-            "%s: no effect on --objective %s, which takes no steps", names, settings.objective
+            "%s has no effect with --objective %s, which has no steps", names, settings.objective
         )
     return train_on_text(TableAligner, fit, settings, loaded)
 

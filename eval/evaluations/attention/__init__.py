@@ -53,9 +53,9 @@ class AttentionSettings(ComparisonSettings):
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_texts: int = option(
-        16, help="pieces of the text that are read side by side", at_least=2, at_most=MOST_HELD
+        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_HELD
     )
-    num_steps: int = option(8, help="steps watched of each, before and after", at_least=1)
+    num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class AttentionSettings(ComparisonSettings):
         if min(self.cache_sizes) < fewest:
             raise UserError(
                 f"--cache-sizes must be at least {fewest} for --num-steps {self.num_steps}, got "
-                f"{min(self.cache_sizes)}: the first step that is watched must see 24 entries"
+                f"{min(self.cache_sizes)}: the first observed step must see 24 entries"
             )
 
 
@@ -115,8 +115,8 @@ COLUMNS = {
     )
 }
 BY_LAYER = (
-    "The share of the first four entries in each layer. A sink is a line far above what an even "
-    "spread over all entries would give."
+    "The share of the first four entries in each layer. A sink is a line far above the share "
+    "of an even spread over all entries."
 )
 
 
@@ -125,9 +125,10 @@ class Attention(Evaluation):
     run = staticmethod(attention)
     heading = "Attention"
     about = (
-        "Mean attention weights over texts, before anything is evicted, and after everything but a "
-        "method's sinks has been evicted. The first entry of a window is its oldest. "
-        "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
+        "Mean attention weights over texts, before any eviction, and after everything but a "
+        "method's sinks has been evicted. The first entry of a window is its oldest. Models "
+        "that need attention sinks (Xiao et al. 2024) have a bright left edge before the "
+        "eviction."
     )
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
@@ -156,7 +157,7 @@ class Attention(Evaluation):
     def figure(self, document: Document) -> Drawing:
         from kvalign.eval.evaluations.attention.pictures import by_place
 
-        caption = "Attention by layer and place, and of the first four by head: "
+        caption = "Attention by layer and position, and of the first four by head: "
         return by_place(document), caption + self.title(document), sinks(document["rows"])
 
     def sections(self, documents: Documents) -> list[Section]:

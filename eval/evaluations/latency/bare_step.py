@@ -21,7 +21,7 @@ class BareStep(Method):
     """Bare step in the form of a method, to be timed among them; `make_method` does not know it."""
 
     name = FLOOR
-    about = "one pass over C + 1 entries, nothing evicted: a floor, no method"
+    about = "one pass over C + 1 entries, nothing evicted: a lower bound, not a method"
 
     def __init__(self, model: PreTrainedModel, cache_size: int):
         super().__init__(model, CacheSizes(cache_size, num_sinks=0))

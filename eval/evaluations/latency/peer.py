@@ -36,7 +36,7 @@ def file_of(model: str) -> Path:
     try:
         import xllamacpp  # noqa: F401
     except ModuleNotFoundError:
-        raise UserError(f"--peer {PEER} runs by xllamacpp: pip install 'kvalign[peer]'") from None
+        raise UserError(f"--peer {PEER} needs xllamacpp: pip install 'kvalign[peer]'") from None
     if model in fetched.MODELS:
         if file := fetched.gguf_path(model):
             return file

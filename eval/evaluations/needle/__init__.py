@@ -49,7 +49,7 @@ class NeedleSettings(ComparisonSettings):
 
     methods: tuple[str, ...] = option(
         ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense where the context length allows",
+        help="methods, comma-separated; dense only within the context length",
     )
     corpus: str = option(
         "python-docs", help="the text around the codes: python-docs, wikitext, text:PATH, ..."
@@ -68,7 +68,7 @@ class NeedleSettings(ComparisonSettings):
     )
     gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
     num_streams: int = option(
-        10, help="streams, each with text of its own", at_least=1, at_most=MOST_ROWS
+        10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the codes, the same for each method")
     plot: Path | None = option(None, help="also draw methods against distance (.png or .svg)")
@@ -112,7 +112,7 @@ COLUMNS = {
         "distance", weight=6, about="from the code to its question, in cache sizes", is_key=True
     ),
     "accuracy": share_column(
-        "accuracy", "codes found", "codes that are written, greedy, in all their digits", 5
+        "accuracy", "codes found", "codes that greedy decoding writes with all their digits", 5
     ),
     "distance_tokens": Column("tokens back", about="from the code to its question"),
 }
@@ -123,9 +123,9 @@ class NeedleEvaluation(Evaluation):
     run = staticmethod(needle)
     heading = "Needle in a stream"
     about = (
-        "Codes of five digits are hidden in a text, and each is asked for some way on, on a copy "
-        "of the stream. An answer is right if the model writes all digits, greedy: none is by "
-        "chance."
+        "Codes of five digits are hidden in a text, and each is asked for some distance later, "
+        "on a copy of the stream. An answer is right if greedy decoding writes all digits. "
+        "None is right by chance."
     )
     in_summary = ("accuracy",)
     columns = COLUMNS

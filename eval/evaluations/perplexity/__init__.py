@@ -62,12 +62,12 @@ class PerplexitySettings(ComparisonSettings):
     )
     keep: Path | None = option(
         None,
-        help="folder that keeps the loss of each token (Parquet); losses that it has are not "
+        help="folder that keeps the loss of each token (Parquet); losses in it are not "
         "computed again",
         writes="folder",
     )
     stepwise: bool = option(
-        False, help="one step a token, even if a faster way gives the same results"
+        False, help="one step per token, even if a faster way gives the same results"
     )
     plot: Path | None = option(
         None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
@@ -106,7 +106,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
 
 
-LAST_BY_FIRST = "the last quarter of the labels by that in the first"
+LAST_BY_FIRST = "the last quarter of the labels relative to the first"
 COLUMNS = {
     "num_labels": Column("labels", weight=0),
     "perplexity": Column(
@@ -122,7 +122,7 @@ COLUMNS = {
         "ratio",
         3,
         "lower",
-        "by the reference's, on the same labels; 95 %, paired moving blocks",
+        "relative to the reference, on the same labels; 95 %, paired moving blocks",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
@@ -135,14 +135,15 @@ MORE_COLUMNS = {
     "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
-    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
+    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss per label"),
     "seconds": Column("total s", 1, "lower", "time of the whole run", is_optional=True),
 }
 DRIFT = (
-    "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
-    "by the reference's on the same labels where there is one, which takes the text's own ups and "
-    "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
-    f"tables is the ratio in {LAST_BY_FIRST}. An error that is compounded climbs in both."
+    "The same perplexity along the stream, in cache sizes since the cache filled. With a "
+    "reference it is relative to the reference on the same labels, which removes the ups and "
+    "downs of the text itself. A point is a stretch of the stream, as long as all before it. "
+    f"The drift in the tables is the ratio in {LAST_BY_FIRST}. Errors that accumulate rise in "
+    "both."
 )
 
 
@@ -161,8 +162,8 @@ SLICES = {
 }
 """Recall slices by their names in a row."""
 TOTAL_TIME = (
-    "Every method made to step token by token, as it does when it generates (the paper's figure "
-    "3); a point is one cache size. To the lower left is better."
+    "Every method steps token by token, as when it generates (the paper's figure 3). A point "
+    "is one cache size; lower left is better."
 )
 TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
 
@@ -173,8 +174,8 @@ class Perplexity(Evaluation):
     heading = "Perplexity"
     about = (
         "exp(mean loss) over the same labels for every method at one cache size, after a first "
-        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows of "
-        "equal sinks: recompute and window keep none unless asked to."
+        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows "
+        "with equal sinks: recompute and window keep none by default."
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
@@ -266,11 +267,11 @@ class Perplexity(Evaluation):
             return None
         by = f" by {reference}'s" if (reference := settings["reference"]) else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
-        x, y = "cache sizes since it filled", f"perplexity{by}"
+        x, y = "cache sizes since the cache filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         of = f"{settings['model']}, {settings['corpus']}"
         rows = [row for row in document["rows"] if not is_reference(row, reference)]
-        return figure, f"Perplexity{by} as the stream goes on: {of}", by_drift(rows, reference)
+        return figure, f"Perplexity{by} along the stream: {of}", by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.plots import draw, perplexities

@@ -36,7 +36,7 @@ def hint_at_wrong_text(
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):
-        _warn(best, f"of the order of guessing among {vocab_size} tokens", corpus)
+        _warn(best, f"about that of guessing among {vocab_size} tokens", corpus)
         return
     of_model = _of_model(loaded.spec.name)
     pairs = [(row, _expected(method, of_model)) for row, method in zip(rows, methods, strict=True)]
@@ -52,8 +52,8 @@ def hint_at_wrong_text(
 def _warn(row: Row, what: str, corpus: str) -> None:
     said = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
     log.warning(
-        "%s, or its encoding, may be the wrong text for this model, or the tokenizer not the "
-        "model's own",
+        "%s, or its encoding, may be the wrong text for this model, or the tokenizer may not "
+        "belong to the model",
         said,
     )
 

@@ -159,15 +159,15 @@ def _read(one: _File) -> Tensor:
             nll = torch.load(one.path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
         raise UserError(
-            f"{one.path} is damaged or holds more than a tensor, which is not run"
+            f"{one.path} is damaged or has more than a tensor, which is not executed"
         ) from None
     is_list = isinstance(nll, torch.Tensor) and nll.ndim == 1 and nll.layout == torch.strided
     if not is_list or not nll.is_floating_point() or len(nll) != one.num_labels or not len(nll):
         raise UserError(
-            f"{one.path} must hold {one.num_labels} losses, as its name says: one tensor"
+            f"{one.path} must have {one.num_labels} losses, as its name says: one tensor"
         )
     if not (nll.double().abs() <= MOST_LOSS).all():
-        raise UserError(f"{one.path} has losses that are not finite, or not a model's")
+        raise UserError(f"{one.path} has losses that are not finite, or not from a model")
     return nll.float()
 
 

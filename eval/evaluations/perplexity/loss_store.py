@@ -43,7 +43,7 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
         metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
         tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         if not (nll.double().abs() <= MOST_LOSS).all():
-            raise ValueError("its losses are not finite, or not a model's")
+            raise ValueError("its losses are not finite, or not from a model")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
     if metadata.key != json.loads(json.dumps(key)):

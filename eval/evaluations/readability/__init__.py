@@ -51,18 +51,18 @@ class ReadabilitySettings(WritingSettings):
 
     text: tuple[str, ...] | None = option(
         None,
-        help="text files to judge, comma-separated, written by any program; no model is loaded",
+        help="text files to judge, comma-separated, from any program; no model is loaded",
     )
-    num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
+    num_prompts: int = option(1, help="number of prompts to continue", at_least=1)
     num_seeds: int = option(
         1,
-        help="runs of each prompt, with --seed and the seeds after it; methods are told apart by "
-        f"{MIN_RUNS} runs, as of 4 prompts with 5 seeds",
+        help=f"runs of each prompt, with --seed and the following seeds; {MIN_RUNS} runs are "
+        "needed to compare methods, such as 4 prompts with 5 seeds",
         at_least=1,
     )
     no_repeat_ngram_sizes: tuple[int, ...] = option(
         (0, 2),
-        help="never repeat an n-gram of this many tokens of the model, a run each; 0: off",
+        help="never repeat an n-gram of this many of the model's tokens, a run each; 0: off",
         at_least=0,
     )
     out: Path | None = option(
@@ -169,10 +169,10 @@ class Readability(JudgedText):
     run = staticmethod(readability)
     heading = "Readability"
     about = (
-        "Every method continues the same prompts with the same seed. The rule counts words, not "
-        "sense, so the repetition of 4-grams of words stands beside it. The n-grams that a run "
-        "never repeats are of the model's tokens. Numbers are means over prompts and seeds; the "
-        "passages below are those of the first seed."
+        "Every method continues the same prompts with the same seed. The rule counts words, "
+        "not sense, so the repetition of 4-grams of words stands beside it. The n-grams that a "
+        "run never repeats are of the model's tokens. Numbers are means over prompts and "
+        "seeds; the passages below come from the first seed."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
@@ -233,7 +233,7 @@ class Readability(JudgedText):
             said = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
             of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
             ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
-            caption = f"Chunks in their order: {of}, rule {rule}"
+            caption = f"Chunks in order: {of}, rule {rule}"
             plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(said)))
         return plots
 

@@ -53,7 +53,8 @@ class RecallSettings(ComparisonSettings):
     )
     farthest: int = option(
         0,
-        help="ask for facts up to 2, 4, 8, ... 64 times C back, for which some keys rest (0: 1.5)",
+        help="ask for facts up to 2, 4, 8, ... 64 times C back, which needs keys whose values "
+        "change rarely (0: up to 1.5 C)",
         at_least=0,
     )
     seed: int = seed_option("the stream, the same for each method", default=1)
@@ -64,15 +65,15 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_STREAMS,
     )
-    relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
+    relative_to_cache: bool = option(False, help="plot the distance of the fact relative to C")
     plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (least := min(self.cache_sizes)) < len(QUARTERS):
             raise UserError(
-                f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
-                f"of a cache, got {least}"
+                f"--cache-sizes must be at least {len(QUARTERS)}, because recall is counted by "
+                f"quarters of a cache, got {least}"
             )
         if self.farthest not in (0, *FAR):
             raise UserError(
@@ -148,10 +149,10 @@ class Recall(Evaluation):
     run = staticmethod(recall)
     heading = "Recall"
     about = (
-        "A stream has facts (key k now has value v) and questions for the last value of a key. The "
-        "model was trained to answer them. One answer in eight is right by chance. A "
-        "cache of C entries holds facts up to C tokens back, and as many less as it has sinks. "
-        "Columns are shares of right answers by the quarter in which the fact lies."
+        "A stream has facts (key k now has value v) and questions for the last value of a key. "
+        "The model was trained to answer them. One answer in eight is right by chance. A cache "
+        "of C entries has facts up to C tokens back, less its sinks. Columns are shares of "
+        "right answers by the quarter in which the fact lies."
     )
     in_summary = ("accuracy", "oldest")
     columns = COLUMNS | FAR_COLUMNS

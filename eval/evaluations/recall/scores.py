@@ -35,8 +35,8 @@ def check_words(loaded: LoadedModel) -> None:
     """Raise UserError for a model with other tokens than the stream's."""
     if loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) != [*range(len(WORDS))]:
         raise UserError(
-            f"{loaded.spec.name} was not trained on facts and questions: take recall-gpt2 or "
-            "recall-llama, or make one with kvalign pretrain --corpus recall"
+            f"{loaded.spec.name} was not trained on facts and questions: use recall-gpt2 or "
+            "recall-llama, or train one with kvalign pretrain --corpus recall"
         )
 
 

@@ -102,7 +102,7 @@ COLUMNS = {
     "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
-    "in_cache": Column("in cache", 2, about="share of queries whose line is still kept"),
+    "in_cache": Column("in cache", 2, about="share of queries whose line is still in the cache"),
     "distance_tokens": Column("tokens back", 1, about="from the value to its answer"),
 }
 

@@ -46,11 +46,11 @@ class ToldSettings(ComparisonSettings):
 
     methods: tuple[str, ...] = option(
         ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense where the context length allows",
+        help="methods, comma-separated; dense only within the context length",
     )
     corpus: str = option(
         "python-docs",
-        help="text that the other talk reads out: python-docs, wikitext, hub:NAME, text:PATH, ...",
+        help="text that the other talk quotes: python-docs, wikitext, hub:NAME, text:PATH, ...",
     )
     talk: tuple[int, ...] = option(
         (4, 16, 64),
@@ -112,7 +112,7 @@ COLUMNS = {
     "exact": share_column(
         "exact", "right of all", "answers whose word is the likeliest of all tokens", 3
     ),
-    "num_tokens": Column("tokens", about="of the conversation before the questions, a mean"),
+    "num_tokens": Column("tokens", about="mean length of the conversation before the questions"),
 }
 
 
@@ -121,9 +121,9 @@ class Told(Evaluation):
     run = staticmethod(told)
     heading = "Told in conversation"
     about = (
-        "Eight facts are told in the first turns of a conversation and asked for after other talk, "
-        "on a copy of the stream. All turns are written. An answer is right if the word that was "
-        f"told is the likeliest of the eight that may stand there: {CHANCE}."
+        "Eight facts are stated in the first turns of a conversation and asked for after other "
+        "talk, on a copy of the stream. All turns are given. An answer is right if the word "
+        f"that was told is the likeliest of the eight possible ones: {CHANCE}."
     )
     in_summary = ("accuracy",)
     columns = COLUMNS

@@ -170,8 +170,7 @@ def _question(
     if len(set(first)) < len(words):
         raise UserError(
             f"this model's tokenizer does not distinguish the possible answers to {question!r}: "
-            "take a "
-            "model of ordinary text"
+            "use a model of ordinary text"
         )
     return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, told)
 

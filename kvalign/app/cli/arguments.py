@@ -17,7 +17,7 @@ LONGEST_CHOICES = 64  # characters that fit behind a flag
 
 S = TypeVar("S", bound=Settings)
 
-JSON = "print one JSON document in place of text"
+JSON = "print one JSON document instead of text"
 DEBUG = "show the whole traceback of an error"
 
 

@@ -152,7 +152,7 @@ def explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
     if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
-        return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
+        return 1, f"not enough memory for {asked[1]} bytes at once: use smaller sizes"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.inventory.checks import how_to_install
@@ -160,8 +160,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
     return 1, (
-        f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
-        "prints with --debug"
+        f"an error in KV-Align ({fault}): please open an issue with the output of the same "
+        "command with --debug"
     )
 
 

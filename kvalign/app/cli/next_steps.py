@@ -38,9 +38,9 @@ def say_stopped(
     if isinstance(stop, Interrupted):
         kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
     elif "--keep" in flags and name.startswith("eval"):  # elsewhere what stays in a cache
-        kept = "; nothing was kept (--keep FOLDER keeps what is finished)"
+        kept = "; nothing was kept (--keep FOLDER keeps finished parts)"
     elif "--out" in flags:
-        kept = "; nothing was kept; give the same command to begin again"
+        kept = "; nothing was kept; give the same command to start again"
     if sys.stderr.isatty() and PART_OF_RUN not in os.environ:
         print(file=sys.stderr)  # the terminal has shown ^C
     _say(f"kvalign {name}".rstrip() + f": interrupted{kept}")

@@ -38,7 +38,7 @@ def text_of_pipe(path: Path) -> str:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
         if not select.select([pipe], [], [], PIPE_S)[0]:
-            raise UserError(f"{path} is a pipe that gave no input within {PIPE_S:g} s")
+            raise UserError(f"{path} is a pipe without input for {PIPE_S:g} s")
         os.set_blocking(pipe.fileno(), True)
         return _decoded(pipe.read(), str(path))
 

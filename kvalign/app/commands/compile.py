@@ -52,9 +52,9 @@ def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
             method.feed(torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.model.device))
     if not isinstance(method.compiled, StoredStep) or not method.compiled.is_stored:
         raise UserError(
-            f"the step of {method.in_words} cannot be stored: only that of streaming-llm and "
-            "window can, on a CPU with a C++ compiler, if each step evicts an entry; --compile "
-            "compiles others at each start"
+            f"the step of {method.in_words} cannot be stored. Steps of streaming-llm and window "
+            "can, on a CPU with a C++ compiler, if each step evicts an entry. --compile "
+            "compiles other steps at each start"
         )
     seconds = time.perf_counter() - began
     about = {"model": settings.model, "method": method.name, "cache_size": size}

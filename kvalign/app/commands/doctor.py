@@ -52,7 +52,7 @@ def show(results: list[Check]) -> None:
         print()
     not_ok = [check for check in results if check.state != "ok"]
     required = [check.name for check in not_ok if check.required]
-    fit = "all that is required is here"
+    fit = "everything required is here"
     if required:
-        fit = f"required, and not ok: {', '.join(required)}"
-    print(f"{fit}; optional, and not ok: {len(not_ok) - len(required)}")
+        fit = f"required, but not ok: {', '.join(required)}"
+    print(f"{fit}; optional, but not ok: {len(not_ok) - len(required)}")

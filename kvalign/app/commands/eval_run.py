@@ -35,8 +35,12 @@ class RunSettings(Settings):
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
-    cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1, at_most=MOST_PROCESSES)
-    gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0, at_most=MOST_PROCESSES)
+    cpus_per_cell: int = option(
+        1, help="Ray: CPUs for each cell", at_least=1, at_most=MOST_PROCESSES
+    )
+    gpus_per_cell: float = option(
+        0, help="Ray: GPUs for each cell", at_least=0, at_most=MOST_PROCESSES
+    )
 
 
 def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:

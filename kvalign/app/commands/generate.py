@@ -39,7 +39,7 @@ class GenerateSettings(StreamSettings):
     )
     max_new_tokens: int | None = option(
         None,
-        help="tokens to generate at most (default: past the context length where that is at most "
+        help="most tokens to generate (default: past the context length if that is at most "
         f"{MOST}, else {MAX_NEW_TOKENS})",
     )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
@@ -93,13 +93,15 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
             if not as_json:
                 print(piece, end="", flush=True)
     if text_stream.method.tokens_left == 0:
-        print("the stream ends here: the model has no position left", file=sys.stderr)
+        print("the stream ends here: the model has no more positions", file=sys.stderr)
     timing = text_stream.timing()
     if not as_json:
         print()
     print(
-        "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
-        "ms/token; {sampling}".format(
+        (
+            "{num_tokens} tokens with {method}: first after {ttft_s:.2f} s, then "
+            "{ms_per_token:.2f} ms/token; {sampling}"
+        ).format(
             method=text_stream.method.in_words, sampling=text_stream.sampling.in_flags(), **timing
         ),
         file=sys.stderr,

@@ -7,11 +7,13 @@ from typing import Any
 from kvalign.foundation.settings import Settings
 
 _ABOUT = {
-    "methods": "List the ways to stream: what --method takes (--policy: kvalign policies).",
+    "methods": (
+        "List the ways to stream, which are the values of --method (--policy: kvalign policies)."
+    ),
     "policies": "List the policies, which choose the entries to evict: the values of --policy.",
     "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
     "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
-    "corpora": "List the texts to train and evaluate on: what --corpus takes.",
+    "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
 }
 LISTINGS = tuple(_ABOUT)
 

@@ -18,7 +18,9 @@ class ReportSettings(Settings):
     """
 
     folder: Path = option(help="folder with results", positional=True)
-    terminal: bool = option(False, help="show the results here instead of writing the page")
+    terminal: bool = option(
+        False, help="show the results in the terminal instead of writing the page"
+    )
 
 
 def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:

@@ -56,17 +56,17 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
     for kv, result in results.items():
         ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
         print(
-            f"{kv}: val loss {result['val_loss']:.6g}, "
-            f"input-label MSE {result['input_label_mse']:.6g}, "
-            f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
-            + ("" if result["used"] else f"; not used: {kv}s stay as they are")
+            (
+                f"{kv}: val loss {result['val_loss']:.6g}, input-label MSE "
+                f"{result['input_label_mse']:.6g}, ratio {ratio} (lower is better; 1 is no "
+                "improvement)"
+            )
+            + ("" if result["used"] else f"; not used: {kv}s stay unchanged")
         )
     if "judged" in result:
         print(*_verdict(result["judged"]), sep="\n")
     elif kind == "network":
-        print(
-            "judged by the error of one move: kvalign eval perplexity says what streams gain by it"
-        )
+        print("judged only by the error of one move: measure streams with kvalign eval perplexity")
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
     return results
@@ -118,9 +118,16 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
     if judged["parts"]:
         return [*lines, f"used: {said(tuple(judged['parts']))}"]
     tried = min((parts for parts in losses if parts), key=losses.__getitem__)
-    why = "cannot be told from streaming-llm" if losses[tried] < losses[()] else "is no better"
+    why = (
+        "is not distinguishable from streaming-llm"
+        if losses[tried] < losses[()]
+        else "is no better"
+    )
     what = f"streaming-llm with {chosen} sinks"
-    return [*lines, f"not used: {said(tried)} {why}; what was saved changes nothing, it is {what}"]
+    return [
+        *lines,
+        (f"not used: {said(tried)} {why}; the saved aligner changes nothing and equals {what}"),
+    ]
 
 
 def _beside(judged: dict[str, Any]) -> str:
@@ -140,7 +147,7 @@ def _kind_of(given: set[str]) -> str:
 def _with_kind(kind: str) -> type[Settings]:
     """The settings of a kind and the choice of it."""
     cls = trainer_of(kind).SETTINGS
-    asked = "each has its flags, which tell it; --target or --data alone is a network's"
+    asked = "each kind has its own flags, which imply it; --target or --data alone imply network"
     field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
     return dataclasses.make_dataclass(
         cls.__name__,

@@ -45,7 +45,7 @@ class VerifySettings(MethodSettings):
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     cache: str | None = option(
-        None, help="MODULE:NAME of a function that makes a cache for a model, in place of a method"
+        None, help="MODULE:NAME of a function that makes a cache for a model, instead of a method"
     )
     num_steps: int = option(
         NUM_STEPS, help="tokens of the long stream after the cache is full", at_least=1

@@ -102,7 +102,7 @@ def devices() -> Iterator[Check]:
             device = torch.cuda.get_device_properties(index)
             yield Check(f"cuda:{index}", "ok", f"{device.name}, {memory.size(device.total_memory)}")
     elif torch.version.cuda:
-        todo = "see whether nvidia-smi lists one; cpu works without"
+        todo = "see if nvidia-smi lists one; cpu works without"
         yield Check("cuda", "missing", "torch sees no such device", todo)
     else:
         todo = "with an NVIDIA GPU, install torch's CUDA build (pytorch.org); cpu works without"
@@ -110,7 +110,7 @@ def devices() -> Iterator[Check]:
     if torch.backends.mps.is_available():
         yield Check("mps", "ok", "Apple GPU")
     elif sys.platform == "darwin":
-        todo = "it takes macOS 12.3 on Apple silicon; cpu works without"
+        todo = "it needs macOS 12.3 on Apple silicon; cpu works without"
         yield Check("mps", "missing", "torch sees no such device", todo)
 
 
@@ -129,7 +129,7 @@ def hub_and_cache() -> Iterator[Check]:
         yield Check("hub", "ok", constants.ENDPOINT)
     else:
         off = "is off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
-        todo = "connect, or use folders and what is ok below"
+        todo = "connect, or use folders and everything that is ok below"
         yield Check("hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
         size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
@@ -173,7 +173,7 @@ def corpora() -> Iterator[Check]:
         else:
             copy = in_cache.get(corpus.name)
             why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
-            todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
+            todo = f"put a copy into ./{corpus.name}, or use python-docs or text:PATH"
             yield Check(name, "missing", why, todo)
 
 
@@ -182,7 +182,7 @@ def word_lists() -> Iterator[Check]:
 
     package = "english-words"
     if not installed(package):
-        yield Check(NAME, "missing", f"{package} is not here", how_to_install(package))
+        yield Check(NAME, "missing", f"{package} is not installed", how_to_install(package))
         return
     try:
         yield Check(NAME, "ok", f"SHA-256 {load_words().sha256}")
@@ -195,7 +195,7 @@ def _at_hand(shipped: tuple[str, ...], rows: list[listing.Row], about: str) -> I
     """Return the shipped items that cannot be read, and each row in words."""
     for name in sorted(set(shipped) - {row["name"] for row in rows}):
         yield Check(
-            name, "wrong", "shipped, and its files cannot be read", "reinstall kvalign", True
+            name, "wrong", "shipped, but its files cannot be read", "reinstall kvalign", True
         )
     for row in rows:
         yield Check(row["name"], "ok", f"{row['where']}, {about.format(**row)}")

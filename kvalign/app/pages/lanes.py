@@ -71,8 +71,8 @@ def page(
     can_place = cls.takes_aligner or (cls.takes_policy and family == "rotary")
     if memory and (not can_place or family == "alibi"):
         raise UserError(
-            f"memory does not work with {method} on {family} positions: take kvalign, or window or "
-            "streaming-llm on rotary positions"
+            f"memory does not work with {method} on {family} positions: use kvalign, or window "
+            "or streaming-llm on rotary positions"
         )
     script = Markup("\n").join(map(source, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -31,7 +31,7 @@ SIZES = (
 )
 ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
-IDLE = '<p class="message">The texts begin in a moment.</p>'
+IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
 
 def build(
@@ -148,7 +148,7 @@ def build(
                     METHODS,
                     value=chosen,
                     label="Methods",
-                    info="they take turns; tokens/s: own steps alone",
+                    info="they take turns; tokens/s counts own steps only",
                     elem_id="methods",
                 )
                 most = controls.most_entries(first, chosen, which_first)
@@ -188,14 +188,14 @@ def build(
                         names,
                         value=which_first,
                         label="Aligner of kvalign",
-                        info="shipped, trained here, or named by --aligner",
+                        info="shipped, trained here, or given by --aligner",
                     )
                 with gr.Accordion("Sampling", open=False):
                     drawing = controls.sampling_sliders()
                     seed = gr.Number(
                         SEED,
                         label=controls.LABELS["seed"],
-                        info="seed of the draws; empty: a new one each time",
+                        info="random seed; empty: a new one each time",
                         precision=0,
                     )
             with gr.Column(elem_id="shown", min_width=280):

@@ -82,7 +82,7 @@ def begin(
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
-        raise UserError("no method is chosen: tick at least one")
+        raise UserError("no method is chosen: select at least one")
     sampling, asked = Sampling.of(begin, config)
     aligner = asked.pop("aligner", None)
     streams: list[TextStream | Refusal] = []
@@ -163,8 +163,9 @@ def verdict(views: Sequence[View | Refusal]) -> str | None:
     times = [f"that of {title} {perplexity / least:.1f} times" for perplexity, title in others]
     few = min(one.num_tokens for one in done) < LEAST_TOKENS
     return (
-        f"Read again, the text of {first} surprises the model least (perplexity {least:.1f}), "
-        f"{', '.join(times)} as much{': few tokens, so this may be chance' if few else ''}."
+        f"The text of {first} surprises the model least when it reads it again (perplexity "
+        f"{least:.1f}), {', '.join(times)} as "
+        f"much{': few tokens, so this may be chance' if few else ''}."
     )
 
 

@@ -34,7 +34,7 @@ async def body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
                     raise too_large
     except TimeoutError:
         raise RequestError(
-            f"the body did not come within {timeout:g} seconds", 408, code="timeout"
+            f"the body did not arrive within {timeout:g} seconds", 408, code="timeout"
         ) from None
     return bytes(body)
 
@@ -43,8 +43,8 @@ def values_of(body: bytes, most_values: int) -> Any:
     """The values in a body; RequestError if it is not JSON or has too many of them."""
     if _num_marks(body) > most_values and _num_marks(_without_texts(body)) > most_values:
         raise RequestError(
-            f"the body has too many values, at most {most_values} values are read: send less at "
-            "once, or serve with a larger --max-prompt-tokens",
+            f"the body has too many values, more than {most_values}: send less at once, or "
+            "serve with a larger --max-prompt-tokens",
             code="body_too_large",
         )
     try:

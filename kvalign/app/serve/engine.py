@@ -69,7 +69,7 @@ class Engine(threading.Thread):
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
                 raise RequestError(
-                    f"{num} requests are waiting, at most {self.max_queue} may",
+                    f"{num} requests are waiting, the most are {self.max_queue}",
                     429,
                     code="rate_limit_exceeded",
                 )

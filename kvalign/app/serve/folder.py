@@ -76,7 +76,7 @@ class InFolder(Store):
             several = "s" * (num_unnamed > 1)
             self.left.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
-                f"{self.folder}: --keep-unnamed takes them up"
+                f"{self.folder}: --keep-unnamed continues them"
             )
         return found
 
@@ -148,7 +148,7 @@ class InFolder(Store):
             raise DamagedError(str(error)) from None
         method = self.method_for(saved.num_sinks)
         own = {"method": method.name, **asdict(method.sizes)}
-        other = "name another --sessions, or serve as those there were served"
+        other = "name another --sessions, or use the former settings"
         if (
             any(getattr(saved, name) != value for name, value in own.items())
             or saved.aligner != self.aligner_digest

@@ -67,7 +67,7 @@ class Guard:
             is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
             if kind.lower() != "bearer" or not is_right:
                 raise RequestError(
-                    "no API key, or a wrong one: send it as Authorization: Bearer KEY",
+                    "API key missing or wrong: send it as Authorization: Bearer KEY",
                     401,
                     code="invalid_api_key",
                 )

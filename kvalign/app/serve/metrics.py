@@ -29,7 +29,7 @@ class Metrics:
         )
         self.streams = gauge("kvalign_streams", "answers being written")
         self.waiting = gauge("kvalign_waiting", "requests that wait")
-        self.sessions = gauge("kvalign_sessions", "sessions that are kept")
+        self.sessions = gauge("kvalign_sessions", "stored sessions")
 
     def text(self) -> bytes:
         """All metrics, in Prometheus' text form."""

@@ -59,8 +59,8 @@ class Prompts:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
         if len(ids) > self.most_tokens:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, a request may bring {self.most_tokens}: send "
-                "it in parts",
+                f"the prompt has {len(ids)} tokens, the most for a request are "
+                f"{self.most_tokens}: send it in parts",
                 param="prompt",
                 code="prompt_too_long",
             )
@@ -116,8 +116,8 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     if len(turns) == 1 and system in (None, session.system):
         return turns
     raise RequestError(
-        "these messages do not continue the session: send the new turn alone, all "
-        "messages as they were answered, or name another session",
+        "these messages do not continue the session: send only the new turn, or all messages "
+        "with the server's answers unchanged, or name another session",
         param="session",
         code="session_mismatch",
     )

@@ -83,7 +83,7 @@ def warning_of(answers: Answers) -> dict[str, str]:
     if not (num := answers.num_forgotten):
         return {}
     what = f"{num} of the prompt's {answers.num_prompt} tokens are out of the cache and forgotten"
-    return {WARNING: f"{what}: a larger --cache-size of the server, or its --memory, keeps more"}
+    return {WARNING: f"{what}: use a larger --cache-size of the server, or its --memory"}
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:

@@ -145,7 +145,7 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
     if left := service.said_of_folder():
         print(left, file=sys.stderr)
     print(
-        f"{loaded.spec.name} by {service.method.in_words}{kept}: http://{host}:{port}/v1 "
+        f"{loaded.spec.name} with {service.method.in_words}{kept}: http://{host}:{port}/v1 "
         "(Ctrl-C ends it)",
         flush=True,
     )
@@ -187,9 +187,9 @@ async def _answer_to(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=_LEFT)
         case HTTPException():
-            what = {404: "no such address", 405: "this address takes another method"}
+            what = {404: "no such address", 405: "this address needs another HTTP method"}
             message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"
             response = RequestError(message, error.status_code).response()
             response.headers.update(error.headers or {})
             return response
-    return RequestError("a fault of the server's", 500, code="internal_error").response()
+    return RequestError("an error of the server", 500, code="internal_error").response()

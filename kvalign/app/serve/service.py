@@ -48,8 +48,8 @@ class Service:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
         if (num := self.method.tokens_left) is not None:
             raise UserError(
-                f"a server's streams must have no end, with --positions keep they end after {num} "
-                "tokens"
+                "a server's streams must have no end, but with --positions keep they end after "
+                f"{num} tokens"
             )
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         self.prompts = Prompts(
@@ -121,7 +121,7 @@ class Service:
         if name is None or len(texts) * asked.num_choices > 1:
             _refuse(name)
             if len(texts) * asked.num_choices > (most := self.settings.max_streams):
-                raise RequestError(f"at most {most} answers can be asked at once", param="prompt")
+                raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text, special=True)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)

@@ -110,7 +110,7 @@ class Sessions:
             num, most = sum(one.is_named is is_named for one in found), self._most(is_named)
             if num > most:
                 raise UserError(
-                    f"{name} must be at least {num}, as many are kept already, got {most}"
+                    f"{name} must be at least {num}, the number of stored ones, got {most}"
                 )
         for session in found:
             self._add(session)
@@ -135,8 +135,8 @@ class Sessions:
             self._check_idle(name)
             if name in self._dropped and not is_told_anew:
                 raise RequestError(
-                    f"session {name} was dropped, at most {self.max_named} are kept: "
-                    f"send all its messages, or begin it anew after {_forget(name)}",
+                    f"session {name} was dropped, since at most {self.max_named} are kept: send "
+                    f"all its messages, or start it again after {_forget(name)}",
                     410,
                     param="session",
                     code="session_dropped",
@@ -216,7 +216,7 @@ def damaged(name: str) -> RequestError:
     """Return the error for a turn of a session whose file is not the one that this server wrote."""
     return RequestError(
         f"the file of session {name} is damaged, or another program changed it: {_forget(name)} "
-        "lets it begin anew",
+        "lets it start again",
         500,
         param="session",
         code="session_damaged",

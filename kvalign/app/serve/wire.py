@@ -81,12 +81,12 @@ class Asked(BaseModel, extra="forbid", strict=True):
         for name, neutral in _NEUTRAL.items():
             if values.get(name) is not None and values[name] not in neutral:
                 raise RequestError(
-                    f"{name} is not served here: leave it out", param=name, code="unsupported"
+                    f"{name} is not supported: leave it out", param=name, code="unsupported"
                 )
         without = {*_NEUTRAL, *_IGNORED}
         for name in values:
             if name not in without and name not in cls.model_fields:
-                raise RequestError(f"{name:.80}: no such parameter", param=name)
+                raise RequestError(f"{name:.80}: unknown parameter", param=name)
         return {name: value for name, value in values.items() if name not in without}
 
     @property
@@ -115,7 +115,7 @@ class Message(BaseModel, extra="ignore", strict=True):
         if not isinstance(values, dict):
             return values
         if values.get("tool_calls") or values.get("function_call"):
-            raise RequestError("tool calls are not supported here", param="messages")
+            raise RequestError("tool calls are not supported", param="messages")
         role = "system" if values.get("role") == "developer" else values.get("role")
         content = values.get("content")
         if isinstance(content, list):

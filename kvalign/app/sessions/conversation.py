@@ -40,14 +40,14 @@ class TalkSettings(StreamSettings):
     )
     evict: str = option(
         "entries",
-        help="what is evicted when the cache is full; turns: the oldest whole turns, before a "
-        "turn that would not fit, and the rest is encoded anew",
+        help="evicted when the cache is full; turns: the oldest whole turns, before a turn "
+        "that would not fit, and the rest is encoded again",
         choices=("entries", "turns"),
     )
     special_tokens: bool = option(
         False,
-        help="special tokens in messages, such as <|im_end|>, act as special tokens; by default "
-        "they are text",
+        help="special tokens in messages, such as <|im_end|>, act as special tokens; by "
+        "default they are plain text",
     )
     stop_at_end: bool | None = option(
         None, help="end an answer at the model's end-of-text token (the default)"
@@ -78,7 +78,9 @@ class ConversationSettings(TalkSettings):
         help="shipped name, hub id or folder of a causal LM (default: that of --state, else "
         f"{DEFAULT_MODEL})",
     )
-    system: str | None = option(None, help="first message to the model, which is never evicted")
+    system: str | None = option(
+        None, help="instructions to the model before the first turn, never evicted"
+    )
     temperature: float | None = option(
         None,
         help="divides the logits before drawing; 0 takes the most likely token (default: the "
@@ -96,7 +98,7 @@ class ConversationSettings(TalkSettings):
     )
     say: tuple[str, ...] | None = option(
         None,
-        help="a turn to say, instead of reading turns; repeat it for more turns",
+        help="a turn, instead of reading turns; repeat it for more turns",
         repeats=True,
     )
     state: Path | None = option(
@@ -171,7 +173,7 @@ class Conversation:
             try:
                 self.save(self.path)
             except (OSError, UserError) as error:
-                raise RunError(f"this answer was not kept: {error}") from error
+                raise RunError(f"this answer was not stored: {error}") from error
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file, and from now on after each answer.
@@ -184,7 +186,7 @@ class Conversation:
 
         check_not_locked(path.parent)
         if path == self.path and checksum_of(path) != self._checksum:
-            raise UserError(f"{path} was changed by another program since")
+            raise UserError(f"{path} was since changed by another program")
         self.stream.save(path)
         self.path, self._checksum = path, checksum_of(path)
 
@@ -229,12 +231,12 @@ class Conversation:
             for name, value in says.items()
             if flag(name) in flags.split() and getattr(sampling, name) == value
         ]
-        by_model = f" ({', '.join(taken)}: of the model's generation_config)" if taken else ""
+        by_model = f" ({', '.join(taken)}: from the model's generation_config)" if taken else ""
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
-        kept = f"; kept in {self.path}{goes_on}" if self.path else ""
+        kept = f"; stored in {self.path}{goes_on}" if self.path else ""
         return (
-            f"{stream.method.spec.name} by {stream.method.in_words}; "
-            f"--max-new-tokens {sampling.max_new_tokens} {flags}{by_model}{kept}"
+            f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
+            f"{sampling.max_new_tokens} {flags}{by_model}{kept}"
         )
 
 
@@ -261,7 +263,7 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
             if is_warned or isinstance(stop, Killed):
                 raise
             is_warned = True
-            print("\nCtrl-C once more leaves, as Ctrl-D does", file=sys.stderr)
+            print("\nCtrl-C again leaves, like Ctrl-D", file=sys.stderr)
             continue
         is_warned = False
         if turn:

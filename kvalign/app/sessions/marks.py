@@ -30,9 +30,14 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
     """
     context_len = stream.method.spec.context_len
     size = stream.method.sizes.cache_size
-    left = [(lambda: stream.num_evicted > 0, f"the cache of {size} entries is full, the oldest go")]
+    left = [
+        (
+            lambda: stream.num_evicted > 0,
+            f"the cache of {size} entries is full, from here on the oldest are evicted",
+        )
+    ]
     if context_len is not None:
-        said = f"the context of {context_len} tokens ends here, the stream continues"
+        said = f"the context length of {context_len} tokens ends here, the stream continues"
         left.append((lambda: stream.num_fed > context_len, said))
     for number, piece in enumerate(pieces):
         for mark in [one for one in left if one[0]()]:

@@ -52,8 +52,9 @@ class MethodSettings(Settings):
     )
     cache_size: int | None = option(
         None,
-        help="entries the cache keeps, sinks included (default: what the context length and a "
-        f"quarter of the free memory allow, at most {MOST}; of a mini model {OF_A_MINI})",
+        help="entries the cache keeps, sinks included (default: as many as the context length "
+        f"and a quarter of the free memory allow, at most {MOST}; for a mini model "
+        f"{OF_A_MINI})",
         at_least=1,
     )
     num_evicted: str | None = option(None, help=NUM_EVICTED)
@@ -91,8 +92,8 @@ class StreamSettings(MethodSettings, ModelSettings):
     weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
     aligner: str | None = option(
         None,
-        help="aligner of kvalign: folder, hub id or shipped name (default: of --method kvalign the "
-        "newest in kvalign-data/MODEL, else the shipped one)",
+        help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
+        "kvalign the newest in kvalign-data/MODEL, else the shipped one)",
     )
     compile: bool = option(
         False,
@@ -101,7 +102,7 @@ class StreamSettings(MethodSettings, ModelSettings):
     )
     # Their ranges are those of `Sampling`.
     max_new_tokens: int | None = option(
-        None, help=f"tokens to generate at most (default: {MAX_NEW_TOKENS})"
+        None, help=f"most tokens to generate (default: {MAX_NEW_TOKENS})"
     )
     do_sample: bool | None = option(
         None, help="draw each token (the default); --no-do-sample takes the most likely one"
@@ -168,7 +169,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         check_name(self.method)
         loaded = load_model(self.model, self.device, self.dtype, self.weights)
         if self.weights == "auto" and (weights := weights_of(loaded.model)) in PACKED:
-            print(f"weights {weights}: as they were stored (--weights float32)", file=sys.stderr)
+            print(f"weights {weights}: as in the file (--weights float32)", file=sys.stderr)
         return loaded
 
     def stream(
@@ -255,20 +256,23 @@ class StreamSettings(MethodSettings, ModelSettings):
         trained = trained_here(loaded.model, self.model, at_least=merit)
         if trained is not None and shipped is None:
             taken = str(trained)
-            said = f"{trained}, trained here, is taken: none ships for {self.model}"
+            said = f"using {trained}, trained here: none ships for {self.model}"
         elif trained is not None and is_auto:
             said = (
-                f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
-                f"{shipped}"
+                f"{trained} was trained here: --aligner {trained} uses it instead of the "
+                f"shipped {shipped}"
             )
         elif trained is not None:
             taken = str(trained)
             figures = in_figures(trained) or f"not compared with the shipped {shipped}"
-            said = f"{trained}, trained here, is taken: {figures}; --aligner {shipped} takes that"
+            said = (
+                f"using {trained}, trained here: {figures}; --aligner {shipped} uses the "
+                "shipped one"
+            )
         elif is_auto and (other := trained_here(loaded.model, self.model)):
             said = (
-                f"{other}, trained here, was not judged by streams and is not taken: --method "
-                "kvalign takes it"
+                f"{other}, trained here, was never judged by streams and is not used: --method "
+                "kvalign uses it"
             )
         else:
             return None

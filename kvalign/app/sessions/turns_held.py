@@ -78,17 +78,18 @@ def all_in_words(stream: TextStream) -> str:
     sizes, num_out = stream.method.sizes, num_evicted(stream)
     num_turns, num_in = len(begins_of(stream)), stream.num_fed - num_out
     lines = [
-        f"said: {num_turns} turns, {len(stream.ids)} tokens",
-        f"in the cache: {num_in} tokens, of {sizes.cache_size} at most; the first "
-        f"{sizes.num_sinks} never go",
-        f"out of it: {num_out} tokens" + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
+        f"conversation: {num_turns} turns, {len(stream.ids)} tokens",
+        f"in the cache: {num_in} tokens, at most {sizes.cache_size}; the first "
+        f"{sizes.num_sinks} are never evicted",
+        f"out of the cache: {num_out} tokens"
+        + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
     ]
     if sizes.memory:
         held = min(num_out, sizes.memory)
-        lines.append(f"in the memory: {held} tokens, of {sizes.memory} at most, to be taken back")
+        lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
     else:
         lines.append(
-            "in a memory: none; kvalign chat --memory 100000 keeps evicted tokens and takes back "
-            "those that are needed, which is slower"
+            "in a memory: none; kvalign chat --memory 100000 stores evicted tokens and takes "
+            "back those that match, but is slower"
         )
     return "\n".join(lines)

@@ -46,9 +46,9 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     changed = _changed(suite, variables, name)
     steps = [*suite.prepare, *suite.cells]
     if not suite.cells:
-        raise UserError(f"suite {name} has no cells: nothing would be run")
+        raise UserError(f"suite {name} has no cells: nothing to run")
     if len({step.name.casefold() for step in steps}) < len(steps):  # files, on any system
-        raise UserError(f"suite {name} has two cells of one name")
+        raise UserError(f"suite {name} has two cells with the same name")
     new = _flags(_split("--override", override))
     cells, known = [], set[str]()
     for number, step in enumerate(steps):
@@ -77,12 +77,10 @@ def _check_kind(words: list[str], is_preparation: bool) -> None:
         raise UserError("its command is empty")
     command = catalogue.find(words)[0]
     if is_preparation and not command.has_json:
-        raise UserError(f"{command.name} prints no document, so it prepares nothing")
+        raise UserError(f"{command.name} prints no document, so it cannot be a preparation")
     evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
-        raise UserError(
-            f"{command.name} is not an evaluation: put commands that others need under prepare"
-        )
+        raise UserError(f"{command.name} is not an evaluation: move preparations to prepare")
     if own := {"-h", "--help", "--json", "--debug"} & set(words):
         raise UserError(f"leave out {', '.join(sorted(own))}: the suite sets it")
 

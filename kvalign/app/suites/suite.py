@@ -44,7 +44,9 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
     def kept() -> str:
         num_kept = sum(is_finished(cell, settings.out) for cell in cells)
-        return f"{num_kept} of {len(cells)} cells are kept in {settings.out}" if num_kept else ""
+        return (
+            f"{num_kept} of {len(cells)} cells are finished in {settings.out}" if num_kept else ""
+        )
 
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
