@@ -130,7 +130,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 def _print_findings(found: list[Finding], console: Console) -> None:
     if found:
-        console.rule(Text("What was found"))
+        console.rule(Text("Findings"))
     for finding in found:
         headline = f"{finding.model}: {finding.headline}" if finding.headline else finding.model
         console.print(Text(escape_controls(headline), "bold"), soft_wrap=False)

@@ -51,7 +51,7 @@ def source(wheels, tmp_path, monkeypatch):
 
 def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert main(["generate", "--model", NAME, "--prompt", "the"]) == 2
-    assert f"{NAME} is not here: kvalign models --fetch {NAME}" in capsys.readouterr().err
+    assert f"{NAME} is not fetched yet: kvalign models --fetch {NAME}" in capsys.readouterr().err
     (before,) = (check for check in checks.models() if check.name == NAME)
     assert before.state == "missing" and before.todo.startswith(f"kvalign models --fetch {NAME}")
     assert listing.fetchable()[0]["how"] == f"kvalign models --fetch {NAME}"

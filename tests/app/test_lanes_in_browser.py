@@ -105,7 +105,7 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
     assert [token for token, _, _ in shown(tab)] == [0, 1, 2, 4, 5, 6, 7]
     assert "7 entries, the new token's with them" in tab.locator("#about").inner_text()
     assert "--cache-size 6." in tab.locator("#about").inner_text()
-    assert said(tab).endswith("All 7 places are taken: entry 4 has to go before token 8 comes.")
+    assert said(tab).endswith("All 7 slots are full: entry 4 must be evicted before token 8 comes.")
     tab.get_by_role("button", name="Step forward").click()
     assert said(tab).startswith("To make room for token 8, entry 4 is evicted; entries 5 to 7 move")
     found = tab.evaluate(
@@ -192,7 +192,7 @@ def test_memory_is_seen(opened):
     lost = tab.locator("#lost b").all_inner_texts()
     before = lost, said(tab), shown(tab)
     tab.get_by_role("button", name="Step forward").click()
-    assert said(tab).startswith(f"Entry {aside} goes to the memory. What was taken back stays")
+    assert said(tab).startswith(f"Entry {aside} goes to the memory. Entries that were taken back stay")
     assert tab.locator("#lost b").all_inner_texts() == [*lost, str(aside)][-6:]
     assert tab.locator(".cell.recalled:not(.sinking)").count() == 0
     tab.get_by_role("button", name="Step back").click()
@@ -204,7 +204,7 @@ def test_memory_is_seen(opened):
     assert tab.locator("#kept").inner_text() == "nothing is lost yet."
     for _ in range(60):
         tab.keyboard.press("ArrowRight")
-    assert "6 tokens, as many as it has room for" in tab.locator("#kept").inner_text()
+    assert "6 tokens, which is all that fits" in tab.locator("#kept").inner_text()
 
 
 def test_memory_where_it_can_be(opened):
@@ -365,7 +365,7 @@ def test_dense_stops_and_begins_anew(opened):
     tab = opened(method="dense", cache_size=3, num_sinks=0)
     assert (
         said(tab)
-        == "Token 4 does not fit: the context length, 4 here, is reached. The stream stops."
+        == "Token 4 does not fit: the context length, here 4, is reached. The stream stops."
     )
     assert tab.get_by_role("button", name="Step forward").is_disabled()
     tab.get_by_role("button", name="Play").click()

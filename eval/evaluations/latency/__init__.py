@@ -204,7 +204,7 @@ COLUMNS = {
         by_reference=True,
     ),
     "memory_ratio": Column(
-        "by no memory",
+        "ratio to no memory",
         3,
         about="mean relative to the same method without a memory; memories are full of random "
         "entries",
@@ -215,13 +215,13 @@ COLUMNS = {
         "stored bytes", 0, about="bytes of a full memory per stored token", is_optional=True
     ),
     "stored_ratio": Column(
-        "by cache",
+        "ratio to cache",
         3,
         about="the same relative to 2 L H D numbers, the size of a token in a cache",
         is_optional=True,
     ),
-    "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True, weight=5),
-    "bare_ratio": Column("median by bare", 3, "lower", f"median {BARE}", True),
+    "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}", True, weight=5),
+    "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}", True),
     "tokens_per_s": Column(
         "tokens/s", 1, "higher", "of all streams together, from the mean", True, weight=2
     ),
@@ -239,7 +239,7 @@ PEER_COLUMNS = {
         weight=3,
     ),
     "turn_by_peer": Column(
-        "by peer", 2, "", "median tokens/s of turns, relative to the peer's", True, weight=4
+        "ratio to peer", 2, "", "median tokens/s of turns, relative to the peer's", True, weight=4
     ),
     "prompt_per_s": Column(
         "prompt tokens/s",
@@ -250,7 +250,7 @@ PEER_COLUMNS = {
         ("prompt_low", "prompt_high"),
     ),
     "prompt_by_peer": Column(
-        "prompt by peer", 2, "", "median prompt tokens/s, relative to the peer's", True
+        "prompt ratio to peer", 2, "", "median prompt tokens/s, relative to the peer's", True
     ),
     "peer_perplexity": Column(
         "perplexity", 2, "lower", "of the second half of C tokens, step by step", True

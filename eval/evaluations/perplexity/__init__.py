@@ -265,7 +265,7 @@ class Perplexity(Evaluation):
         ]
         if not points:
             return None
-        by = f" by {reference}'s" if (reference := settings["reference"]) else ""
+        by = f" relative to {reference}" if (reference := settings["reference"]) else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
         x, y = "cache sizes since the cache filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)

@@ -88,12 +88,12 @@ def figure(document: Document, name: str) -> Drawing | None:
     ]
     if not points:
         return None
-    by = f" by {reference}'s" if reference else ""
+    by = f" relative to {reference}" if reference else ""
     names = [slice_name(one) for one in rows[0][name]]
     panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
     y = f"perplexity{by} (lower is better)"
     drawn = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
-    caption = f"Perplexity{by} of {SHOWN[name].labels}, by distance to the last occurrence: "
+    caption = f"Perplexity{by}, {SHOWN[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
     return drawn, caption, SHOWN[name].conclude(rows, reference)
 

@@ -120,8 +120,8 @@ class Held:
         except Exception as error:
             self.sessions.release(self.before)
             if not isinstance(error, RequestError):  # it may name paths
-                log.error("an answer was not stored: %s", error)
-                what = "this answer was not stored: its session cannot be written"
+                log.error("an answer was not saved: %s", error)
+                what = "this answer was not saved: its session cannot be written"
                 error = RequestError(what, 500, code="not_kept")
             self.put(error)
         else:

@@ -19,7 +19,7 @@ COMMANDS = {
     "/tokens": "length of the conversation, and the part of it that is in the cache",
     "/memory": "which turns are out of the cache, and how to keep more",
     "/system": "the system prompt, which begins the conversation and stays",
-    "/save [FILE]": "write the conversation to FILE, from now on after each answer",
+    "/save [FILE]": "save the conversation to FILE, now and after each answer",
     "/reset": "start again, with the same --system",
     "/exit": "leave, like Ctrl-D",
 }

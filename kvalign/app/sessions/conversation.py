@@ -173,7 +173,7 @@ class Conversation:
             try:
                 self.save(self.path)
             except (OSError, UserError) as error:
-                raise RunError(f"this answer was not stored: {error}") from error
+                raise RunError(f"this answer was not saved: {error}") from error
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file, and from now on after each answer.
@@ -233,7 +233,7 @@ class Conversation:
         ]
         by_model = f" ({', '.join(taken)}: from the model's generation_config)" if taken else ""
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
-        kept = f"; stored in {self.path}{goes_on}" if self.path else ""
+        kept = f"; saved in {self.path}{goes_on}" if self.path else ""
         return (
             f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
             f"{sampling.max_new_tokens} {flags}{by_model}{kept}"

@@ -89,7 +89,7 @@ def all_in_words(stream: TextStream) -> str:
         lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
     else:
         lines.append(
-            "in a memory: none; kvalign chat --memory 100000 stores evicted tokens and takes "
-            "back those that match, but is slower"
+            "in a memory: none; kvalign chat --memory 100000 keeps evicted tokens and takes back "
+            "those that are needed, which is slower"
         )
     return "\n".join(lines)
