@@ -66,7 +66,7 @@ def test_docstrings_begin_with_a_noun_or_return():
 def test_readme_shows_what_its_first_command_and_its_python_print(monkeypatch, capsys):
     shell, shown, code = blocks("README.md")[:3]
     assert (shell.language, shown.language, code.language) == ("bash", "text", "python")
-    _, *words = lines_of(shell.text)[1]
+    _, (_, *words) = lines_of(shell.text)
     assert main([word.replace("500", "90") for word in words]) == 0
     printed = capsys.readouterr()
     first, mark, last = shown.text.splitlines()
