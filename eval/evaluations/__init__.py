@@ -21,7 +21,7 @@ ABOUT = {
     "chat": "run many conversations through one stream and judge each answer",
 }
 READERS = {"import-losses": "analyse losses that the paper's authors measured, like ours"}
-"""Commands that end in a document of one of them."""
+"""Commands that return a document of an evaluation."""
 EVALUATIONS: Registry[Evaluation] = Registry(
     "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
 )

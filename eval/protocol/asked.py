@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Q = TypeVar("Q")
 Ask = Callable[[Method, Q], dict[str, bool]]
-"""Feeds a method a question, and says by which measures its answer is right."""
+"""Function that feeds a method a question and returns which measures count its answer as right."""
 
 
 @dataclass(frozen=True)

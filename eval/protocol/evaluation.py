@@ -23,7 +23,7 @@ Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
 OF_POLICY = ("policy", "num_recent", "positions", "memory", "num_recalled")
-"""Sizes of what takes a policy."""
+"""Sizes of methods that take a policy."""
 
 SIZES = (
     "method",
@@ -37,14 +37,14 @@ SIZES = (
     "realign_every",
     *OF_POLICY,
 )
-"""What tells a row of results from others, the first columns of every evaluation: the method; its
+"""Fields that identify a row of results, the first columns of every evaluation: the method; its
 aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
 or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
 lack the label, path, revision, `realign_every` and what is `OF_POLICY`.
 """
 
 FLOOR = "bare"
-"""`method` of a row that is no method's but a floor under all: marked as one, never the best."""
+"""`method` of the bare step, a lower bound for all methods: marked as such, never the best."""
 
 PEER = "llama.cpp"
 """`method` of a row of another program, timed beside ours."""
@@ -134,7 +134,7 @@ class Plot(NamedTuple):
 
 
 Drawing = tuple["Figure", str] | tuple["Figure", str, str]
-"""A figure, its caption and, if there is one, its conclusion: what follows a plot's name."""
+"""Figure, caption and conclusion (possibly empty): the fields after a plot's name."""
 
 
 @dataclass(frozen=True)

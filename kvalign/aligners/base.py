@@ -43,7 +43,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Size = Annotated[Count, Field(ge=1)]
 Text = Annotated[str, Field(strict=True)]
 Birth = Tensor | slice
-"""Positions at which entries were computed: [S] int64, or a slice of length S."""
+"""Original positions of entries: [S] int64, or a slice of length S."""
 KeysValues = tuple[Tensor, Tensor]
 
 
@@ -124,13 +124,13 @@ class Aligner(
 
     kind: ClassVar[str]
     recursive: ClassVar[bool]
-    """True: `realign` is given its own last output; False: what `anchor` returned at birth."""
+    """True: the input of `realign` is its own last output; False: the output of `anchor`."""
     default_sizes: ClassVar[Mapping[str, int]] = {}
-    """Sizes of the kind's own parts, by the names that `AlignerConfig.sizes` gives them."""
+    """Sizes of the kind's own parts, by their names in `AlignerConfig.sizes`."""
     default_num_sinks: ClassVar[int] = 0
 
     source: str | None = None
-    """The name it was loaded by: shipped, folder or hub id; None: it was made here."""
+    """Name under which it was loaded: shipped, folder or hub id; None: it was made here."""
     revision: str | None = None
     """The hub's commit, or the first digits of the SHA-256 of a folder's weights."""
 

@@ -23,7 +23,7 @@ from kvalign.models.rope import Rotation
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 MASKED = ("bloom",)
-"""Architectures whose attention is in no registry, but takes a mask of ours."""
+"""Architectures whose attention is not in the registry, but accepts our mask."""
 
 
 class Realigner:
@@ -35,13 +35,13 @@ class Realigner:
     """
 
     moves = False
-    """Whether attention sees copies of the entries, placed anew from what `anchor` returned."""
+    """Whether attention sees copies of the entries, computed again from the output of `anchor`."""
     reads = False
-    """Whether entries are stored as `anchor` returns them, and `attend` places them."""
+    """Whether entries are stored in the form of `anchor`, and `attend` places them."""
     recursive = False
-    """Of those that move: `place` is given its own last output, in float32."""
+    """Whether the input of `place` is its own last output, in float32."""
     is_relative = True
-    """Whether what a query sees of an entry depends on their two tokens alone."""
+    """Whether an entry's form for a query depends only on their two tokens."""
     aligner: Aligner | None = None
 
     def __init__(self, rotation: Rotation | None = None):

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvalign.foundation.errors import UserError
 
 ReadTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""Of a saved state the tensor of this name: [B, H, ...], of this shape from there on, and dtype."""
+"""Tensor of a saved state by name: [B, H, ...], then of this shape and dtype."""
 
 
 def expect_tensor(

@@ -42,10 +42,10 @@ class Tables(NamedTuple):
 
 
 TablesOf = Callable[[int], Tables | None]
-"""Those of a layer; None where entries lie where they are read."""
+"""Tables of a layer; None if entries are read where they lie."""
 
 Recall = Callable[["Block", Tensor], Recalled]
-"""Of the scaled queries [B, H, G, T, D] of a block."""
+"""Recalled entries for the scaled queries [B, H, G, T, D] of a block."""
 
 
 class Segment:

@@ -25,9 +25,9 @@ Positions = Literal["compact", "keep"]
 RecallBy = Literal["age", "rank"]
 OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
 OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
-"""Sizes of what keeps its entries in a cache."""
+"""Sizes of methods that keep entries in a cache."""
 MOST_RECALLED = 32
-"""Unless asked for more, which gains next to nothing (eval/results/memory.md)."""
+"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
 
 
 def usual_recalled(cache_size: int, num_sinks: int) -> int:

@@ -46,7 +46,7 @@ INVARIANTS: Registry[Invariant] = Registry(
         "kl": "kvalign.invariants.long_run:kl",
     },
 )
-"""Invariants by name, in the order in which they are tried."""
+"""Invariants by name, in the order of testing."""
 
 
 @progress.shown_as("verify")

@@ -16,7 +16,7 @@ from kvalign.models.architectures import Family, ModelSpec, spec_of
 from kvalign.models.packed import PACKED, weights_of
 
 EXACT = 1e-3
-"""What two ways to the same logits may differ by in float32, in standard deviations of them."""
+"""Allowed difference of two computations of the same logits in float32, in standard deviations."""
 ROUNDED = 0.4
 """The same with packed weights, whose products round their inputs: what differs by the last digit
 before may come out a step apart."""

@@ -33,10 +33,10 @@ METHODS: Registry[type[Method]] = Registry(
         "kvalign": "kvalign.methods.kvalign:KVAlign",
     },
 )
-"""Method classes by the name that the command line knows them by."""
+"""Method classes by their names on the command line."""
 
 AUTO = "auto"
-"""In place of a name, and the default: the method that fits the model."""
+"""Default in place of a name: the method that fits the model."""
 AUTO_ABOUT = (
     "the default: kvalign if an aligner is available; otherwise streaming-llm on rotary and "
     "ALiBi positions, discard-half on learned ones"

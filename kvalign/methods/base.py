@@ -49,13 +49,13 @@ class Method(NotPickled, ABC):
     takes_aligner: ClassVar[bool] = False
     takes_policy: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
+    """Sizes that the method sets itself: `num_sinks`, `num_evicted`."""
     aligner_name: str | None = None
-    """What the aligner is called in a table of results; None for a method without one."""
+    """Name of the aligner in tables of results; None for a method without one."""
     warns: bool = True
-    """Whether a loss that nobody asked for is logged: not where methods are compared."""
+    """Whether unintended losses of quality are logged; not in comparisons of methods."""
     why_size: str = ""
-    """What a cache_size comes from that nobody named."""
+    """Reason for a default cache_size."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.

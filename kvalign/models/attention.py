@@ -30,7 +30,7 @@ OWN_ATTENTION = {
     "gptj": "a class of its own",
     "lfm2": "convolutions beside it",
 }
-"""Architectures whose attention is more than a function of the registry, or none, and why."""
+"""Architectures whose attention is not a plain function of the registry, with the reason."""
 
 REGISTERED = tuple(kind for kind in FAMILIES if kind not in OWN_ATTENTION)
 """Architectures whose attention is a function of the registry."""

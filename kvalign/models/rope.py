@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalign.foundation.lasting import lasting
 
 NUM_TURNS = 8
-"""Whole numbers of positions whose turns are remembered."""
+"""Number of whole shifts whose turns are cached."""
 
 
 class Layout(NamedTuple):
@@ -43,7 +43,7 @@ LAYOUTS = {
         ),
     ),
 }
-"""The layouts that a model is tried with."""
+"""Layouts to try on a model."""
 
 
 class Turn(NamedTuple):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from kvalign.foundation.errors import UserError
 
 _HELD_AS = ("_orig_mod", "module", "model")
-"""What `torch.compile`, wrappers like DDP, and PEFT call the model that they hold."""
+"""Names of the inner model in `torch.compile`, wrappers like DDP, and PEFT."""
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

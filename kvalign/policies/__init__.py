@@ -25,4 +25,4 @@ POLICIES: Registry[type[Policy]] = Registry(
         "second-chance": "kvalign.policies.second_chance:SecondChance",
     },
 )
-"""Policy classes by the name that the command line knows them by."""
+"""Policy classes by their names on the command line."""

@@ -40,9 +40,9 @@ class Policy(ABC):
     name: ClassVar[str]
     about: ClassVar[str]
     reads_weights: ClassVar[bool] = False
-    """Whether it needs attention weights, which not all architectures hand over."""
+    """Whether it needs attention weights, which not all architectures expose."""
     accumulates: ClassVar[bool] = False
-    """Whether each step changes its scores; else they are made when an entry must go."""
+    """Whether each step changes its scores; else they are computed at an eviction."""
 
     def __init__(self, cache_size: int):
         self.cache_size = cache_size

@@ -28,7 +28,7 @@ def no_token(logits: Tensor, method: Method) -> RunError:
 
 
 MOST_LOSS = 300.0
-"""Nats: no model that was trained comes near, and its exp and that of a difference are numbers."""
+"""Nats, far above any trained model's; its exp, and that of a difference, are finite."""
 
 
 def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:

@@ -192,7 +192,9 @@ def test_memory_is_seen(opened):
     lost = tab.locator("#lost b").all_inner_texts()
     before = lost, said(tab), shown(tab)
     tab.get_by_role("button", name="Step forward").click()
-    assert said(tab).startswith(f"Entry {aside} goes to the memory. Entries that were taken back stay")
+    assert said(tab).startswith(
+        f"Entry {aside} goes to the memory. Entries that were taken back stay"
+    )
     assert tab.locator("#lost b").all_inner_texts() == [*lost, str(aside)][-6:]
     assert tab.locator(".cell.recalled:not(.sinking)").count() == 0
     tab.get_by_role("button", name="Step back").click()

@@ -64,7 +64,9 @@ def test_the_end_of_kept_positions_is_said(capfd):
     )
     assert main([*GENERATE.replace("gpt2-mini", "recall-gpt2").split(), *keep.split()]) == 0
     said = capfd.readouterr().err
-    assert "the stream ends here: the model has no more positions\n256 tokens with streaming" in said
+    assert (
+        "the stream ends here: the model has no more positions\n256 tokens with streaming" in said
+    )
 
 
 def test_policies_are_listed(capfd):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
 THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
 NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
-"""What codes belong to, each its own in a stream."""
+"""Owners of the codes; each code of a stream has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

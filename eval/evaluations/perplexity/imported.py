@@ -30,7 +30,7 @@ MODES = {
     "sliding_window": ("streaming-llm", 4),
     "key_value_net": ("kvalign", 4),
 }
-"""Our methods by their modes, and the sinks that they keep."""
+"""Our methods and their sinks, by the authors' modes."""
 
 _NAME = re.compile(
     rf"nglls_mode_({'|'.join(MODES)})_tokens_(\d{{1,9}})_cache_size_(\d{{1,9}})"

@@ -114,12 +114,12 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
 
 
 QUARTERS = ("newest", "second", "third", "oldest")
-"""The parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
+"""Parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
 BEYOND = "beyond"  # distances above C, up to 3 C / 2
 FAR = {2**i: f"to_{2**i}c" for i in range(1, 7)}
 """With `--farthest` the parts beyond C: distances up to so many times C."""
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
-"""Where a part is drawn: its distance over C."""
+"""Position of a part in plots: its distance relative to C."""
 MIDDLES_FAR = {name: 0.75 * times for times, name in FAR.items()}
 
 

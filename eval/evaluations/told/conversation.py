@@ -73,7 +73,7 @@ ANSWERS = (
     "I understand.",
     "How interesting.",
 )
-"""What the assistant says to a fact and to a passage."""
+"""Replies of the assistant to a fact and to a passage."""
 READ_OUT = "I read this:\n\n"
 
 

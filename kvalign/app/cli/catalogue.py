@@ -54,7 +54,7 @@ GROUPS = {
     },
 }
 FAMILY = "eval"
-"""The word that begins the names of commands of two words."""
+"""First words of commands with two words."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 

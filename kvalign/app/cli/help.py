@@ -19,7 +19,7 @@ _GROUPS = {
 }
 OF_ALL = "with any command"
 TITLES = (_OTHER, *_GROUPS, OF_ALL)
-"""Of groups of flags, in the order in which help has them."""
+"""Groups of flags, in the order of help."""
 _TITLE_OF = {name: title for title, names in _GROUPS.items() for name in names.split()}
 
 

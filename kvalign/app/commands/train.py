@@ -17,7 +17,7 @@ from kvalign.training.settings import TrainSettings
 
 DEFAULT_KIND = "table"
 OF_NETWORKS = {"--target", "--data"}
-"""Flags that ask for a network where no kind is named."""
+"""Flags that imply a network if no kind is named."""
 
 
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:

@@ -29,7 +29,7 @@ LABELS = {
     "repetition_penalty": "Repetition penalty",
     "seed": "Seed",
 }
-"""What the page calls a setting of a stream."""
+"""Labels of a stream's settings on the page."""
 _WORDS = {
     "num_sinks": "sinks",
     "chunk_len": "chunks of",
@@ -37,7 +37,7 @@ _WORDS = {
     "num_recent": "newest entries that stay",
     "num_recalled": "entries taken back",
 }
-"""What errors name that the page does not set."""
+"""Names in errors that have no control on the page."""
 _SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
     "temperature": (0, 2, 0.05),
     "top_k": (0, 200, 1),

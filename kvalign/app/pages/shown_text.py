@@ -12,7 +12,7 @@ from itertools import pairwise
 from kvalign.eval.judging.chunks import Chunk
 
 UNKNOWN = "[…]"
-"""What stands for a word that a corpus has as `<unk>`."""
+"""Replacement for a corpus's `<unk>`."""
 _MARKS = re.compile(r" ?@(?P<joined>[-,.])@ ?|(?P<unknown><unk>)")
 # Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one,
 # around the end of a line.

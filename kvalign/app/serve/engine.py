@@ -27,7 +27,7 @@ from kvalign.streaming.health import most_likely
 log = logging.getLogger(__name__)
 PART = 512
 GIVE_BACK_S = 10.0
-"""Seconds between two times at which memory that was freed is given back."""
+"""Seconds between two returns of freed memory to the system."""
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 Pairs = list[tuple[Turn, Row]]

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MOST = 1024
-"""The longest context length that a stream without a length passes: further takes minutes."""
+"""Longest context length that a stream without a length passes; longer ones take minutes."""
 BEYOND = 88
-"""Tokens that it writes past that."""
+"""Number of tokens that it writes past that."""
 
 
 def tokens_past(context_len: int | None, num_before: int) -> int | None:
