@@ -293,7 +293,7 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 
 
 def _revision(folder: Path) -> str:
-    """The commit of a snapshot in the hub's cache; of any other folder the first digits of its
+    """Commit of a snapshot in the hub's cache; for any other folder the first digits of its
     weights' SHA-256.
     """
     is_snapshot = folder.parent.name == "snapshots"

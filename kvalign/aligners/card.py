@@ -56,7 +56,7 @@ def card_text(config: "AlignerConfig") -> str:
 
 
 def _set_name(parts: list[str]) -> str:
-    """A set of parts in words: `keys and values`."""
+    """Set of parts in words: `keys and values`."""
     return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
 
 
@@ -65,9 +65,7 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _datasets(data: dict[str, Any]) -> list[str]:
-    """The data sets of the hub that a part was trained on; of parts recorded before they were
-    listed, those that a corpus names itself.
-    """
+    """Hub data sets of a part's training; for older records, those that a corpus names itself."""
     if "datasets" in data:
         return [name for name in map(str, data["datasets"]) if _is_hub_id(name)]
     specs = [str(spec).removeprefix("marked:") for spec in data.get("corpus") or ()]

@@ -94,7 +94,7 @@ class RealignNet(nn.Module):
         return self._rest(nn.functional.linear(x, vector) + place)
 
     def _rest(self, hidden: Tensor) -> Tensor:
-        """Correction from the first layer's output, [..., hidden1] before its ReLU, which is
+        """Correction from the first layer's output, [..., hidden1] before its ReLU; the input is
         overwritten.
         """
         return self.fc3(self.fc2(hidden.relu_()).relu_())

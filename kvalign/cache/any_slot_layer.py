@@ -71,8 +71,8 @@ class AnySlotLayer(StreamingLayer):
     def _attend(
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of queries [B, H, T, D] over all entries, whose weights the policy sees: [B, T,
-        H, D].
+        """Attention of queries [B, H, T, D] over all entries, whose weights go to the policy: [B,
+        T, H, D].
         """
         query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
         scores = query @ keys.float()[:, :, None].mT
@@ -132,7 +132,7 @@ class AnySlotLayer(StreamingLayer):
         return [cat(rows, dim=0)]
 
     def _placed(self, held: KV, index: Tensor) -> list[KV]:
-        """Sinks, and the others where they are now: the r-th at position r."""
+        """Sinks, and the others at their present positions: the r-th at position r."""
         num, realigner = index.shape[2], self.cache.realigner
         num_sinks = min(num, self.sizes.num_sinks)
         now, births = torch.arange(num_sinks, num, device=self.device), None

@@ -78,12 +78,12 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     @abstractmethod
     def _bring(self, step: Step) -> Step:
-        """Evict what has to go, and bring what stays to where the tokens of a pass find it; return
-        the pass that is taken.
+        """Evict entries, and move the others to where the tokens of a pass find them; return the
+        pass.
         """
 
     def _hold(self, seen: list[int]) -> None:
-        """Have rows of so many tokens each, their entries where the next tokens find them."""
+        """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen = seen
 
     @property
@@ -166,7 +166,7 @@ class FixedSizeCache(Saving, ForeignCalls):
             return self._settled(0) if self.step is None else None
 
     def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
-        """Raise UserError unless a pass can be over so many tokens of so many rows."""
+        """Raise UserError unless a pass can have so many tokens of so many rows."""
         most = self.sizes.first_input_len
         if num_new > most and segment is None:
             raise UserError(

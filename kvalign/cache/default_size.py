@@ -59,7 +59,7 @@ def default_size(
 
 
 def _free_bytes(model: PreTrainedModel) -> int | None:
-    """Bytes that are free where the model is, as far as that is known."""
+    """Free bytes on the model's device, as far as known."""
     if model.device.type == "cuda":
         import torch
 

@@ -121,8 +121,8 @@ class MemoryCache(StreamingCache):
         return step if is_usual else replace(step, decode=None)
 
     def _put_aside(self) -> None:
-        """Give the memories what single steps have added to the window: a group of entries at once
-        costs less than each alone, and none is lost before.
+        """Move the entries that single steps have added to the window into the memories. A group at
+        once costs less than one by one, and none is lost before.
         """
         if num := self._num_pending:
             before = [n - num for n in self.seen]

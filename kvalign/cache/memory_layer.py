@@ -75,8 +75,8 @@ class MemoryLayer(WindowLayer):
         self.memory.write(seen, entries)
 
     def _recall(self, block: Block, query: Tensor) -> Recalled:
-        """Return what the scaled queries [B, H, G, T, D] of a block of a segment take back, each
-        what it would alone.
+        """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
+        back, each as it would alone.
         """
         asking = self.recalls.of_block(block)
         asked = self.recalls.asked(query, asking)
@@ -92,8 +92,8 @@ class MemoryLayer(WindowLayer):
         values: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attention of one query a row [B, H, 1, D] over the entries of a step, while what is taken
-        back lies in the place of the window's oldest: [B, 1, H, D].
+        """Attention of one query a row [B, H, 1, D] over the entries of a step, with the recalled
+        ones instead of the window's oldest: [B, 1, H, D].
         """
         asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
         found, realigner = self.memory.find(asked, asking), self.cache.realigner
@@ -109,8 +109,8 @@ class MemoryLayer(WindowLayer):
         return given
 
     def _bias(self, asking: Asking, found: Found, keys: Tensor) -> Tensor | None:
-        """[B, H, S] float32, what is added to the scores of a step's entries while what was found
-        is among them; None: nothing.
+        """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
+        None: nothing.
         """
         of_found = self.recalls.bias(found)
         if of_found is None:

@@ -128,7 +128,7 @@ class OnRead(Realigner):
         return out.flatten(1, 2)[:, None]
 
     def _turned_means(self, layer: int) -> Tensor:
-        """Mean keys [H, P, D], of a rotary model turned to their positions."""
+        """Mean keys [H, P, D], rotated to their positions on a rotary model."""
         means = self.table.key[layer]
         if self.rotation is None:
             return means
@@ -144,8 +144,8 @@ def _alike(
     bias: Tensor | None,
     places: slice,
 ) -> tuple[Tensor, Tensor]:
-    """The weights of what is stored [B, H, G, S'], and the part of the output that is of positions
-    [B, H, G, D]. The places of a window are a slice of the tables; scores are overwritten.
+    """Weights of stored entries [B, H, G, S'], and the part of the output from positions [B, H, G,
+    D]. The positions of a window are a slice of the tables; scores are overwritten.
     """
     window = scores[..., num_sinks:]
     window.mul_(tables.key_scales[:, None, places])
@@ -167,7 +167,7 @@ def _uneven(
     bias: Tensor | None,
     rows: UnevenRows,
 ) -> tuple[Tensor, Tensor]:
-    """The same for rows that find their entries at places of their own."""
+    """Same for rows whose entries have their own positions."""
     # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
     places, inside, visible = (
         x[:, None, None].to(scores.device) for x in (rows.places, rows.inside, rows.visible)
@@ -190,8 +190,8 @@ def _uneven(
 
 
 def _by_head(x: Tensor, table: Tensor) -> Tensor:
-    """x [B, H, G, M] @ table [H, M, N], which the rows of a batch share: [B, H, G, N]. One product
-    a head; broadcast, the table would be copied for each row.
+    """x [B, H, G, M] @ table [H, M, N], shared by the rows of a batch: [B, H, G, N]. It is one
+    product for each head; with broadcasting the table would be copied for each row.
     """
     num_rows, num_heads, num_groups, _ = x.shape
     product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]

@@ -29,7 +29,7 @@ class Rows(NotPickled, ABC):
     realigner: Realigner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another of the same rows, which goes on alone; what places entries is shared."""
+        """Copy with the same rows, which continues alone; the realigner is shared."""
         memo[id(self.realigner)] = self.realigner
         memo[id(self)] = other = object.__new__(type(self))
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -45,7 +45,7 @@ class Rows(NotPickled, ABC):
 
     @abstractmethod
     def _hold(self, seen: list[int]) -> None:
-        """Have rows of so many tokens each, their entries where the next tokens find them."""
+        """Set up rows of so many tokens each, with entries where the next tokens find them."""
 
     def _parts(self) -> list[Part]:
         """Return the parts that hold rows."""

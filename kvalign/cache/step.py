@@ -159,7 +159,7 @@ class Step:
         return told
 
     def _mask(self, model: PreTrainedModel, spec: ModelSpec, visible: Tensor) -> Tensor:
-        """Return the mask that a model takes for what rows see, [B, S] bool."""
+        """Return the model's mask for the entries that rows see, [B, S] bool."""
         config = model.config
         hidden = ~visible[:, None, None]
         if config.model_type == "mpt":

@@ -97,7 +97,7 @@ class StreamingCache(FixedSizeCache):
                 layer.move(step, shifts)
 
     def _write_sinks(self, step: Step) -> None:
-        """Put the sinks in front of the window again, turned to follow it."""
+        """Write the sinks in front of the window again, rotated to follow it."""
         for device, (keys, values) in self.sinks.held.items():
             if self.realigner.rotation is not None:
                 keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
@@ -186,7 +186,7 @@ class StreamingCache(FixedSizeCache):
         return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
 
     def _count(self, num: int) -> None:
-        """Have seen so many tokens more, or fewer, whose entries are in the buffers."""
+        """Count so many more tokens, or fewer, whose entries are in the buffers."""
         for buffer in self._buffers():
             buffer.end += num
         self.seen = [n + num for n in self.seen]

@@ -138,7 +138,7 @@ class WindowLayer(StreamingLayer):
             data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(self.dtype)
 
     def _write(self, step: Step, stored: KV, new: KV) -> None:
-        """Append what will still be kept after this pass; with what moves, its source."""
+        """Append the entries that stay after this pass; if they move, also their source."""
         kept, num_new = step.num_before, step.num_new
         if num_new > 1 or step.segment is not None:
             after = step.sizes.num_stored(step.seen[0] + num_new)

@@ -44,7 +44,7 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise UserError if nothing answers where a cluster should be; Ray would wait for minutes."""
+    """Raise UserError if nothing answers at a cluster's address; Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return  # `auto`, or a name that Ray knows

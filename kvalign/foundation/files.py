@@ -209,7 +209,7 @@ def check_not_locked(folder: Path) -> None:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Files and folders, those of them that there are."""
+    """Remove files and folders that exist."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

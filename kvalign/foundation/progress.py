@@ -132,7 +132,7 @@ class Bar(tqdm):
 
 @contextmanager
 def _line_of_its_own() -> Iterator[None]:
-    """Within it stderr is at the beginning of a line, also where a bar is drawn."""
+    """Context in which stderr is at the beginning of a line, also while a bar is drawn."""
     if _bar is None or _bar.is_line or not _bar.drawn_at:
         yield
         return

@@ -90,7 +90,7 @@ def first_layer_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -> int:
-    """Entries by which what the cache told is off."""
+    """Entries by which the cache's report is wrong."""
     position, faults = watched.positions[-num_new], []
     for layer, (length, offset) in enumerate(watched.told):
         faults.append(abs(length - watched.found[layer][0].shape[2]))
@@ -108,7 +108,7 @@ def tokens_held(watched: Watched) -> list[int | None]:
 
 
 def _num_sinks(watched: Watched) -> int:
-    """Return how many of the first tokens are all there; 0 if that cannot be told."""
+    """Return how many of the first tokens are all present; 0 if that is unknown."""
     try:
         held = set(tokens_held(watched))
     except NotApplicableError:

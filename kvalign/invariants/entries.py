@@ -128,7 +128,7 @@ def moves(subject: Subject) -> Measured:
 
 @torch.no_grad()
 def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measured:
-    """Entries as attention sees them, and as one move from their birth makes them."""
+    """Entries as attention sees them, and the same after one move from their original form."""
     sizes, num = cache.sizes, aged.stream.ids.shape[1]
     behind, index = cache.frame.num_behind(num), cache.index()
     rotation = cache.realigner.rotation

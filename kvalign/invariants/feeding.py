@@ -20,7 +20,7 @@ Feed = Callable[[Tensor], Tensor]
 
 
 def _apart(one: Feed, other: Feed, parts: Iterable[Tensor]) -> float:
-    """The largest difference of the logits that two ways of feeding give, part after part."""
+    """Largest difference of the logits of two ways of feeding, part after part."""
     return max((difference(one(part), other(part)) for part in parts), default=0.0)
 
 
@@ -123,7 +123,7 @@ def save(subject: Subject) -> Measured:
 def _changed(
     subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
 ) -> float:
-    """Return by how much rows differ from those of a stream that was left alone."""
+    """Return the difference of rows from a stream that was left alone."""
     before, after = _before_and_after(subject, num_rows)
     stream, same = subject.stream(), subject.stream()
     for one in (stream, same):
@@ -144,7 +144,7 @@ def _changed(
 
 
 def _before_and_after(subject: Subject, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the ids that rows are fed before a change and after it."""
+    """Return the ids for rows before a change and after it."""
     num = subject.capacity + 12 if subject.evicts else max(1, subject.capacity - NUM_AFTER)
     ids = subject.ids(num_rows, num + NUM_AFTER if subject.evicts else subject.capacity)
     return ids[:, :num], ids[:, num:]

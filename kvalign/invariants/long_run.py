@@ -91,13 +91,13 @@ def long_run(subject: Subject) -> LongRun:
 
 
 def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Root mean square error by root mean square size, over some dimensions."""
+    """Root mean square error relative to root mean square size, over some dimensions."""
     norm = torch.linalg.vector_norm
     return norm(found.float() - exact, dim=over) / norm(exact, dim=over)
 
 
 def _logit_error(logits: Tensor, exact: Tensor) -> float:
-    """The same of logits [B, V] about their mean."""
+    """Same for logits [B, V] around their mean."""
     logits, exact = (x - x.mean(-1, keepdim=True) for x in (logits, exact))
     return float(_error(logits, exact, (0, 1)))
 
@@ -123,12 +123,12 @@ def _kl(target: Tensor, logits: Tensor) -> float:
 
 
 def _error_of(figures: list[float]) -> float:
-    """The standard error of their mean."""
+    """Standard error of their mean."""
     return statistics.stdev(figures) / math.sqrt(len(figures))
 
 
 def _comparable(subject: Subject) -> LongRun:
-    """Values carry no rotation: one that is far off is another token's."""
+    """Values carry no rotation, so one with a large difference belongs to another token."""
     run = long_run(subject)
     if run.most_apart > OTHER:
         raise NotApplicableError(

@@ -89,7 +89,7 @@ def remember(subject: Subject) -> Remembered:
 
 @contextmanager
 def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
-    """Record what each layer is asked within it, and gives, for one token."""
+    """Record the queries and outputs of each layer for one token."""
     heard: dict[int, Heard] = {}
     update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
 
@@ -131,8 +131,8 @@ def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
 
 
 def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values [B, H, N, D] of all tokens without their position, and the place [N] that
-    each had when it was computed.
+    """Keys and values [B, H, N, D] of all tokens without their position, and the original position
+    [N] of each.
     """
     at = torch.tensor(watched.positions)
     place = at
@@ -142,8 +142,8 @@ def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor,
 
 
 def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -> Tensor:
-    """[B, H, G, D] over sinks, what was taken back, and the window: each as it was born, placed
-    once.
+    """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
+    original form.
     """
     sizes, recalls = cache.sizes, cache.recalls
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation

@@ -190,7 +190,7 @@ class Stream:
 
 
 def _with_attention(model: PreTrainedModel) -> list[int]:
-    """The layers of a model that hand entries to a cache; all, of one that is not known."""
+    """Layers of a model that pass entries to a cache; for an unknown model all."""
     try:
         return spec_of(model.config).attention
     except UserError:
@@ -222,7 +222,9 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """Latest of the values born [N, D] that each of values [S, D] can be, no two the same."""
+    """Index of the latest original value [N, D] that equals each of values [S, D], all
+    different.
+    """
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]

@@ -134,7 +134,7 @@ class Subject:
 
     @property
     def _words(self) -> Tensor:
-        """The ids that are taken: padding is none."""
+        """Allowed ids, without padding."""
         words = torch.arange(self.model.config.vocab_size)
         return words[words != (self.model.config.pad_token_id or 0)]
 

@@ -153,7 +153,7 @@ class Method(NotPickled, ABC):
         return method
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another that goes on alone with the same stream, on the same model."""
+        """Copy that continues the same stream alone, on the same model."""
         method = self.new()
         method.restore({name: x.clone() for name, x in self.state().items()})
         return method

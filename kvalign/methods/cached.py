@@ -158,8 +158,8 @@ class Cached(Method):
             return self.cache.read_ahead(self.model, ids)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
-        """Return whether the model's own attention does: nothing is dropped between these
-        tokens.
+        """Return whether one pass of the model's own attention is enough: nothing is evicted
+        between these tokens.
         """
         seen = max(self.cache.seen, default=0)
         return (

@@ -33,7 +33,7 @@ class DiscardHalf(Reencoding):
         self.cache = self._new_cache()
 
     def _new_cache(self) -> StreamingCache:
-        """One that never evicts: it is filled anew before it is full."""
+        """Cache that never evicts: it is refilled before it is full."""
         unbounded = replace(self.spec, context_len=None)
         return StreamingCache(unbounded, CacheSizes(self.sizes.first_input_len, num_sinks=0))
 
@@ -71,7 +71,7 @@ class DiscardHalf(Reencoding):
     def _fed(
         self, ids: Tensor, seen: list[Tensor], kept: list[Tensor]
     ) -> tuple[Tensor, StreamingCache]:
-        """Logits of rows that would see `seen` and see `kept`, and the cache that holds these."""
+        """Logits of rows that see `seen` and keep `kept`, and the cache with the kept ones."""
         full = [i for i, row in enumerate(kept) if row is not seen[i]]
         others = [i for i in range(len(kept)) if i not in full]
         alike = len({len(row) for row in seen}) == 1

@@ -59,7 +59,7 @@ def has_compiler() -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """Entries that are given, the last of which is written."""
+    """Given entries, the last of which is written."""
 
     def __init__(self, keys: Tensor, values: Tensor, is_marked: bool):
         self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
@@ -87,7 +87,7 @@ class _Layer(CacheLayerMixin):
 
 
 class _Step(nn.Module):
-    """A step as a function of nothing but tensors."""
+    """Step as a function of tensors only."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -102,7 +102,9 @@ class _Step(nn.Module):
 
 
 def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such keys [1, H, S, D] in place of the model's own."""
+    """Return whether our kernel attends to such keys [1, H, S, D] instead of the model's own
+    attention.
+    """
     return (
         config.model_type in attention.REGISTERED
         and window_of(config) is None
@@ -139,7 +141,7 @@ def load_or_make(
 def _made(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
 ) -> Run | None:
-    """The step, once a file has it and it gives what the model gives."""
+    """The step, once a file has it and it gives the model's result."""
     step, about = _Step(model), file.with_suffix(".json")
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 

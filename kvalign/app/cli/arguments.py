@@ -93,8 +93,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
-    the dataclass.
+    """Keywords of `add_argument` for one field; absent flags stay None so that defaults live in the
+    dataclass.
     """
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING

@@ -51,7 +51,7 @@ example:
 
 @contextmanager
 def _kill_is_ctrl_c() -> Iterator[None]:
-    """Let `kill` end a command as Ctrl-C does: with a word on what is kept."""
+    """Let `kill` end a command like Ctrl-C, with a line on what is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,14 +117,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Give Python what the shell has closed, as `2>&-` does: it prints to stdout without stderr."""
+    """Open the streams that the shell has closed, as `2>&-` does. Python would print to stdout
+    without stderr.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _help(args: Sequence[str]) -> int | None:
-    """Print what is asked of no command, or of no full one, and return the exit code; None for a
+    """Print help that belongs to no complete command, and return the exit code; None for a
     command.
     """
     if not args or args[0] in _HELP:
@@ -166,7 +168,7 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def _in_flags(message: str, flags: Collection[str]) -> str:
-    """A message that begins with a setting by the name that Python has for it, in flags."""
+    """Message whose first setting has its Python name, with flags instead."""
     by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
     by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
     if message.partition(" ")[0].rstrip(",") not in {*by_name, *(flag[2:] for flag in flags)}:
@@ -191,7 +193,7 @@ def usage() -> str:
 
 
 def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:
-    """A line a command, names in a column as wide as the longest, or `width`."""
+    """Line for each command, names in a column as wide as the longest, or `width`."""
     width = max(width, *map(len, commands))
     return [
         textwrap.fill(

@@ -51,7 +51,7 @@ def _decoded(text: bytes, source: str) -> str:
 
 
 def _has_come(file: int) -> bool:
-    """Return whether there is something to read, or the end."""
+    """Return whether there is input, or its end."""
     try:
         if select.select([file], [], [], QUIET_S)[0]:
             return True

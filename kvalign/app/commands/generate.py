@@ -130,7 +130,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 
 def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
-    """Comparison of the shipped aligner with the one trained here."""
+    """Compare the shipped aligner with the one trained here."""
     from kvalign.methods.choice import trained_here
 
     trained = trained_here(loaded.model, settings.model)

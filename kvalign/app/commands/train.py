@@ -73,7 +73,7 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
 
 
 def _say_next(settings: TrainSettings, kind: str) -> None:
-    """The other network, where one is trained at a time and that is left; then, to stream."""
+    """Name the other network, if one is left to train; then `generate`."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
     from kvalign.foundation.files import read_checked
@@ -92,9 +92,9 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
 
 
 def _verdict(judged: dict[str, Any]) -> list[str]:
-    """Return in words what `kvalign.training.judge.judge` found: of streams of equal sinks, so that
-    what is compared differs in the aligner alone. They are those that it chose, unless no aligner
-    was streamed with them: a network is with the usual ones alone.
+    """Return the result of `kvalign.training.judge.judge` in words. It compares streams with equal
+    sinks, so that they differ only in the aligner. The sinks are the chosen ones, unless no aligner
+    was streamed with them: a network uses only the usual ones.
     """
     chosen = judged["num_sinks"]
     tried_with = [row["num_sinks"] for row in judged["streams"] if row["parts"]]
@@ -131,13 +131,13 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
 
 
 def _beside(judged: dict[str, Any]) -> str:
-    """The shipped aligner's figure, where there is one."""
+    """Figure of the shipped aligner, if there is one."""
     shipped = judged.get("shipped")
     return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
 
 
 def _kind_of(given: set[str]) -> str:
-    """The kind that flags ask for."""
+    """Kind that the flags imply."""
     first = "network" if given & OF_NETWORKS else DEFAULT_KIND
     flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
     known = given & set().union(*flags.values())
@@ -145,7 +145,7 @@ def _kind_of(given: set[str]) -> str:
 
 
 def _with_kind(kind: str) -> type[Settings]:
-    """The settings of a kind and the choice of it."""
+    """Settings of a kind with the choice of it."""
     cls = trainer_of(kind).SETTINGS
     asked = "each kind has its own flags, which imply it; --target or --data alone imply network"
     field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
@@ -160,6 +160,6 @@ def _with_kind(kind: str) -> type[Settings]:
 
 
 def _command_line(settings: Settings, command: str, leave_out: tuple[str, ...] = ()) -> str:
-    """The shell command, which names the kind whatever its flags are."""
+    """Shell command that always names the kind."""
     words = Settings.command_line(settings, command, leave_out)
     return f"{words} --aligner-kind {getattr(settings, 'aligner_kind')}"  # noqa: B009

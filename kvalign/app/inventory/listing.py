@@ -176,7 +176,7 @@ def _rows(
     where_else: str,
     here: Mapping[str, Path],
 ) -> Iterator[Row]:
-    """The rows of shipped folders, those here and the hub cache's, less folders without one."""
+    """Rows of shipped folders, those here and the hub cache's, without empty ones."""
     folders = {
         "shipped": {name: checkpoints.FOLDER / name for name in shipped},
         where_else: here,
@@ -192,14 +192,14 @@ def _rows(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The config of a model or an aligner; empty where there is none."""
+    """Config of a model or an aligner; empty without one."""
     path = folder / "config.json"
     return read_json(path) if path.exists() else {}
 
 
 def _model_config(folder: Path) -> Any:
-    """The config of a model, as transformers has it; without transformers, which takes seconds to
-    import, where the file tells of all sizes.
+    """Config of a model, in transformers' form; without transformers, which takes seconds to
+    import, if the file has all sizes.
     """
     said = _config(folder)
     if {*_TELLS.get(said["model_type"], "?")} <= said.keys():
@@ -211,7 +211,7 @@ def _model_config(folder: Path) -> Any:
 
 
 def _trained_on(data: Any) -> str:
-    """Return what an aligner's config says of the data that a part was trained on."""
+    """Return the training data of a part, from an aligner's config."""
     data = data if isinstance(data, dict) else {}
     if "corpus" in data:
         return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"

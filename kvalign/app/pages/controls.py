@@ -93,7 +93,7 @@ def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
 
 
 def _without(methods: Sequence[str]) -> str:
-    """Those of the methods that evict in a way of their own."""
+    """Methods that have their own way to evict."""
     return ", ".join(name for name in methods if not METHODS[name].takes_policy) + ": none"
 
 
@@ -140,7 +140,7 @@ def up_to(most: int, value: float) -> dict[str, Any]:
 
 
 def _config(methods: Sequence[str], aligner: str | None) -> Any:
-    """The config of the aligner, if a method takes it and it can be read."""
+    """Config of the aligner, if a method uses it and it can be read."""
     if not aligner or not any(METHODS[name].takes_aligner for name in methods):
         return None
     try:

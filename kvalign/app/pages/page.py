@@ -61,13 +61,13 @@ def build(
         return controls.aligners_of(load(model), aligner if model == models[0] else None)
 
     def able(methods: Sequence[str], model: str) -> list[str]:
-        """Those of the methods that need no aligner or have one for the model."""
+        """Methods that need no aligner or have one for the model."""
         return [name for name in methods if name != "kvalign" or offered(model)]
 
     def settle(
         prompt: str, methods: list[str], model: str, has_memory: bool, **settings: Any
     ) -> list:
-        """Streams of what is chosen; UserError where something is wrong for all of them."""
+        """Streams of the chosen methods; UserError for errors that concern all of them."""
         chosen = [name for name in METHODS if name in methods]
         if has_memory:
             settings |= {"memory": memory or MEMORY, "num_recalled": num_recalled}

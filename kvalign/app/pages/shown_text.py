@@ -58,7 +58,7 @@ def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str
 
 
 def _edits(text: str) -> list[tuple[int, int, str]]:
-    """Return replacements of text[start:end], in order, none over another."""
+    """Return replacements of text[start:end], in order, without overlap."""
     edits = []
     for found in _HEADING.finditer(text):
         edits += [(*found.span(name), "") for name in ("opening", "closing")]
@@ -74,7 +74,7 @@ def _edits(text: str) -> list[tuple[int, int, str]]:
 
 
 def _edited(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
-    """text[start:end]; an edit that goes over its end belongs to it whole."""
+    """Part text[start:end]; an edit across its end belongs to it as a whole."""
     shown = ""
     for first, last, instead in edits:
         if last <= start or first >= end:

@@ -35,7 +35,7 @@ Pairs = list[tuple[Turn, Row]]
 
 @dataclass
 class _Group:
-    """Rows that are stepped together: a batch of a method, and whose rows they are."""
+    """Rows that are stepped together: a batch of a method, and the owners of its rows."""
 
     batch: Method
     rows: Pairs = field(default_factory=list)
@@ -152,7 +152,7 @@ class Engine(threading.Thread):
         self.num_rows = feeding + sum(len(group.rows) for group in self._groups.values())
 
     def _feed(self) -> None:
-        """Parts of prompts; those that are whole choose their first tokens and join."""
+        """Feed parts of prompts; complete ones choose their first tokens and join."""
         begun = defaultdict[int, Pairs](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
@@ -204,7 +204,7 @@ class Engine(threading.Thread):
         self._keep(group, [not row.finish for _, row in group.rows])
 
     def _choose(self, pairs: Pairs, logits: Tensor, batch: Method) -> None:
-        """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
+        """Let rows take their next tokens, from logits [B, V]; a failed row ends alone."""
         best, is_one = (x.tolist() for x in most_likely(logits))
         now = time.perf_counter()
         for i, (_, row) in enumerate(pairs):
@@ -226,7 +226,7 @@ class Engine(threading.Thread):
             row.since_s = now
 
     def _ended(self, pairs: Pairs, batch: Method) -> Pairs:
-        """Tell the turns of rows that have ended; return the others."""
+        """Notify the turns of rows that have ended; return the others."""
         kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
         states = dict(zip(kept, states_of(batch, kept), strict=True))
         going = []
@@ -252,7 +252,7 @@ class Engine(threading.Thread):
         group.rows = []
 
     def _fail(self, turns: Iterable[Turn], error: Exception) -> None:
-        """End turns by an error of their step."""
+        """End turns with an error of their step."""
         if isinstance(error, UserError):
             answer = RequestError(str(error))
         else:

@@ -136,7 +136,7 @@ class InFolder(Store):
         return is_there
 
     def _path(self, name: str) -> Path:
-        """A name that no request chooses."""
+        """Name that no request can choose."""
         return self.folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _read(self, path: Path) -> Session:

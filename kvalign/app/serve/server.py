@@ -166,7 +166,7 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """One that ends its answers before it waits for their connections."""
+    """Server that ends its answers before it waits for their connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -178,7 +178,7 @@ class _Server(uvicorn.Server):
 
 
 async def _answer_to(request: Request, error: Exception) -> Response:
-    """Every error in the form of OpenAI's API."""
+    """Error in the form of OpenAI's API."""
     match error:
         case RequestError():
             return error.response()

@@ -136,7 +136,7 @@ class Service:
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
-        """A session for a turn, released if that cannot begin."""
+        """Session for a turn, released if that cannot begin."""
         session = self.sessions.take(name, messages)
         try:
             yield session
@@ -145,7 +145,7 @@ class Service:
             raise
 
     def _again(self, session: Session, put: Put) -> Answers:
-        """The last answer of a session once more."""
+        """Last answer of a session again."""
         num_before = len(session.ids) - session.num_new
         answers = Answers(1, num_cached=num_before)
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
@@ -158,12 +158,12 @@ class Service:
         return answers
 
     def _method_for(self, num_sinks: int) -> Method:
-        """One that has been fed nothing."""
+        """Method that has been fed nothing."""
         is_own = num_sinks == self.method.sizes.num_sinks
         return (self.method if is_own else self._blank(num_sinks)).new()
 
     def _make_blank(self, num_sinks: int) -> Method:
-        """Return the pattern for methods with this number of sinks."""
+        """Return the template for methods with this number of sinks."""
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
         asked = {name: size for name, size in sizes if name not in own.not_taken()}
@@ -204,10 +204,10 @@ class Service:
         put: Put,
         keep: tuple[Session, Sequence[Message], str, str] | None = None,
     ) -> Answers:
-        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
+        """Pass turns to the engine: for each session, its input and `num_choices` answers.
 
-        `keep` is a session that is kept with its answer, as it was taken, and what `Held` has of
-        the turn: its new messages, the digest and the key of its request.
+        `keep` is a session that is stored with its answer, as it was taken, and the turn's data for
+        `Held`: its new messages, the digest and the key of its request.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):

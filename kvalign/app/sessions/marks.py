@@ -48,6 +48,6 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
 
 
 def _say(line: str) -> None:
-    """A line of its own, also where the text stands on the same terminal."""
+    """Print a separate line, also if the text is on the same terminal."""
     start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
     print(start + line, file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
 
 
 def _check_kind(words: list[str], is_preparation: bool) -> None:
-    """Raise UserError for a command whose document is no use to a suite."""
+    """Raise UserError for a command whose document a suite cannot use."""
     if not words:
         raise UserError("its command is empty")
     command = catalogue.find(words)[0]
@@ -100,7 +100,7 @@ def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
 
 
 def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
-    """A command, checked, with those of the new flags that it knows, and all that it knows."""
+    """Checked command with the new flags that it has, and all that it has."""
     command, words = catalogue.find(words)
     known = command.settings_for(words).flags()
     of_cell = _flags(words)
