@@ -107,7 +107,7 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
     written = json.loads(config.read_text())
     judged = {"val_nll": 4.0, "shipped": {"aligner": SHIPPED, "val_nll": 3.0}}
     for judge, said in (
-        (judged, "perplexity 54.6 of held-out text, 20.09 by the shipped"),
+        (judged, "perplexity 54.6 of held-out text, 20.09 with the shipped"),
         ({}, ""),
     ):
         written["training"]["key"]["judged"] = judge
@@ -236,7 +236,7 @@ REFUSED = {
     "train --target key --model llama-mini": "make one with kvalign gen-data --model llama-mini,",
     "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
     "train --target key --data data --lr 0.1": "already holds a trained key network",
-    "train --data data --model llama-mini": "data was recorded of gpt2-mini",
+    "train --data data --model llama-mini": "data was recorded with gpt2-mini",
     "generate --prompt-file nothing.txt": "nothing.txt",
 }
 
