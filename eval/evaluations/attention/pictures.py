@@ -41,8 +41,8 @@ def by_place(document: Document) -> Figure:
                 _map(bottom, maps["by_head"], "head")
                 phase = "" if title == BEFORE else "after: "
                 top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
-            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
-            pair_axes[1, 0].set_ylabel("layer, first four")
+            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer (weight per entry)")
+            pair_axes[1, 0].set_ylabel("layer (first four entries)")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
         assert bar.solids is not None
         bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
@@ -63,7 +63,7 @@ def by_layer(document: Document) -> Figure:
             for label, maps in _columns(rows).items()
             for shares in [[float(np.mean(heads)) for heads in maps["by_head"]]]
         ]
-    return draw(panels, x="layer", y="attention on first four, %")
+    return draw(panels, x="layer", y="attention on the first four entries, %")
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
