@@ -38,9 +38,7 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of `encode`, in float32 and with the keys of rotary models rotated back to position
-    0.
-    """
+    """Entries of `encode` in float32, with the keys of rotary models rotated back to position 0."""
     keys, values = (x.float() for x in encode(model, ids))
     if rotation := rotation_of(model):
         keys = rotation.shift_layers(keys, torch.arange(ids.shape[1]), dim=1)

@@ -26,9 +26,7 @@ class _Row(BaseModel):
 
 
 def of_hub(name: str, offline: str) -> list[list[str]]:
-    """Turns of each row of a hub data set; `offline` ends the message if the hub cannot be
-    reached.
-    """
+    """Turns of each row of a hub data set; `offline` ends the message without a hub."""
     rows = rows_of(name, None, "train", offline)
     return [_turns(row, f"{name} row {number}") for number, row in enumerate(rows)]
 

@@ -191,9 +191,7 @@ def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> 
 
 
 def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
-    """Return the fault of a shard, by its manifest, its file's header and length; None if there is
-    none.
-    """
+    """Return the fault of a shard, by its manifest, its file's header and length, or None."""
     if shard.num_evicted not in config.shapes:
         return f"num_evicted {shard.num_evicted} was not recorded"
     num_rows = config.num_rows(shard.num_evicted, shard.num_chunks)

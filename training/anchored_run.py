@@ -145,9 +145,7 @@ class Streams:
         self.realigner, self.size = FromBirth(model, aligner), stored[0][0].shape[2]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Logits [B, V] of one token [B] per row, with a gradient to the aligner; evicts the oldest
-        entry.
-        """
+        """Logits [B, V] of one token [B] per row, with a gradient to the aligner; evicts one."""
         model, size = self.model, self.size
         cache, move = DynamicCache(), Move(1, 0, torch.arange(size, device=model.device))
         for layer, stored in enumerate(self.stored):

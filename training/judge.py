@@ -121,9 +121,7 @@ def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dic
 
 
 def _is_better(losses: Tensor, others: Tensor) -> bool:
-    """Return whether the 95 % interval of the ratio of perplexities lies below 1; too few labels:
-    not.
-    """
+    """Return whether the 95 % interval of the ratio of perplexities lies below 1."""
     _, high = interval(losses - others)
     return high is not None and high < 1
 
@@ -147,9 +145,7 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
 
 
 def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
-    """Cache sizes, each with rows [B, C + 1 + labels] from the whole validation part, without
-    overlap.
-    """
+    """Cache sizes, each with rows [B, C + 1 + labels] of the validation part, without overlap."""
     shortest = min(map(len, text.val))
     found = {}
     for size in sorted({min(size, shortest // 2) for size in val_sizes(largest)}):

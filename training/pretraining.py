@@ -217,9 +217,7 @@ class Run:
         return self.settings.context_len // (self.short_by if short else 1)
 
     def rate(self) -> float:
-        """Share of the peak rate at this step: a short warm-up, a constant part, a line down to
-        0.
-        """
+        """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
         left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
         return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
 

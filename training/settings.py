@@ -255,9 +255,7 @@ class PretrainSettings(Settings):
 
     @property
     def is_recall(self) -> bool:
-        """Return whether the corpus is facts and questions, which have their own tokens and
-        labels.
-        """
+        """Return whether the corpus is facts and questions, with tokens and labels of its own."""
         return self.corpus == ("recall",)
 
 

@@ -127,9 +127,7 @@ def hat_functions(num_positions: int) -> Tensor:
 
 @torch.no_grad()
 def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
-    """Mean loss on fixed rows of the validation part, with a small, a middle and the largest
-    cache.
-    """
+    """Mean loss on fixed validation rows, with a small, a middle and the largest cache."""
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):

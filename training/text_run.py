@@ -1,6 +1,4 @@
-"""Training of an aligner on a model and text: everything except the training itself, for any
-kind.
-"""
+"""Training of an aligner on text: everything except the training itself, for any kind."""
 
 import dataclasses
 import time

@@ -45,9 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TokenMix:
-    """Tokenised corpora, [num_tokens] uint16 or uint32 memory-mapped, and the share of rows from
-    each.
-    """
+    """Tokenised corpora, [num_tokens] uint16 or uint32 memory-mapped, with their shares of rows."""
 
     ids: list[np.ndarray]
     shares: np.ndarray

@@ -1,6 +1,4 @@
-"""Figures of results: drawn once, saved as PNG and SVG, inserted into pages in the page's
-colours.
-"""
+"""Figures of results: drawn once, saved as PNG and SVG, inserted into pages."""
 
 import io
 import itertools

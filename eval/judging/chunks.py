@@ -35,9 +35,7 @@ class Chunk:
 
 
 def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
-    """Return whether a lower-cased token, or its Snowball stem, is a word or one of the rule's
-    marks.
-    """
+    """Return whether a lower-cased token, or its Snowball stem, is a word or a mark of the rule."""
     token = token.lower()
     return token in rule.marks or token in words or _STEM(token) in words
 
@@ -54,9 +52,7 @@ def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
 
 
 def distinct(tokens: Sequence[str], n: int) -> float:
-    """Number of distinct n-grams relative to all: 1 without repetition, and for a text without
-    any.
-    """
+    """Share of distinct n-grams: 1 without repetition, and for a text without any."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

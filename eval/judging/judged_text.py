@@ -21,9 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WritingSettings(ComparisonSettings):
-    """Base of the settings of evaluations of written text: how it is written, and how it is
-    judged.
-    """
+    """Base of the settings of evaluations of written text."""
 
     prompts: str = option(
         "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
@@ -41,9 +39,7 @@ class WritingSettings(ComparisonSettings):
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """First prompts, as many as the setting of that name says, with a warning if there are
-        fewer.
-        """
+        """First prompts, as many as the setting says, with a warning if there are fewer."""
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(

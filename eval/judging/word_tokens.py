@@ -38,9 +38,7 @@ class _Language(PunktLanguageVars):
 
 
 def token_spans(text: str) -> list[tuple[int, int]]:
-    """Start and end of each token in a text; the tokens are its characters without the spaces
-    between them.
-    """
+    """Start and end of each token in a text; tokens contain no spaces."""
     return [
         (start + left, start + right)
         for start, end in _punkt().span_tokenize(text)

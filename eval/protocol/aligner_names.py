@@ -18,9 +18,7 @@ _SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
 
 
 def identity_of(row: Row) -> Hashable:
-    """Return the fields that identify a row; its aligner may have another name in another
-    document.
-    """
+    """Return the fields that identify a row, whatever the name of its aligner in a document."""
     return _aligner_of(row), *map(row.get, _SIZES)
 
 

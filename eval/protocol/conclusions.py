@@ -176,9 +176,7 @@ def farthest(rows: Sequence[Row], by: str, what: str) -> str:
 
 
 def sinks(rows: Sequence[Row]) -> str:
-    """Return whether the model has attention sinks, and where its queries attend when these are
-    evicted.
-    """
+    """Return whether the model has attention sinks, and what replaces them when evicted."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         first, even = group[0], 100 / (size + 1)

@@ -100,9 +100,7 @@ def method_name(row: Row) -> str:
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows grouped by one of their values or by a function of them, in order of first
-    occurrence.
-    """
+    """Rows grouped by one of their values or by a function of them, in order of occurrence."""
     key = itemgetter(by) if isinstance(by, str) else by
     groups: dict[Any, list[Row]] = {}
     for row in rows:

@@ -1,6 +1,4 @@
-"""Verdicts: what the numbers say about a method relative to the reference, by plain rules with
-fixed limits.
-"""
+"""Verdicts on a method relative to the reference, by plain rules with fixed limits."""
 
 import math
 from collections.abc import Sequence
@@ -50,9 +48,7 @@ def is_reference(row: Row, reference: str | None) -> bool:
 
 
 def drifts(row: Row) -> bool:
-    """Return whether errors accumulate: the ratio grows from quarter to quarter, each with enough
-    labels.
-    """
+    """Return whether errors accumulate: the ratio grows from quarter to quarter."""
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
     return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
 

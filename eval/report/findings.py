@@ -1,6 +1,4 @@
-"""First paragraph of a report: the findings, in sentences of `conclusions`, each with its
-figures.
-"""
+"""First paragraph of a report: the findings, in sentences with their figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -94,9 +92,7 @@ def _of(lead: str, said: str) -> list[Sentence]:
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
-    """Return the comparison of methods with the reference, in one sentence, and with the
-    figures.
-    """
+    """Return the comparison of methods with the reference, in one sentence and in figures."""
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
     others = [row for row in rows if not is_reference(row, reference)]
@@ -141,9 +137,7 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
 
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
-    """Methods whose words are less readable than those of recompute, and methods that repeat
-    themselves.
-    """
+    """Methods less readable than recompute, and methods that repeat themselves."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         said += _of(f"{what}, C = {size}", conclusions.beside(group))

@@ -22,9 +22,7 @@ class Step(BaseModel, extra="forbid"):
 
 
 class PaperTable(BaseModel, extra="forbid"):
-    """Figures of the paper, by method and cache size: the suite's `cell` measures them as
-    `metric`.
-    """
+    """Figures of the paper, by method and cache size; the suite's `cell` measures `metric`."""
 
     title: str
     cell: str

@@ -1,6 +1,4 @@
-"""Sweeps of a suite, `kvalign tune` among its preparations: their trials, the best beside the
-paper's.
-"""
+"""Sweeps of a suite (`kvalign tune`): their trials, and the best beside the paper's."""
 
 from collections.abc import Mapping
 

@@ -58,9 +58,7 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
 
 
 def print_meanings(tables: list[Table]) -> None:
-    """Print the meaning of the columns of tables, and of the mark of the best, as far as they
-    occur.
-    """
+    """Print the meaning of the tables' columns and of the mark of the best."""
     means = {column.title: column.about for table in tables for column in table.columns}
     if any(entry.is_best for table in tables for row in table.rows for entry in row):
         means["★"] = "the best of its column; none if its interval overlaps another"
@@ -94,9 +92,7 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
-    """Return whether a table of these columns, with nothing left out or wrapped, fits this
-    width.
-    """
+    """Return whether a table of these columns, neither cut nor wrapped, fits this width."""
     columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
     return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
 

@@ -47,9 +47,7 @@ class AnchoredAligner(Aligner):
 def rows_of(
     aligner: AnchoredAligner, kv: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
 ) -> Tensor:
-    """Realigned rows [N, D] of x [N, D], the output of `anchor`, at their present positions; for
-    training.
-    """
+    """Realigned rows [N, D] of x [N, D], the output of `anchor`; for training."""
     means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
     placed = means[layer, head, now] + x * scales[layer, head, now, None]
     net: RealignNet = getattr(aligner, kv)

@@ -91,9 +91,7 @@ class AlignerConfig(BaseModel):
 
     @property
     def num_positions(self) -> int:
-        """Positions after the sinks of a recorded cache after one eviction: the most that it can
-        align.
-        """
+        """Positions after the sinks of a recorded cache after one eviction: the most to align."""
         return self.chunk_len - self.num_sinks - 1
 
 
@@ -140,9 +138,7 @@ class Aligner(
 
     @property
     def label(self) -> str:
-        """Name of the aligner in tables of results: its kind, and its objective if that is not
-        `mse`.
-        """
+        """Name of the aligner in tables of results: its kind, and its objective unless `mse`."""
         parts = self.config.training.values()
         objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
@@ -178,9 +174,7 @@ class Aligner(
         """
 
     def check_weights(self, where: str) -> None:
-        """Raise UserError, which begins with `where`, for finite weights that the kind cannot
-        use.
-        """
+        """Raise UserError, beginning with `where`, for finite weights that the kind cannot use."""
 
     def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
         """Raise UserError, which names the field, unless the aligner fits this model and cache."""
@@ -263,9 +257,7 @@ class Aligner(
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary. They are nearly equal in any
-    precision.
-    """
+    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)

@@ -71,9 +71,7 @@ class AnySlotLayer(StreamingLayer):
     def _attend(
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of queries [B, H, T, D] over all entries, whose weights go to the policy: [B,
-        T, H, D].
-        """
+        """Attention of queries [B, H, T, D], with weights for the policy: [B, T, H, D]."""
         query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
         scores = query @ keys.float()[:, :, None].mT
         num_new, num = scores.shape[-2:]

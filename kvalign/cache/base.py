@@ -78,9 +78,7 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     @abstractmethod
     def _bring(self, step: Step) -> Step:
-        """Evict entries, and move the others to where the tokens of a pass find them; return the
-        pass.
-        """
+        """Evict entries, move the others to where a pass finds them, and return the pass."""
 
     def _hold(self, seen: list[int]) -> None:
         """Set up rows of so many tokens each, with entries where the next tokens find them."""

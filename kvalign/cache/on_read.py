@@ -50,9 +50,7 @@ class OnRead(Realigner):
         return running(sizes, self.rotation, context_len) if self.rotation else sizes
 
     def prepare(self, num_layers: int) -> None:
-        """Compute the mean keys of all layers into `step_means`, from the tables as they are
-        now.
-        """
+        """Compute the mean keys of all layers into `step_means`, from the present tables."""
         install(self.config)
         means = self.table.key
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes

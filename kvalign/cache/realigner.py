@@ -49,15 +49,11 @@ class Realigner:
 
     @property
     def runs_on(self) -> bool:
-        """Return whether keys stay at their original positions, and only differences of positions
-        matter.
-        """
+        """Return whether keys keep their original positions; only differences matter."""
         return self.rotation is not None and not self.moves
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
-        """Return a realigner for caches of these sizes, whose frames may be too short for this
-        one.
-        """
+        """Return a realigner for these sizes, whose frames may be too short for this one."""
         return self
 
     def from_birth(self) -> "Realigner":
@@ -82,9 +78,7 @@ class Realigner:
         return keys, values
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """The entries [B, H, S, D] after the sinks at their new positions, computed from their
-        stored form.
-        """
+        """Entries [B, H, S, D] after the sinks at new positions, from their stored form."""
         return keys, values
 
     def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:

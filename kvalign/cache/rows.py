@@ -68,9 +68,7 @@ class Rows(NotPickled, ABC):
             self._hold([self.seen[row] for row in rows])
 
     def join(self, others: Sequence[Self]) -> None:
-        """Append the rows of caches made with the same arguments, each of which was fed
-        something.
-        """
+        """Append the rows of caches with the same arguments, each of which was fed something."""
         caches = [cache for cache in (self, *others) if cache.seen]
         if caches == [self] or not caches:
             return

@@ -246,7 +246,5 @@ class Block:
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, H, G, T, M] @ y [B, H, 1, M, N] as one product for each head: broadcasting would copy
-    y.
-    """
+    """x [B, H, G, T, M] @ y [B, H, 1, M, N], a product for each head: broadcasting would copy y."""
     return (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])

@@ -64,9 +64,7 @@ def _states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
 
 
 def with_states(attention: Sequence[Any], num_layers: int) -> list[Any]:
-    """List of so many layers by index: the given ones, and layers with a state at all other
-    indices.
-    """
+    """List of so many layers by index: the given ones, and layers with a state elsewhere."""
     layers: list[Any] = [StateLayer() for _ in range(num_layers)]
     for layer in attention:
         layers[layer.layer_idx] = layer

@@ -177,9 +177,7 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether it can be the usual pass: one token in rows of equal length that have
-        their sinks.
-        """
+        """Return whether it can be the usual pass: one token in alike rows with their sinks."""
         is_alike = self.uneven is None and min(self.seen) >= self.sizes.num_sinks
         return self.is_single and is_alike
 

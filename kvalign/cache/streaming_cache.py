@@ -165,9 +165,7 @@ class StreamingCache(FixedSizeCache):
         return logits[:, 0]
 
     def take_ahead(self, token: int) -> Tensor | None:
-        """Accept a token that was read ahead: logits [1, V] after it; None if it was not read
-        ahead.
-        """
+        """Accept a token that was read ahead: logits [1, V] after it; None if it was not."""
         if self.ahead is None or self.ahead.ids[:1] != [token]:
             return None
         ids, logits = self.ahead
@@ -178,9 +176,7 @@ class StreamingCache(FixedSizeCache):
 
     @property
     def most_at_once(self) -> int:
-        """Tokens of a segment that are all stored after it, whatever it evicts; 0 before the sinks
-        are full.
-        """
+        """Tokens of a segment that stay stored, whatever it evicts; 0 before the sinks are full."""
         sizes = self.sizes
         has_sinks = min(self.seen, default=0) >= sizes.num_sinks
         return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks

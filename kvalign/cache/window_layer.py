@@ -109,9 +109,7 @@ class WindowLayer(StreamingLayer):
         return [held.slots(0, num_sinks), KV(*window).map(lambda x: x.to(self.dtype))]
 
     def move(self, step: Step, shifts: list[int]) -> None:
-        """Move the entries after the sinks `shifts` positions towards the start, row by row if rows
-        differ.
-        """
+        """Move the entries after the sinks by `shifts`, row by row if rows differ."""
         realigner, num_sinks = self.cache.realigner, step.sizes.num_sinks
         alike = len(set(zip(shifts, step.stored, step.behind, strict=True))) == 1
         for rows in [slice(None)] if alike else [slice(i, i + 1) for i in range(len(shifts))]:

@@ -1,3 +1,1 @@
-"""Foundation of all layers, without knowledge of models: errors, settings, files, runs,
-progress.
-"""
+"""Foundation, without knowledge of models: errors, settings, registry, files, runs, progress."""

@@ -49,9 +49,7 @@ class Entry:
 
 
 def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Console as wide as COLUMNS says, as the terminal is, or with the default width of a file or a
-    pipe.
-    """
+    """Console as wide as COLUMNS says, the terminal is, or the default for files and pipes."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, pipe_width)

@@ -1,6 +1,4 @@
-"""Text from models and users on pages, plots and terminals: every character is shown, none has an
-effect.
-"""
+"""Text from models and users on pages, plots and terminals: all visible, without effect."""
 
 import re
 
@@ -12,9 +10,7 @@ _ACTING = re.compile("[\u0080-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff
 
 
 def escape_controls(text: object) -> str:
-    """Text with every character visible: NUL as its picture, an override character as its
-    number.
-    """
+    """Text with every character visible: NUL as its picture, an override as its number."""
     return _ACTING.sub(lambda m: f"[U+{ord(m[0]):04X}]", str(text).translate(_CONTROLS))
 
 

@@ -109,9 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: object) -> Any:
-    """The values in a JSON text from outside; UserError, beginning with `where`, if it is
-    invalid.
-    """
+    """The values in a JSON text from outside; UserError, beginning with `where`, if invalid."""
     try:
         values = json.loads(text)
         if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go

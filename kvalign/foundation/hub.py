@@ -1,6 +1,4 @@
-"""Test of the Hugging Face hub, made once. Without it, its clients retry for half a minute before
-they fail.
-"""
+"""Test of the Hugging Face hub, once. Without it clients retry for half a minute."""
 
 import os
 import re

@@ -36,9 +36,7 @@ class Registry(UserDict[str, T], Generic[T]):
         return value
 
     def find(self, name: str) -> T:
-        """Return the object of a name; UserError, with the nearest and all known names, if it is
-        unknown.
-        """
+        """Return the object of a name; UserError, with the known names, if it is unknown."""
         if name not in self:
             raise UserError(unknown(self.what, name, self))
         return self[name]

@@ -87,9 +87,7 @@ class ResumableRun:
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Context in which Ctrl-C prints what is kept for the next identical call: `kept`, "" for
-    nothing.
-    """
+    """Context in which Ctrl-C prints what is kept for the same call: `kept`, "" for nothing."""
     try:
         yield
     except KeyboardInterrupt as stop:

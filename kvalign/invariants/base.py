@@ -75,9 +75,7 @@ class Outcome:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors in standard deviations of the second; inf if it is not
-    finite.
-    """
+    """Largest difference of two tensors in standard deviations of the second; inf if not finite."""
     if found.shape != expected.shape:
         return float("inf")
     apart = (found.float() - expected.float()).abs().max() / expected.float().std()

@@ -1,6 +1,4 @@
-"""Invariants of the entries: what a cache reports to transformers after many evictions, and what it
-stores.
-"""
+"""Invariants of the entries that a cache stores, and of its reports to transformers."""
 
 import torch
 

@@ -222,9 +222,7 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """Index of the latest original value [N, D] that equals each of values [S, D], all
-    different.
-    """
+    """Index of the latest original value [N, D] equal to each of values [S, D], all different."""
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]

@@ -100,9 +100,7 @@ class Method(NotPickled, ABC):
 
     @property
     def in_words(self) -> str:
-        """Description of the method for commands: `kvalign (table), cache of 64 entries, 0
-        sinks`.
-        """
+        """Description of the method: `kvalign (table), cache of 64 entries, 0 sinks`."""
         sizes = self.sizes
         kept = ", positions kept" if sizes.positions == "keep" else ""
         policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
@@ -134,9 +132,7 @@ class Method(NotPickled, ABC):
         """Forget the stream."""
 
     def check_alike(self, others: Sequence["Method"]) -> None:
-        """Raise UserError unless others are methods made with the same arguments, as `join`
-        needs.
-        """
+        """Raise UserError unless others are methods with the same arguments, as `join` needs."""
         expect("others", others, Sequence, "methods made alike")
         for one in others:
             same = isinstance(one, type(self)) and one.model is self.model
@@ -209,9 +205,7 @@ class Method(NotPickled, ABC):
         return out.logits[:, -1].float()
 
     def state(self) -> dict[str, Tensor]:
-        """State of the stream; `restore` of a method with the same arguments continues it bit by
-        bit.
-        """
+        """State of the stream; `restore` of a method with the same arguments continues it."""
         raise UserError(f"streams of {self.name} cannot be saved")
 
     def restore(self, state: dict[str, Tensor]) -> None:

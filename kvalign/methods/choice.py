@@ -65,9 +65,7 @@ def obstacles(
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> dict[str, str]:
-    """Methods that cannot be used on a model, each with a reason in a clause; arguments as of
-    `choose`.
-    """
+    """Methods that cannot be used on a model, with reasons; arguments as of `choose`."""
     lack = "" if aligner is not None else lack_of_aligner(model, cache_size)
     return {name: lack for name, cls in METHODS.items() if cls.takes_aligner and lack}
 
@@ -135,9 +133,7 @@ def in_figures(folder: Path) -> str:
 
 
 def warn_if_stale(method: Method) -> None:
-    """Log, once for a method and a model, that the entries which stay are wrong at their new
-    positions.
-    """
+    """Log, once for a method and a model, that kept entries are wrong at their new positions."""
     if method.goes_stale:
         better = choose(method.model, cache_size=method.sizes.cache_size).method
         _warn_once(

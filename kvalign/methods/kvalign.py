@@ -1,6 +1,4 @@
-"""`kvalign`: attention sinks and a window, whose keys and values a trained aligner realigns
-(KV-Align 2024).
-"""
+"""`kvalign`: sinks and a window whose entries a trained aligner realigns (KV-Align 2024)."""
 
 from transformers import PreTrainedModel
 

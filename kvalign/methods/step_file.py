@@ -102,9 +102,7 @@ class _Step(nn.Module):
 
 
 def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such keys [1, H, S, D] instead of the model's own
-    attention.
-    """
+    """Return whether our kernel attends to such keys [1, H, S, D] instead of the model."""
     return (
         config.model_type in attention.REGISTERED
         and window_of(config) is None
@@ -117,9 +115,7 @@ def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
 def load_or_make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
 ) -> Run | None:
-    """The step of the file for this model and these inputs, compiled if need be; None if that is
-    impossible.
-    """
+    """The file's step for this model and these inputs, compiled if need be; None if impossible."""
     if _is_read_by_kernel(model.config, inputs[2]):
         attention.install(model.config)
     about = _about(model, inputs, weights)

@@ -1,6 +1,4 @@
-"""Eval mode for a model in training, or with fresh PEFT layers, so that it streams without
-dropout.
-"""
+"""Eval mode for a model in training, or with fresh PEFT layers: it streams without dropout."""
 
 import functools
 import logging

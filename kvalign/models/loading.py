@@ -1,6 +1,4 @@
-"""Loading of a language model with its tokenizer: shipped, fetched, from a folder, a GGUF file or
-the hub.
-"""
+"""Loading of a language model with its tokenizer: shipped, fetched, a folder, a file, the hub."""
 
 import logging
 import os

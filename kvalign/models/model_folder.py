@@ -105,9 +105,7 @@ def check_layers(num: object, name: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context in which transformers loads and saves without messages or progress bars of its
-    own.
-    """
+    """Context in which transformers loads and saves without messages or bars."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

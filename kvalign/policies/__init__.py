@@ -1,6 +1,4 @@
-"""Policies: which entry of a full cache is evicted. Each has one file and one line here, as methods
-do.
-"""
+"""Policies: which entry of a full cache is evicted. Each has one file and one line here."""
 
 from __future__ import annotations
 

@@ -55,7 +55,5 @@ class Policy(ABC):
         """
 
     def worth(self, scores: Tensor) -> Tensor:
-        """Order of eviction from the last scores [B, H, S], in the order of time: the same
-        values.
-        """
+        """Order of eviction from the last scores [B, H, S], in the order of time: the scores."""
         return scores

@@ -39,9 +39,7 @@ class Chooser:
         return self._ids[:, : self._len]
 
     def choose(self, logits: Tensor, method: Method) -> Tensor:
-        """The next token of each row [B] int64, from logits [B, V]; RunError for a row without
-        one.
-        """
+        """The next token of each row [B] int64, from logits [B, V]; RunError without one."""
         scores = self.processors(self.ids, logits) if self.processors else logits
         token, is_one = most_likely(scores)
         if not is_one.all():

@@ -1,6 +1,4 @@
-"""Decoding of tokens to text, one by one, as far as they are whole characters. Only this module
-decodes.
-"""
+"""Decoding of tokens to whole characters, one by one. Only this module decodes."""
 
 from collections.abc import Sequence
 

@@ -32,9 +32,7 @@ MOST_LOSS = 300.0
 
 
 def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
-    """Raise RunError unless losses [N] in nats are finite and, by default, have a finite
-    perplexity.
-    """
+    """Raise RunError unless losses [N] in nats are finite, by default with their perplexity."""
     if not losses.isfinite().all():
         raise RunError(f"{method.title} cannot be scored: {reason(method)}")
     if (worst := losses.max().item()) > most:

@@ -62,9 +62,7 @@ class Lookup:
         self._ends[ngram] = len(self._ids)
 
     def guess(self) -> list[int]:
-        """The next tokens, as far as they can be guessed; a repetition is guessed to repeat
-        further.
-        """
+        """The next tokens, as far as they can be guessed; repetitions are guessed to repeat."""
         if self._source is None or self.trust < LEAST_TRUST:
             return []
         num = min(self.most, self._num_same)

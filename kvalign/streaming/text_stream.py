@@ -124,9 +124,7 @@ class TextStream(NotPickled):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the model's end token or a stop string has ended the stream, until it is
-        fed.
-        """
+        """Return whether an end token or a stop string has ended the stream, until it is fed."""
         return self._answer.finish == "stop"
 
     @property

@@ -1,6 +1,4 @@
-"""Attention weights as pictures: a map of layers and positions, one of layers and heads, and
-lines.
-"""
+"""Attention weights as pictures: maps of layers by positions and by heads, and lines."""
 
 from typing import Any
 
@@ -52,9 +50,7 @@ def by_place(document: Document) -> Figure:
 
 
 def by_layer(document: Document) -> Figure:
-    """Share of the first four entries in each layer, before and after, in a panel for each cache
-    size.
-    """
+    """Share of the first four entries by layer, before and after, a panel for each cache size."""
     panels = {}
     for cache_size, rows in grouped(document["rows"], "cache_size").items():
         styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)

@@ -296,9 +296,7 @@ class Latency(Evaluation):
         return self._by_size(document), caption, cost(rows)
 
     def batches_figure(self, document: Document) -> Drawing | None:
-        """Tokens per second over batch sizes, if there are several, in a panel for each cache
-        size.
-        """
+        """Tokens per second over batch sizes, if there are several; a panel for each cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]

@@ -158,9 +158,7 @@ def memory_of(method: Timed) -> MemoryCache | None:
 
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
-    """Random ids that fill a cache and make it evict: [B, cache_size + 1], then [B, 1] three
-    times.
-    """
+    """Random ids that fill a cache and make it evict: [B, cache_size + 1] and thrice [B, 1]."""
     lens = (method.sizes.cache_size + 1, 1, 1, 1)
     return [random_ids(method.model, batch_size, num_tokens, rng) for num_tokens in lens]
 

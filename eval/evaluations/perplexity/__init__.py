@@ -213,9 +213,7 @@ class Perplexity(Evaluation):
                 raise UserError(f"rows.{name}: each row needs the same slices")
 
     def chosen(self, documents: Documents) -> Documents:
-        """Documents without those that stepped only to measure time, while another scored more of
-        the text.
-        """
+        """Documents without those that only measure time, if another scored more of the text."""
         settings = {name: document["settings"] for name, document in documents.items()}
         of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
         scored = {of[name] for name, s in settings.items() if not s["stepwise"]}

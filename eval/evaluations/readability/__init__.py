@@ -1,6 +1,4 @@
-"""Readability of texts: those that methods write from the same prompts and seed, or those of any
-program.
-"""
+"""Readability of texts, written by methods from the same prompts and seed, or by any program."""
 
 from __future__ import annotations
 

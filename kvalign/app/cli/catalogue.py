@@ -100,9 +100,7 @@ class Command:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that these words begin with, and the words after it. UserError names the nearest
-    one.
-    """
+    """The command that these words begin with, and the other words. UserError names the nearest."""
     num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:

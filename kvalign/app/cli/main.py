@@ -126,9 +126,7 @@ def _open_streams() -> None:
 
 
 def _help(args: Sequence[str]) -> int | None:
-    """Print help that belongs to no complete command, and return the exit code; None for a
-    command.
-    """
+    """Print help that belongs to no single command, and return the exit code, else None."""
     if not args or args[0] in _HELP:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2

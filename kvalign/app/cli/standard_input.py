@@ -33,9 +33,7 @@ def whole_text() -> str:
 
 
 def text_of_pipe(path: Path) -> str:
-    """The whole text of a named pipe, such as a shell's <(...); UserError if it is empty or not
-    text.
-    """
+    """The whole text of a named pipe, such as a shell's <(...); UserError without text."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
         if not select.select([pipe], [], [], PIPE_S)[0]:
             raise UserError(f"{path} is a pipe without input for {PIPE_S:g} s")

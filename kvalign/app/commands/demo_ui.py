@@ -68,9 +68,7 @@ def run(settings: PageSettings, as_json: bool) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """A port to listen on: the given one if it is free, or for 0 any free one. UserError
-    otherwise.
-    """
+    """A port to listen on: the given one if it is free, or for 0 any; UserError otherwise."""
     try:
         with socket.create_server((host, port)) as server:
             return server.getsockname()[1]

@@ -1,6 +1,4 @@
-"""`kvalign import-published`: make an aligner from the networks that the paper's authors
-publish.
-"""
+"""`kvalign import-published`: make an aligner from the networks of the paper's authors."""
 
 from typing import Any
 

@@ -32,9 +32,7 @@ _TELLS = {
 
 
 def models() -> list[Row]:
-    """The shipped models, the fetched ones, and the models in the hub's cache that KV-Align can
-    stream.
-    """
+    """The shipped and fetched models, and those in the hub's cache that KV-Align can stream."""
     from kvalign.models.architectures import FAMILIES, spec_of
 
     def row(name: str, folder: Path) -> Row | None:

@@ -9,9 +9,7 @@ from kvalign.foundation.escape import escape_controls
 
 
 def render(template: str, **values: object) -> str:
-    """Fill in a template. Text from models and users is data: every character is shown, none has an
-    effect.
-    """
+    """Fill in a template. Text from models and users is data, without any effect."""
     return _TEMPLATES.get_template(template).render(values)
 
 

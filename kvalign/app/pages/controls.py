@@ -104,9 +104,7 @@ def labelled(line: str) -> str:
 
 
 def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
-    """Aligners for a model, the default first: `own`, the shipped ones, the one trained here
-    last.
-    """
+    """Aligners for a model: `own`, the default, other shipped ones, the last trained here."""
     model = loaded.spec.name
     default, trained = checkpoints.default_aligner(model), trained_here(loaded.model, model)
     shipped = (name for name in checkpoints.ALIGNERS if name.startswith(f"kvalign-{model}-"))

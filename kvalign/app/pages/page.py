@@ -122,9 +122,7 @@ def build(
         return [controls.up_to(most, cache_size), controls.up_to(most_evicted, num_evicted)]
 
     def follow(model: str, methods: list[str]) -> list[dict]:
-        """Return what changes with another model: its aligners, and the methods that can
-        stream it.
-        """
+        """Return the changes with another model: its aligners and its methods."""
         names, left = offered(model), able(methods, model)
         return [
             gr.update(choices=names, value=names[0] if names else None),

@@ -77,9 +77,7 @@ def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
 
 
 def warning_of(answers: Answers) -> dict[str, str]:
-    """Header that says how much of a prompt is forgotten when its answer begins; none if nothing
-    is.
-    """
+    """Header about the forgotten part of a prompt when its answer begins; none without one."""
     if not (num := answers.num_forgotten):
         return {}
     what = f"{num} of the prompt's {answers.num_prompt} tokens are out of the cache and forgotten"
@@ -131,9 +129,7 @@ async def whole(form: TextForm, answers: Answers, events: Events, receive: Recei
 
 
 class EventStream(Response):
-    """Answer that is sent piece by piece. A client that does not take a piece in time is
-    dropped.
-    """
+    """Answer that is sent piece by piece. A client that takes none in time is dropped."""
 
     media_type = "text/event-stream"
 

@@ -80,9 +80,7 @@ class Store:
 
 
 def digest(before: str, messages: Sequence[Message]) -> list[str]:
-    """Return digests of a conversation after each of these messages; `before` is the digest before
-    them.
-    """
+    """Return digests of a conversation after each message, from the digest `before` them."""
     digests = []
     for message in messages:
         said = json.dumps([before, message.role, message.content])
@@ -153,9 +151,7 @@ class Sessions:
         return self._store_of(session).state(session)
 
     def put(self, session: Session) -> None:
-        """Store a session after its turn, and drop the least recently used ones beyond the
-        limit.
-        """
+        """Store a session after its turn, and drop the least recently used beyond the limit."""
         kept = self._store_of(session).put(session)
         with self._lock:
             self._busy.discard(session.id)

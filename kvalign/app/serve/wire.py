@@ -191,9 +191,7 @@ class Sent:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "Sent":
-        """Return the information in headers, given by lower-case name; RequestError for a long
-        key.
-        """
+        """Return the information in headers with lower-case names; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():
             raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")

@@ -29,9 +29,7 @@ CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 
 @dataclass(frozen=True, kw_only=True)
 class TalkSettings(StreamSettings):
-    """Base of the settings of conversations: their opening may be kept, their answers have an
-    end.
-    """
+    """Base of the settings of conversations, with a kept opening and answers that end."""
 
     num_sinks: str = option(
         "auto",
@@ -198,9 +196,7 @@ class Conversation:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """On Ctrl-C print how much of the conversation is in its file, and the command that
-        continues it.
-        """
+        """On Ctrl-C print how much is in the file, and the command that continues it."""
         try:
             yield
         except KeyboardInterrupt as stop:

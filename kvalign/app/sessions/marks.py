@@ -16,9 +16,7 @@ BEYOND = 88
 
 
 def tokens_past(context_len: int | None, num_before: int) -> int | None:
-    """Return how many tokens lead past the context length; None if that is long, or there is
-    none.
-    """
+    """Return how many tokens lead past the context length; None if there is none, or it is long."""
     if context_len is None or context_len > MOST:
         return None
     return max(context_len - num_before, 0) + BEYOND

@@ -214,9 +214,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         return text_stream
 
     def check_kept(self, what: str, num_sinks: int) -> None:
-        """Raise UserError if the entries that are never evicted leave no room in the given
-        cache.
-        """
+        """Raise UserError if the never evicted entries leave no room in the given cache."""
         if self.cache_size is not None and num_sinks >= self.cache_size:
             raise UserError(
                 f"{what} takes {num_sinks} entries, so --cache-size must be above that, got "

@@ -23,9 +23,7 @@ def begins_of(stream: TextStream) -> list[int]:
 
 
 def evict_turns(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
-    """Evict the oldest turns, each as a whole, until the last one fits; the rest is encoded
-    again.
-    """
+    """Evict the oldest turns, each as a whole, until the last one fits; encode the rest again."""
     from kvalign.streaming.turns import asked_from, first_that_fits, opening_len
 
     how = {"special_tokens": special_tokens}

@@ -103,9 +103,7 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
-    """Return whether the cell's document exists; UserError if it is damaged, or comes from another
-    command.
-    """
+    """Return whether the cell's document exists; UserError if damaged, or another command's."""
     path = _path(cell, out)
     if not path.exists():
         return False
