@@ -30,6 +30,6 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 @functools.cache
 def _say() -> None:
     log.warning(
-        "the model is, at least in part, in training mode: a stream runs it in eval mode, "
-        "without dropout, and then restores the mode (model.eval() avoids this line)"
+        "the model is in training mode, at least in part: a stream runs it in eval mode, without "
+        "dropout, and then restores the mode (model.eval() avoids this line)"
     )

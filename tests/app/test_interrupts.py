@@ -125,6 +125,6 @@ def test_a_suite_keeps_finished_cells(folder):
     (folder / "two.yaml").write_text(SUITE)
     command = "eval run two.yaml --out results"
     line = stopped(command, folder, "results/short.json")
-    assert line == says(command, "1 of 2 cells are kept in results")
+    assert line == says(command, "1 of 2 cells are finished in results")
     assert finished(command, folder) == "report: results/report.html\n"
     assert (folder / "results" / "long.json").exists()

@@ -199,7 +199,7 @@ def test_memory_is_seen(opened):
     assert tab.locator(".cell.recalled:not(.sinking)").count() == 0
     tab.get_by_role("button", name="Step back").click()
     assert (tab.locator("#lost b").all_inner_texts(), said(tab), shown(tab)) == before
-    assert "depends on its queries" in " ".join(tab.locator("#recalls").inner_text().split())
+    assert "queries choose them" in " ".join(tab.locator("#recalls").inner_text().split())
     assert tab.locator("#buffer:visible").count() == 0
     tab.locator("#speed").fill("4")
     tab.get_by_role("button", name="Restart").click()
@@ -266,7 +266,7 @@ def test_buffer_shows_what_stays(opened):
     assert tab.locator("#buffer .read").inner_text().split() == list("01245678")
     tab.keyboard.press("ArrowRight")
     assert tab.locator("#buffer .read").inner_text().split() == list("0125678")
-    assert tab.locator("#written").inner_text().endswith("again, turned to follow.")
+    assert tab.locator("#written").inner_text().endswith("again, rotated to follow.")
     for name, has_buffer in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
         tab.locator("#method").select_option(name)
         assert tab.locator("#buffer:visible").count() == has_buffer, name
