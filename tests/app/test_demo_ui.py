@@ -271,7 +271,7 @@ def test_it_opens_on_stale_entries_that_fail(opened):
     stale, aligned, again = map(float, figures)
     assert counts(page) == [600] * 3 and stale > 1.5 * max(aligned, again)
     said = page.locator(".verdict").inner_text()
-    assert said.startswith("Read again, the text of kvalign (table-kl) surprises the model least")
+    assert said.startswith("The text of kvalign (table-kl) surprises the model least")
     assert not any(mark in text for text in texts(page) for mark in ("@-@", "@,@", " ,", "<unk>"))
     assert "seed 3" in page.locator(".legend").inner_text()
     # As the page says: "their texts are equal until the cache is full."
