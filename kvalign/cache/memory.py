@@ -193,8 +193,8 @@ class Memory(Part):
 
     @property
     def _num_groups(self) -> int | None:
-        """How many groups to look at; None: at all, where they are few, or a window is so short
-        that groups which are lost in part are not yet whole.
+        """Number of groups to search; None: all, if they are few, or the window is so short that
+        partly evicted groups are not yet complete.
         """
         assert self.sizes.num_recalled is not None
         num = max(NUM_GROUPS, self.sizes.num_recalled // 4)

@@ -211,5 +211,6 @@ def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
     assert len(loaded.tokenizer) == len(WORDS) == loaded.model.config.vocab_size
     assert len(facts["accuracy_by_age"]) == 8 and "--corpus recall" in card
     assert (
-        f"in eighths from the nearest: {facts['accuracy_by_age'][0]:.3f}" in card and "BPE" not in card
+        f"in eighths from the nearest: {facts['accuracy_by_age'][0]:.3f}" in card
+        and "BPE" not in card
     )
