@@ -203,7 +203,7 @@ def test_memory_is_seen(opened):
     assert tab.locator("#buffer:visible").count() == 0
     tab.locator("#speed").fill("4")
     tab.get_by_role("button", name="Restart").click()
-    assert tab.locator("#kept").inner_text() == "nothing is lost yet."
+    assert tab.locator("#kept").inner_text() == "nothing has left the window yet."
     for _ in range(60):
         tab.keyboard.press("ArrowRight")
     assert "6 tokens, which is all that fits" in tab.locator("#kept").inner_text()
