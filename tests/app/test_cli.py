@@ -340,7 +340,7 @@ def test_text_comes_on_stdout_timing_on_stderr(capfd):
             captured.out.startswith("The island")
             and "20 tokens with window, cache of 16" in captured.err
         )
-        assert "out of the cache" not in captured.err
+        assert "do not fit in the cache" not in captured.err
         texts.append(captured.out)
     assert texts[0] == texts[1]
 

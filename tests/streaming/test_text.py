@@ -251,7 +251,7 @@ WRONG_FILES = {
     "moved as it may be": (lambda t, a: a.pop("realign_every"), "realign_every: Field required"),
     "no cache": (
         lambda t, a: [t.pop(n) for n in list(t) if n.startswith("method.")],
-        "do not fit together",
+        "are inconsistent",
     ),
 }
 
@@ -436,8 +436,8 @@ def test_an_input_that_is_longer_than_the_cache_is_said_once(loaded, caplog):
     for _ in range(2):
         stream = kvalign.stream(mini.model, mini.tokenizer, text, cache_size=19, seed=0)
     num = len(stream.ids)
-    said = [x.message for x in caplog.records if "out of the cache of 19" in x.message]
-    assert len(said) == 1 and said[0].startswith(f"{num - 19} of the input's {num} tokens are out")
+    said = [x.message for x in caplog.records if "do not fit in the cache of 19" in x.message]
+    assert len(said) == 1 and said[0].startswith(f"{num - 19} of the input's {num} tokens do")
     next(iter(stream))
     assert stream.num_evicted == num - 19
     caplog.clear()
