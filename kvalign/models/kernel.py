@@ -155,7 +155,7 @@ def find(
     num_recalled: int,
     alike: float,
 ) -> list[Tensor]:
-    """What queries find in a memory (`kvalign.cache.memory`).
+    """Search of queries in a memory (`kvalign.cache.memory`).
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values

@@ -19,7 +19,7 @@ def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
     monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_: served.append(2))
     monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: served.append(3))
     assert main(["demo-ui", "--host", host]) == 2
-    assert f"--host {host} lets other machines in" in capsys.readouterr().err and not served
+    assert f"--host {host} lets other machines connect" in capsys.readouterr().err and not served
     assert main(["demo-ui", "--host", host, "--without-key"]) == 0
     assert main(["demo-ui"]) == 0
     assert served == 2 * [1, 2, 3]

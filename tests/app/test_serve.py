@@ -364,7 +364,7 @@ def test_whole_turns_go(loaded, monkeypatch):
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "a", "--without-key"], "--without-key and a key contradict"),
         (["--sessions", "held"], "another run is writing to held"),
-        (["--keep-unnamed"], "--keep-unnamed needs a folder to keep them in: --sessions DIR"),
+        (["--keep-unnamed"], "--keep-unnamed needs a folder: --sessions DIR"),
     ],
 )
 def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):

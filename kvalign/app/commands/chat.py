@@ -51,7 +51,7 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
             if not as_json:
                 cut = f", cut by --max-new-tokens {stream.sampling.max_new_tokens}" * stream.is_cut
                 say(
-                    f"[{timing['num_tokens']} tokens by {stream.method.title}{cut}, "
+                    f"[{timing['num_tokens']} tokens with {stream.method.title}{cut}, "
                     f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
                 )
                 if num_forgotten(stream) > num_out:

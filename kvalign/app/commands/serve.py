@@ -20,8 +20,8 @@ def run(settings: ServeSettings, as_json: bool) -> None:
         settings = dataclasses.replace(settings, api_key=key)
     if settings.lets_others_in and settings.api_key is None and not settings.without_key:
         raise UserError(
-            f"--host {settings.host} lets other machines in: give --api-key (or KVALIGN_API_KEY), "
-            "or --without-key to ask for no key"
+            f"--host {settings.host} lets other machines connect: give --api-key (or "
+            "KVALIGN_API_KEY), or --without-key to ask for no key"
         )
     port = free_port(settings.host, settings.port)
     with locked(settings.sessions) if settings.sessions else contextlib.nullcontext():

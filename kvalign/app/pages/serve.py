@@ -1,4 +1,4 @@
-"""Looks and server of the live page: served by this machine, with fonts that are on it."""
+"""Theme and server of the live page, on this machine and with its fonts."""
 
 import logging
 import signal
@@ -15,9 +15,7 @@ _GREEN, _DEEP_GREEN = "#00684a", "#005239"
 
 
 def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
-    """Serve the page until Ctrl-C, or SIGINT, which a shell has its jobs in the background
-    ignore.
-    """
+    """Serve the page until Ctrl-C, or SIGINT, which a shell's background jobs ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     page.launch(
         server_name=host,
