@@ -53,10 +53,8 @@ def loading(at: socket.socket, kind: str, body: str) -> Iterator[None]:
 
         do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
-        def log_request(self, *_: object) -> None:
+        def log_message(self, *_: object) -> None:
             pass
-
-        log_error = log_request
 
     server = ThreadingHTTPServer(at.getsockname()[:2], Loading, bind_and_activate=False)
     server.socket.close()
