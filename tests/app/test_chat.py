@@ -93,9 +93,9 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert chat("--method", "streaming-llm") == 0
     err = capsys.readouterr().err
     marks = [line for line in err.splitlines() if line.startswith("[the first")]
-    assert marks == ["[the first turn is out of the cache]"]
+    assert marks == ["[the first turn is out of the cache]"]  # no memory works without an aligner
     assert "in the cache: 40 tokens, at most 40; the first 4 are never evicted\n" in err
-    assert "tokens (the first turn is out of the cache)\nin a memory: none; kvalign chat --m" in err
+    assert "tokens (the first turn is out of the cache)\n" in err and "--memory" not in err
     assert "conversation: 3 turns, " in err and "conversation: 0 turns, 0 tokens" in err
     stream = said("talk", load_model("gpt2-mini"))
     begins = list(map(int, stream.notes["turns"].split()))
@@ -105,6 +105,19 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert main(["chat", "--state", "talk", "--json", "--say", "Where?", "--say", "Who?"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [one["num_forgotten_turns"] for one in document["answers"]] == [2, 3]
+
+
+@pytest.mark.parametrize("evict", ["entries", "turns"])
+def test_the_first_mark_says_what_would_keep_the_turns(evict, monkeypatch, capsys):
+    """Once, and /memory says it again; turns that are evicted as a whole go into no memory."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhy?\nWhen?\nWhere?\n/memory\n"))
+    assert chat("--model", "llama-mini", "--evict", evict) == 0
+    err = capsys.readouterr().err
+    offer = "--memory 100000 keeps evicted tokens and takes back what is asked for"
+    marks = re.findall(r"^\[the first .* out of the cache(.*)\]$", err, re.MULTILINE)
+    first = f"; {offer}" if evict == "entries" else ""
+    assert marks[0] == first and len(marks) > 1 and not any(marks[1:])
+    assert (f"in a memory: none; {offer}" in err) == (evict == "entries")
 
 
 def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):

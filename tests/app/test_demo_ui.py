@@ -11,9 +11,10 @@ from importlib import resources
 from itertools import pairwise, takewhile
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 from helpers.smaller import example
 
 from kvalign.app.cli.main import main
@@ -52,7 +53,9 @@ def address():
     try:
         line = server.stdout.readline()
         assert line.startswith("running on http://127.0.0.1:"), server.stderr.read()
-        yield line.split()[2]
+        url = line.split()[2]
+        until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200)
+        yield url
         server.send_signal(signal.SIGINT)
         _, complaints = server.communicate(timeout=PATIENCE_S)
         assert (server.returncode, complaints.strip()) == (0, "")

@@ -1,11 +1,13 @@
 """`kvalign demo-ui`: the live page on this machine."""
 
-import errno
 import os
-import socket
+import signal
+import webbrowser
 from dataclasses import dataclass
 
 from kvalign import checkpoints
+from kvalign.app.address import listening, loading, url_of
+from kvalign.app.pages import source
 from kvalign.app.serve.settings import lets_others_in
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
@@ -54,27 +56,19 @@ def run(settings: PageSettings, as_json: bool) -> None:
             f"--host {settings.host} lets other machines connect, and the page has no key: give "
             "--without-key to allow that, or use an SSH tunnel"
         )
-    port = free_port(settings.host, settings.port)
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign.app.pages.page import build
-    from kvalign.app.pages.serve import serve
-    from kvalign.models import fetched
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    with listening(settings.host, settings.port) as at:
+        print(f"running on {url_of(settings.host, at)} (Ctrl-C ends it)", flush=True)
+        if settings.open:
+            webbrowser.open(url_of(settings.host, at))
+        with loading(at, "text/html", source("loading.html")):
+            os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+            from kvalign.app.pages.page import build
+            from kvalign.app.pages.serve import application, serve
+            from kvalign.models import fetched
 
-    here = filter(fetched.model_path, fetched.MODELS)
-    models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
-    of_memory = settings.memory, settings.num_recalled
-    page = build(models, settings.device, settings.aligner, *of_memory)
-    serve(page, settings.host, port, settings.open)
-
-
-def free_port(host: str, port: int) -> int:
-    """A port to listen on: the given one if it is free, or for 0 any; UserError otherwise."""
-    try:
-        with socket.create_server((host, port)) as server:
-            return server.getsockname()[1]
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"port {port} is in use: name another with --port, or 0 for any free one"
-            ) from None
-        raise UserError(f"cannot listen on --host {host}: {error.strerror}") from None
+            here = filter(fetched.model_path, fetched.MODELS)
+            models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
+            of_memory = settings.memory, settings.num_recalled
+            app = application(build(models, settings.device, settings.aligner, *of_memory))
+        serve(app, at)

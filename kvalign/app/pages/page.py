@@ -54,7 +54,6 @@ def build(
         config = loaded.config
         largest = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
         loaded.check(first.model, largest)
-    words = load_words().words
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:
@@ -83,7 +82,7 @@ def build(
             yield _message(str(error)), *_buttons(is_running=False)
             return
         seed = next((one.sampling.seed for one in streams if not isinstance(one, Refusal)), None)
-        for views in side_by_side(streams, words):
+        for views in side_by_side(streams, load_words().words):
             if newest.get(request.session_hash) is not this_run:
                 return
             cards = render(

@@ -4,12 +4,16 @@ headings. This changes only the display; evaluations judge the original text.
     " = Title = \\n a two @-@ part <unk> , 1 @,@ 000"  ->  "Title\\n a two-part […], 1,000"
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from kvalign.eval.judging.chunks import Chunk
+if TYPE_CHECKING:
+    from kvalign.eval.judging.chunks import Chunk
 
 UNKNOWN = "[…]"
 """Replacement for a corpus's `<unk>`."""

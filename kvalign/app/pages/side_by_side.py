@@ -3,14 +3,15 @@
 The time of a token covers only the step that made it, not the turns of others.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.shown_text import Piece, pieces
-from kvalign.eval.judging.chunks import Chunk, chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
@@ -19,6 +20,9 @@ from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming.sampling import Sampling, StreamConfig
 from kvalign.streaming.text_stream import TextStream
+
+if TYPE_CHECKING:  # NLTK takes a second to import, and the page opens without it
+    from kvalign.eval.judging.chunks import Chunk
 
 SHOWN_EVERY_S = 0.12
 LEAST_TOKENS = 200  # shorter texts tell little of a method
@@ -172,6 +176,8 @@ def verdict(views: Sequence[View | Refusal]) -> str | None:
 def _view(
     stream: TextStream, words: frozenset[str], perplexity: float | None, is_done: bool
 ) -> View:
+    from kvalign.eval.judging.chunks import chunks
+
     method, text, timing = stream.method, stream.text, stream.timing()
     all_chunks = chunks(text, words, RULES["paper"])
     return View(

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from kvalign.app.address import url_of
 from kvalign.app.serve.answers import Answers, Event
 from kvalign.app.serve.bodies import body_of
 from kvalign.app.serve.errors import RequestError
@@ -136,23 +137,19 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     return app
 
 
-def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
-    """Serve until Ctrl-C."""
-    app = build(settings, loaded)
+def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
+    """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     kept = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
     if left := service.said_of_folder():
         print(left, file=sys.stderr)
     print(
-        f"{loaded.spec.name} with {service.method.in_words}{kept}: http://{host}:{port}/v1 "
-        "(Ctrl-C ends it)",
+        f"{service.method.spec.name} with {service.method.in_words}{kept}: "
+        f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
         flush=True,
     )
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -160,7 +157,7 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
     )
     gc.freeze()  # the model and its modules stay: collections would look through them each time
     try:
-        _Server(config, service).run()
+        _Server(config, service).run([at])
     except KeyboardInterrupt:
         print(file=sys.stderr)
 

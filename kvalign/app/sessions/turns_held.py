@@ -71,6 +71,17 @@ def in_words(stream: TextStream) -> str:
     return f"{what} out of the cache" + ", in the memory" * aside
 
 
+def memory_offer(stream: TextStream) -> str:
+    """Return what would keep the turns that go; "" where there is a memory, or none works."""
+    from kvalign.methods.cached import Cached
+
+    method = stream.method
+    if method.sizes.memory or EVICT in stream.notes:
+        return ""
+    works = isinstance(method, Cached) and method.is_exact and method.places_by is not None
+    return "--memory 100000 keeps evicted tokens and takes back what is asked for" * works
+
+
 def all_in_words(stream: TextStream) -> str:
     """Return which turns are in the cache and which are not, a line each."""
     sizes, num_out = stream.method.sizes, num_evicted(stream)
@@ -85,9 +96,6 @@ def all_in_words(stream: TextStream) -> str:
     if sizes.memory:
         held = min(num_out, sizes.memory)
         lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
-    else:
-        lines.append(
-            "in a memory: none; kvalign chat --memory 100000 keeps evicted tokens and takes back "
-            "those that are needed, which is slower"
-        )
+    elif offer := memory_offer(stream):
+        lines.append(f"in a memory: none; {offer}, which is slower")
     return "\n".join(lines)
