@@ -77,19 +77,19 @@ class Lost:
 
     @cached_property
     def worth(self) -> Tensor:
-        """What is added to the score of an entry [B, 1, T, S] float32; -inf: it is not lost."""
+        """Return what is added to the score of an entry [B, 1, T, S] float32; -inf: it is not lost."""
         ages = self.ages(torch.arange(self.num_slots, device=self.newest.device))
         worths = self.worths[ages.clamp(0, len(self.worths) - 1)]
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
 
     @cached_property
     def of_groups(self) -> Tensor:
-        """The most of it in each group of slots, [B, 1, T, S / group] float32."""
+        """The highest worth in each group of slots, [B, 1, T, S / group] float32."""
         return self.worth.unflatten(-1, (-1, self.group)).amax(-1)
 
     @cached_property
     def newer(self) -> Tensor:
-        """Of M entries in the order of time 0 for those newer than each, -inf for the others:
+        """Return for each of M entries in the order of time 0 for newer ones, -inf for the others:
         [M, M] float32.
         """
         num = self._num_compared
@@ -112,7 +112,7 @@ class Lost:
 @lru_cache(maxsize=4)
 @lasting()
 def _worths(num: int, recency: float, device: torch.device) -> Tensor:
-    """How much less a score counts for ages from 0 on, [num] float32."""
+    """Return what is added to a score for ages from 0 on, [num] float32."""
     return -recency * torch.arange(num, device=device).clamp_min(1).float().log()
 
 

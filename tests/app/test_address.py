@@ -43,9 +43,9 @@ def test_an_address_of_the_sixth_version():
 def test_what_cannot_be_listened_at_is_one_line():
     with address.listening("127.0.0.1", 0) as at:
         port = at.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is taken: name another with --port"):
+        with pytest.raises(UserError, match=f"port {port} is in use: name another with --port"):
             address.listening("127.0.0.1", port)
-    with pytest.raises(UserError, match="cannot listen at --host 192.0.2.1: "):
+    with pytest.raises(UserError, match="cannot listen on --host 192.0.2.1: "):
         address.listening("192.0.2.1", 0)
 
 
