@@ -40,7 +40,7 @@ class StreamingLayer(CacheLayerMixin, Part):
 
     @property
     def cache(self) -> Owner:
-        """The cache that it is a layer of, which it does not hold: when nobody else does, both go at
+        """The cache that it is a layer of. It does not hold it: when nobody else does, both go at
         once, and do not wait for the garbage collector.
         """
         cache = self._cache()
