@@ -50,7 +50,7 @@ class MemoryLayer(WindowLayer):
 
     def reset(self) -> None:
         super().reset()
-        vars(self).pop("memory", None)  # there is none before the first entry
+        self.__dict__.pop("memory", None)  # there is none before the first entry
 
     def take(self, step: Step, new: KV) -> KV:
         # 1. What attention sees of the window.
