@@ -25,6 +25,7 @@ from kvalign.cache.recall import COMPARED, Asking, Found, Lost
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
+from kvalign.models import kernel
 
 GROUP = 32
 """Slots of a group."""
@@ -118,6 +119,8 @@ class Memory(Part):
         """
         lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
         queries = queries.to(self.held.keys.dtype)
+        if self._has_kernel:
+            return self._find_by_kernel(queries, lost)
         groups = self._groups(queries, lost)
         # To multiply many queries with all keys takes less than to gather those of each one's
         # groups, unless there are many more.
@@ -131,6 +134,20 @@ class Memory(Part):
         if len(parts) > 1:
             slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return Found(self.held.map(lambda x: _at(x, slots)), ages, visible)
+
+    @property
+    def _has_kernel(self) -> bool:
+        keys = self.held.keys
+        is_fit = keys.device.type == "cpu" and keys.dtype == torch.float32
+        return is_fit and keys.shape[3] in kernel.DIMS and kernel.is_here()
+
+    def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
+        num = self.sizes.num_recalled
+        assert num is not None
+        given = queries, *self.held, self.boxes, lost.worth, lost.of_groups, lost.newest, lost.since
+        num_groups = self._num_groups or self.num_slots // self.group
+        found = kernel.find(given, num_groups, COMPARED * num, num, self.alike)
+        return Found(KV(*found[:2]), *found[2:])
 
     def _worth(
         self, queries: Tensor, groups: Tensor | None, lost: Lost, span: slice, reads_all: bool
@@ -177,14 +194,20 @@ class Memory(Part):
         kept = order % num_compared
         return slots.gather(-1, kept), ages.gather(-1, kept), order >= num_compared
 
-    def _groups(self, queries: Tensor, lost: Lost) -> Tensor | None:
-        """The groups [B, H, T, N] to look at; None where all are few, or a window is so short that
-        groups which are lost in part are not yet whole.
+    @property
+    def _num_groups(self) -> int | None:
+        """How many groups to look at; None: at all, where they are few, or a window is so short
+        that groups which are lost in part are not yet whole.
         """
-        sizes, num_groups = self.sizes, self.num_slots // self.group
-        assert sizes.num_recalled is not None
-        num = max(NUM_GROUPS, sizes.num_recalled // 4)
-        if num_groups <= num or sizes.num_in_sight < self.group:
+        assert self.sizes.num_recalled is not None
+        num = max(NUM_GROUPS, self.sizes.num_recalled // 4)
+        are_few = self.num_slots // self.group <= num or self.sizes.num_in_sight < self.group
+        return None if are_few else num
+
+    def _groups(self, queries: Tensor, lost: Lost) -> Tensor | None:
+        """The groups [B, H, T, N] to look at; None: all."""
+        num = self._num_groups
+        if num is None:
             return None
         both = torch.cat([queries, queries.abs()], -1)
         worth = _products(both, self.boxes).amax(2) + lost.of_groups

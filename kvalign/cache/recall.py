@@ -48,6 +48,8 @@ class Lost:
 
     Attributes:
         worth: [B, 1, T, S] float32, added to the score of an entry; -inf: it is not lost.
+        newest: [B, 1, 1, 1] int64, the slot of the newest entry, in a ring without an end.
+        since: [B, 1, T, 1] int64, tokens after it.
         of_groups: [B, 1, T, S / group] float32, the most of it in each group of slots.
         are_many: whether each has lost as many as are compared.
         newer: [M, M] float32, of M entries in the order of time 0 for those newer than each, -inf
@@ -65,8 +67,7 @@ class Lost:
     ):
         self.num_slots, self.group = num_slots, group
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
-        # The newest entry lies in slot `_last` of a ring without an end, written `_since` ago.
-        self._last, self._since = newest - sizes.num_sinks, seen - newest
+        self.newest, self.since = newest - sizes.num_sinks, seen - newest
         ages = self.ages(torch.arange(num_slots, device=seen.device))
         near, is_there = sizes.num_in_sight, ages <= seen - sizes.num_sinks
         lost = is_there & (ages > near) & (ages <= near + sizes.memory)
@@ -80,7 +81,7 @@ class Lost:
 
     def ages(self, slots: Tensor, queries: slice = slice(None)) -> Tensor:
         """Return ages of the entries in slots [B, H, T, R], or [R] for all: tokens to a query."""
-        return (self._last - slots).remainder(self.num_slots) + self._since[:, :, queries]
+        return (self.newest - slots).remainder(self.num_slots) + self.since[:, :, queries]
 
     def worth_in(self, groups: Tensor, queries: slice) -> Tensor:
         """The worth [B, H, T, N * group] of the entries of groups [B, H, T, N]."""
@@ -151,6 +152,7 @@ class Recalls:
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
+        self._given_way = torch.arange(self.slots.start, self.slots.stop)  # their places
         self._asking: dict[int, Asking] = {}  # of blocks, by the first of its queries
 
     def begin(self, step: Step, num_aside: list[int]) -> None:
@@ -196,7 +198,7 @@ class Recalls:
         turns. If any place is free, a table is read at the places of the entries that give way.
         """
         if self.born.rotation is not None:
-            at = torch.arange(self.slots.start, self.slots.stop, device=found.ages.device)
+            at = self._given_way.to(found.ages.device)
         else:
             now = asking.positions
             if isinstance(now, Tensor):

@@ -1,5 +1,6 @@
 // What a decode step spends its time on, for CPUs with AVX-512 VNNI: products of rows with packed
-// weights, and attention of one query. `kvalign/models/kernel.py` builds it and says how weights lie.
+// weights, attention of one query, and the search of a memory. `kvalign/models/kernel.py` builds it
+// and says how weights lie; `kvalign/cache/memory.py` says what a search finds.
 //
 // Products: the inputs of a group are rounded to 8 bits, x = d p, as in llama.cpp's Q8_0. With w = s (q - o) + z
 // a group then adds s d (sum of q p - o sum of p) + z d (sum of p) to an output: whole numbers but for
@@ -10,7 +11,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -200,11 +204,214 @@ struct Attention {
   }
 };
 
-AtenTensorHandle made(std::initializer_list<int64_t> sizes) {  // float32, one stretch
+template <class Job>
+AOTITorchError run_for(int64_t dim, Job& job, int64_t size) {  // `DIMS` of kernel.py
+  switch (dim) {
+    case 16: job.template run<1>(size); break;
+    case 32: job.template run<2>(size); break;
+    case 64: job.template run<4>(size); break;
+    case 80: job.template run<5>(size); break;
+    case 96: job.template run<6>(size); break;
+    case 128: job.template run<8>(size); break;
+    default: return AOTI_TORCH_FAILURE;
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+inline __attribute__((always_inline)) __m512 reduced(__m512* sums) {  // of each of 16 vectors the sum
+  for (int i = 0; i < 8; i++)
+    sums[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
+                            _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(sums[2 * i]), b = _mm512_castps_pd(sums[2 * i + 1]);
+    sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int num = 2; num > 0; num /= 2)  // now by quarters of a vector
+    for (int i = 0; i < num; i++)
+      sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(sums[2 * i], sums[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(sums[2 * i], sums[2 * i + 1], 0xdd));
+  return sums[0];
+}
+
+struct Best {  // finds the best so many of numbers, in any order; -inf is none
+  std::vector<float> maxima;
+  std::vector<int32_t> found;
+
+  const std::vector<int32_t>& of(const float* worth, int64_t length, int64_t num) {  // in vectors of 16
+    // The best of 2 num shares: so many numbers are no less than the num-th of these.
+    const int64_t num_shares = (2 * num + 15) / 16;
+    maxima.assign(16 * num_shares, -INFINITY);
+    for (int64_t i = 0; i < length; i += 16) {
+      float* most = &maxima[i % (16 * num_shares)];
+      _mm512_storeu_ps(most, _mm512_max_ps(_mm512_loadu_ps(most), _mm512_loadu_ps(worth + i)));
+    }
+    std::nth_element(maxima.begin(), maxima.begin() + num - 1, maxima.end(), std::greater<float>());
+    const __m512 least = _mm512_set1_ps(std::max(maxima[num - 1], std::numeric_limits<float>::lowest()));
+    __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    found.resize(length + 16);
+    int64_t end = 0;
+    for (int64_t i = 0; i < length; i += 16, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
+      const __mmask16 is_good = _mm512_cmp_ps_mask(_mm512_loadu_ps(worth + i), least, _CMP_GE_OQ);
+      _mm512_storeu_si512(&found[end], _mm512_maskz_compress_epi32(is_good, at));
+      end += __builtin_popcount(is_good);
+    }
+    found.resize(end);
+    if (num < end)
+      std::nth_element(found.begin(), found.begin() + num, found.end(),
+                       [&](int32_t a, int32_t b) { return worth[a] > worth[b]; });
+    found.resize(std::min(num, end));
+    return found;
+  }
+};
+
+struct Candidate {
+  float worth;
+  int64_t slot, age;
+};
+
+struct Search {
+  const float *queries, *keys, *values, *boxes, *worth, *of_groups;
+  const int64_t *newest, *since;
+  float *found_keys, *found_values;
+  int64_t* ages;
+  bool* visible;
+  int64_t num_heads, num_queries, num_tokens, num_slots, group;  // queries of a head of keys, tokens that ask
+  int64_t num_groups, num_compared, num_recalled;
+  bool rows_are_alike;  // one row of `worth` for all
+  float alike;
+
+  // The scores of `num` keys or boxes from x on, in vectors of 16: of each the greatest that a query gives it,
+  // q . x, and of a box + |q| . y, where y follows x.
+  template <int VECTORS, bool ARE_BOXES>
+  void scores(const float* query, const float* x, int64_t num, float* out) const {
+    constexpr int64_t dim = 16 * VECTORS, size = ARE_BOXES ? 2 * dim : dim;
+    __m512 q[VECTORS], sums[16];
+    for (int64_t r = 0; r < num_queries; r++) {
+      for (int i = 0; i < VECTORS; i++) q[i] = _mm512_loadu_ps(query + r * num_tokens * dim + 16 * i);
+      for (int64_t first = 0; first < num; first += 16) {
+        for (int64_t j = 0; j < 16; j++) {
+          const float* one = x + std::min(first + j, num - 1) * size;
+          sums[j] = _mm512_mul_ps(q[0], _mm512_loadu_ps(one));
+          for (int i = 1; i < VECTORS; i++) sums[j] = _mm512_fmadd_ps(q[i], _mm512_loadu_ps(one + 16 * i), sums[j]);
+          for (int i = 0; ARE_BOXES && i < VECTORS; i++)
+            sums[j] = _mm512_fmadd_ps(_mm512_abs_ps(q[i]), _mm512_loadu_ps(one + dim + 16 * i), sums[j]);
+        }
+        const __m512 found = reduced(sums);
+        _mm512_storeu_ps(out + first, r == 0 ? found : _mm512_max_ps(found, _mm512_loadu_ps(out + first)));
+      }
+    }
+  }
+
+  template <int VECTORS>
+  void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
+    constexpr int64_t dim = 16 * VECTORS;
+    const int64_t all_groups = num_slots / group, most = std::min(num_groups, all_groups);
+    std::vector<float> of_boxes((all_groups + 15) / 16 * 16), of_keys((most * group + 15) / 16 * 16);
+    std::vector<float> scored((group + 15) / 16 * 16), apart;
+    std::vector<Candidate> found;
+    std::vector<int32_t> groups;
+    std::vector<int64_t> ranked, kept;
+    Best best;
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
+      const int64_t of_row = (rows_are_alike ? 0 : row) * num_tokens + t;
+      const float *query = queries + (head * num_queries * num_tokens + t) * dim, *k = keys + head * num_slots * dim;
+      // 1. The groups whose boxes promise most.
+      if (most < all_groups)
+        scores<VECTORS, true>(query, boxes + head * all_groups * 2 * dim, all_groups, of_boxes.data());
+      else
+        std::fill(of_boxes.begin(), of_boxes.end(), 0.0f);
+      add(of_groups + of_row * all_groups, all_groups, of_boxes);
+      groups = best.of(of_boxes.data(), of_boxes.size(), most);
+      // 2. Their entries of most worth, in the order of time.
+      std::fill(of_keys.begin(), of_keys.end(), -INFINITY);
+      for (size_t g = 0; g < groups.size(); g++) {
+        const int64_t slot = groups[g] * group;
+        scores<VECTORS, false>(query, k + slot * dim, group, scored.data());
+        for (int64_t j = 0; j < group; j++) of_keys[g * group + j] = scored[j] + worth[of_row * num_slots + slot + j];
+      }
+      found.clear();
+      const int64_t last = newest[rows_are_alike ? 0 : row];
+      for (const int32_t j : best.of(of_keys.data(), of_keys.size(), num_compared)) {
+        const int64_t slot = groups[j / group] * group + j % group, age = (last - slot) % num_slots;
+        found.push_back({of_keys[j], slot, age < 0 ? age + num_slots : age});
+      }
+      std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.age > b.age; });
+      // 3. Of those, the best that no newer one says again.
+      keys_apart<VECTORS>(k, found, apart);
+      ranked.resize(found.size());
+      std::iota(ranked.begin(), ranked.end(), 0);
+      std::sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return found[a].worth > found[b].worth; });
+      kept.clear();
+      for (const int64_t j : ranked) {
+        if ((int64_t)kept.size() == num_recalled) break;
+        if (!is_said_again<VECTORS>(apart, j, found.size())) kept.push_back(j);
+      }
+      std::sort(kept.begin(), kept.end());
+      const int64_t missing = num_recalled - kept.size();
+      for (int64_t j = 0; j < num_recalled; j++) {
+        const int64_t to = i * num_recalled + j;
+        const Candidate one = j < missing ? Candidate{0, 0, 0} : found[kept[j - missing]];
+        ages[to] = one.age + since[of_row];
+        visible[to] = j >= missing;
+        std::memcpy(found_keys + to * dim, k + one.slot * dim, dim * sizeof(float));
+        std::memcpy(found_values + to * dim, values + (head * num_slots + one.slot) * dim, dim * sizeof(float));
+      }
+    }
+  }
+
+  static void add(const float* more, int64_t num, std::vector<float>& to) {
+    for (int64_t j = 0; j < num; j++) to[j] += more[j];
+    std::fill(to.begin() + num, to.end(), -INFINITY);
+  }
+
+  template <int VECTORS>  // the keys of entries less their mean, of length 1
+  static void keys_apart(const float* k, const std::vector<Candidate>& found, std::vector<float>& apart) {
+    constexpr int64_t dim = 16 * VECTORS;
+    apart.resize(found.size() * dim);
+    __m512 mean[VECTORS], x[VECTORS];
+    for (auto& part : mean) part = _mm512_setzero_ps();
+    for (const auto& entry : found)
+      for (int i = 0; i < VECTORS; i++)
+        mean[i] = _mm512_add_ps(mean[i], _mm512_loadu_ps(k + entry.slot * dim + 16 * i));
+    for (auto& part : mean) part = _mm512_div_ps(part, _mm512_set1_ps(found.size()));
+    for (size_t j = 0; j < found.size(); j++) {
+      __m512 squares = _mm512_setzero_ps();
+      for (int i = 0; i < VECTORS; i++) {
+        x[i] = _mm512_sub_ps(_mm512_loadu_ps(k + found[j].slot * dim + 16 * i), mean[i]);
+        squares = _mm512_fmadd_ps(x[i], x[i], squares);
+      }
+      const float length = std::max(std::sqrt(_mm512_reduce_add_ps(squares)), 1e-12f);
+      for (int i = 0; i < VECTORS; i++)
+        _mm512_storeu_ps(&apart[j * dim + 16 * i], _mm512_div_ps(x[i], _mm512_set1_ps(length)));
+    }
+  }
+
+  template <int VECTORS>
+  bool is_said_again(const std::vector<float>& apart, int64_t j, int64_t num) const {
+    constexpr int64_t dim = 16 * VECTORS;
+    __m512 x[VECTORS];
+    for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(&apart[j * dim + 16 * i]);
+    for (int64_t newer = j + 1; newer < num; newer++) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int i = 0; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], _mm512_loadu_ps(&apart[newer * dim + 16 * i]), sum);
+      if (_mm512_reduce_add_ps(sum) > alike) return true;
+    }
+    return false;
+  }
+
+  template <int VECTORS>
+  void run(int64_t num_rows) {
+    auto some = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS>(begin, end); };
+    torch_parallel_for(0, num_rows * num_heads * num_tokens, 1, some, this);
+  }
+};
+
+AtenTensorHandle made(std::initializer_list<int64_t> sizes, int32_t dtype) {  // one stretch
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size() - 1; i > 0; i--) strides[i - 1] = strides[i] * sizes.begin()[i];
   AtenTensorHandle tensor = nullptr;
-  aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), aoti_torch_dtype_float32(),
+  aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype,
                            aoti_torch_device_type_cpu(), 0, &tensor);
   return tensor;
 }
@@ -238,7 +445,7 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
   aoti_torch_is_contiguous(rows, &is_contiguous);
   if (!is_contiguous) return AOTI_TORCH_FAILURE;
   const int64_t num_rows = size_of(rows, 0), num_groups = size_of(packed, 1);
-  *result = made({num_rows, num_out});
+  *result = made({num_rows, num_out}, aoti_torch_dtype_float32());
   const float* x = data_of(rows);
   const uint8_t* q = (const uint8_t*)data_of(packed);
   if (size_of(packed, 2) == bytes_of(4))
@@ -256,19 +463,10 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle keys, AtenTe
   const bool is_one = stride_of(keys, 2) == dim && stride_of(values, 2) == dim && stride_of(query, 1) == dim;
   if (!is_one || stride_of(keys, 3) != 1 || stride_of(values, 3) != 1 || stride_of(query, 3) != 1)
     return AOTI_TORCH_FAILURE;
-  *result = made({1, 1, size_of(query, 1), dim});
+  *result = made({1, 1, size_of(query, 1), dim}, aoti_torch_dtype_float32());
   Attention attention{data_of(query), data_of(keys),       data_of(values),      data_of(*result), num_queries,
                       length,         stride_of(keys, 1), stride_of(values, 1), (float)scale};
-  switch (dim) {
-    case 16: attention.run<1>(num_heads); break;
-    case 32: attention.run<2>(num_heads); break;
-    case 64: attention.run<4>(num_heads); break;
-    case 80: attention.run<5>(num_heads); break;
-    case 96: attention.run<6>(num_heads); break;
-    case 128: attention.run<8>(num_heads); break;
-    default: return AOTI_TORCH_FAILURE;  // `DIMS` of kernel.py
-  }
-  return AOTI_TORCH_SUCCESS;
+  return run_for(dim, attention, num_heads);
 }
 
 namespace {  // the same for PyTorch's dispatcher
@@ -295,12 +493,41 @@ void attend(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, 3, error, result);
 }
 
+// Of what kernel.py says of `find`, in its order.
+void find(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = 8;
+  AtenTensorHandle given[GIVEN];
+  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
+  const auto [queries, keys, values, boxes, worth, of_groups, newest, since] = given;
+  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2), dim = size_of(keys, 3);
+  const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 2];
+  AtenTensorHandle found[] = {made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
+                              made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
+                              made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
+                              made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
+  Search search{data_of(queries), data_of(keys), data_of(values), data_of(boxes), data_of(worth), data_of(of_groups)};
+  search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
+  search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
+  search.ages = (int64_t*)data_of(found[2]), search.visible = (bool*)data_of(found[3]);
+  search.num_heads = heads, search.num_queries = size_of(queries, 2), search.num_tokens = tokens;
+  search.num_slots = slots, search.group = slots / size_of(boxes, 2);
+  search.num_groups = (int64_t)stack[GIVEN], search.num_compared = (int64_t)stack[GIVEN + 1];
+  search.num_recalled = num, search.rows_are_alike = size_of(worth, 0) == 1;
+  double alike;
+  std::memcpy(&alike, stack + GIVEN + 3, sizeof alike);
+  search.alike = alike;
+  const auto error = run_for(dim, search, rows);
+  give(stack, GIVEN, error, found[0]);
+  for (int i = 1; i < 4; i++) stack[i] = (StableIValue)found[i];
+}
+
 struct Registered {
   Registered() {
     TorchLibraryHandle library;
     aoti_torch_library_init_impl("kvalign", "CPU", __FILE__, __LINE__, &library);
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
+    aoti_torch_library_impl(library, "find", find);
   }
 } registered;
 

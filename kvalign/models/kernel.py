@@ -1,6 +1,7 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
 the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
-as llama.cpp's does, and attention of one query. They need AVX-512 VNNI, and PyTorch 2.10.
+as llama.cpp's does, attention of one query, and the search of a memory. They need AVX-512 VNNI, and
+PyTorch 2.10.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
@@ -13,6 +14,7 @@ import hashlib
 import logging
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ _SHIMS = {
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
+_SEARCHED = ("queries", "keys", "values", "boxes", "worth", "of_groups", "newest", "since")
 _NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
 _GROUP, _BLOCK = 32, 16
@@ -64,7 +67,7 @@ def load() -> Path | None:
         _define()
         ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.info("products are PyTorch's own: %s", error)
+        log.info("steps use PyTorch's own kernels: %s", error)
         return None
     return file
 
@@ -99,6 +102,9 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
     library.define("attend(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
+    tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
+    nums = "int num_groups, int num_compared, int num_recalled, float alike"
+    library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
 
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)
@@ -106,7 +112,12 @@ def _define() -> torch.library.Library:
     def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         return query.new_empty(1, 1, query.shape[1], query.shape[3])
 
-    for shape_of in (packed_product, attend):
+    def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        shape = (*keys.shape[:2], queries.shape[3], others[-2])
+        entries = [keys.new_empty(*shape, keys.shape[3]) for _ in range(2)]
+        return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
+
+    for shape_of in (packed_product, attend, find):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     return library
 
@@ -134,6 +145,32 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     [1, 1, H, D]; D is one of `DIMS`.
     """
     return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
+
+
+def find(
+    tensors: Sequence[Tensor],
+    num_groups: int,
+    num_compared: int,
+    num_recalled: int,
+    alike: float,
+) -> list[Tensor]:
+    """What queries find in a memory (`kvalign.cache.memory`).
+
+    Args:
+        tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
+            [B, H, S, D]; boxes [B, H, S / group, 2 D]; worth [B, 1, T, S] and of_groups
+            [B, 1, T, S / group], which are added to scores (-inf: not lost); newest [B, 1, 1, 1]
+            int64, the slot of the newest entry in a ring without an end, and since [B, 1, T, 1],
+            tokens after it. All others are float32. From worth on one row does for all.
+        num_groups, num_compared, num_recalled: to look at, to compare, and to take back.
+        alike: cosine from which two keys say the same.
+
+    Returns:
+        Keys and values [B, H, T, num_recalled, D] in the order of time, what is missing first;
+        their ages [B, H, T, num_recalled] int64, and bool whether each is there.
+    """
+    tensors = [x.contiguous() for x in tensors]
+    return torch.ops.kvalign.find(*tensors, num_groups, num_compared, num_recalled, alike)
 
 
 def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:

@@ -16,6 +16,7 @@ from kvalign.cache.recall_places import RECENCY_BY_AGE, RecallPlaces
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_cache, make_method
+from kvalign.models import kernel
 from kvalign.models.architectures import FAMILIES
 from kvalign.models.rope import rerotate
 
@@ -65,6 +66,39 @@ def best_of(worth, keys, num):
 
 def stepped(method, ids):
     return torch.stack([method.feed(ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+@pytest.mark.parametrize(
+    ("num_rows", "group", "num_queries", "head_dim", "num", "size"),
+    [
+        (1, 3, 1, 64, 9000, 200),  # the best groups of 280
+        (2, 3, 7, 64, 3000, 100),  # rows of their own, several queries
+        (2, 1, 5, 32, 300, 20),  # all groups
+        (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
+    ],
+)
+def test_our_kernel_finds_what_pytorch_finds(
+    num_rows, group, num_queries, head_dim, num, size, monkeypatch
+):
+    sizes = CacheSizes(cache_size=size, num_sinks=4, memory=8000, num_recalled=size // 4)
+    rng = torch.Generator().manual_seed(num)
+    held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
+    held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
+    held.keys[:, :, 1:4] = held.keys[:, :, :1]
+    memory = Memory(held, sizes)
+    memory.write([sizes.num_sinks] * num_rows, held)
+    queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
+    end = torch.full((num_rows,), num + sizes.num_sinks)
+    seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)
+    found = memory.find(queries, Asking(sizes, seen, end, RECENCY_BY_AGE))
+    monkeypatch.setattr(kernel, "is_here", lambda: False)
+    expected = memory.find(queries, Asking(sizes, seen, end, RECENCY_BY_AGE))
+    assert torch.equal(found.visible, expected.visible) and found.visible.any()
+    assert found.visible.all() == (num > 30)
+    assert torch.equal(found.ages[found.visible], expected.ages[found.visible])
+    for x, y in zip(found.entries, expected.entries, strict=True):
+        assert torch.equal(x[found.visible], y[found.visible])
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)

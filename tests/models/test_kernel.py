@@ -43,7 +43,7 @@ def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypa
 
 @needs_kernel
 @pytest.mark.parametrize("missing", ["compiler", "header"])
-def test_without_a_compiler_a_line_says_so_and_products_are_those_of_pytorch(
+def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
     missing, anew, monkeypatch, caplog
 ):
     def none():
@@ -57,7 +57,7 @@ def test_without_a_compiler_a_line_says_so_and_products_are_those_of_pytorch(
     with caplog.at_level(logging.INFO):
         packed.pack(model, "int4")
         packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
-    assert [x.message.split(":")[0] for x in caplog.records] == ["products are PyTorch's own"]
+    assert [x.message.split(":")[0] for x in caplog.records] == ["steps use PyTorch's own kernels"]
     assert type(model.model.layers[0].mlp.up_proj) is packed.TorchLinear and not anew
 
 
