@@ -124,7 +124,7 @@ async def sampled(process: subprocess.Popen, every_s: float, sizes: list[float])
 
 
 async def mixed(model: str, address: str, process: subprocess.Popen, minutes: float) -> dict:
-    """Statuses under a mix of requests, and resident memory at rest: before it and after each of its
+    """Statuses under a mix of requests; resident memory before it, and at rest after each of its
     parts.
     """
     sizes, at_rest = list[float](), [memory_mb(process)]
