@@ -45,13 +45,13 @@ class WindowLayer(StreamingLayer):
 
     @property
     def entries(self) -> KVBuffer:
-        """As they are stored; what attention gets is a slice of it."""
+        """Entries as they are stored; what attention gets is a slice of it."""
         return self.buffers[0]
 
     @property
     def sources(self) -> KVBuffer:
-        """What a realigner that moves entries places them from: a buffer of its own, or `entries`
-        where nothing moves, or from its last output in the model's precision.
+        """Entries that a realigner which moves them places them from: a buffer of its own, or
+        `entries` where nothing moves, or from its last output in the model's precision.
         """
         return self.buffers[-1]
 
