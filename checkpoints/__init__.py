@@ -1,6 +1,4 @@
-"""What ships with the package: small reference language models and an aligner for each, every one
-with a card.
-"""
+"""Shipped reference language models, with an aligner for each. Every one has a card."""
 
 from pathlib import Path
 
@@ -36,21 +34,21 @@ DEFAULT_ALIGNERS = {
 
 
 def model_path(name: str) -> Path | None:
-    """The folder of a shipped model, or None for any other name."""
+    """Folder of a shipped model, or None for any other name."""
     return FOLDER / name if name in MODELS else None
 
 
 def aligner_path(name: str) -> Path | None:
-    """The folder of a shipped aligner by its own name, or None for any other name."""
+    """Folder of a shipped aligner by its own name, or None for any other name."""
     return FOLDER / name if name in ALIGNERS else None
 
 
 def shipped_name(model: str) -> str:
-    """The short name of a shipped model given by its folder; any other name as it is."""
+    """Short name of a shipped model given by its folder; any other name unchanged."""
     path = Path(model)
     return path.name if path.parent == FOLDER and path.name in MODELS else model
 
 
 def default_aligner(model: str) -> str | None:
-    """The shipped aligner of a shipped model, given the model's name or folder."""
+    """Shipped aligner of a shipped model, given the model's name or folder."""
     return DEFAULT_ALIGNERS.get(shipped_name(model))

@@ -1,6 +1,6 @@
-"""Texts to train and evaluate on, and recordings of KV caches before and after an eviction.
+"""Texts for training and evaluation, and recordings of KV caches before and after an eviction.
 
-Public names are imported when they are first used; `__init__.pyi` lists them.
+Public names are imported at first use; `__init__.pyi` lists them.
 """
 
 import lazy_loader

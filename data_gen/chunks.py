@@ -1,5 +1,5 @@
-"""Chunks of a corpus: tokens encoded together. The split of each follows from its index alone, so
-that any run agrees.
+"""Chunks of a corpus: tokens encoded together. The split of each depends only on its index, so that
+all runs agree.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ BLOCK_CHUNKS = 4  # overlapping chunks are split by blocks of text this many chu
 
 @dataclass(frozen=True)
 class ShardChunks:
-    """The chunks of one shard; shards of other numbers evicted have the same."""
+    """Chunks of one shard; the shards of all numbers evicted have the same."""
 
     split: str
     shard_index: int  # in its split
@@ -30,7 +30,7 @@ class ShardChunks:
 
 
 def equal_shares(corpora: Sequence[Iterable[list[int]]], num_tokens: int) -> Iterator[list[int]]:
-    """The first ids of each corpus, `num_tokens` in all, one corpus after the other."""
+    """First ids of each corpus, `num_tokens` in all, one corpus after the other."""
     for i, pieces in enumerate(corpora):
         left = num_tokens * (i + 1) // len(corpora) - num_tokens * i // len(corpora)
         for piece in pieces:
@@ -55,7 +55,7 @@ def cut_chunks(pieces: Iterable[list[int]], chunk_len: int, stride: int) -> Iter
 def by_shard(
     chunks: Iterable[list[int]], settings: RecordedSettings, chunks_per_shard: int
 ) -> Iterator[ShardChunks]:
-    """Gather chunks, in order, until they fill a shard of their split; the last may be smaller."""
+    """Chunks, in order, gathered into shards of their split; the last may be smaller."""
     waiting: dict[str, list[tuple[int, list[int]]]] = {split: [] for split in SPLITS}
     shard_indices = {split: itertools.count() for split in SPLITS}
     rule = (settings.chunk_len, settings.stride, settings.val_share, settings.seed)
@@ -75,7 +75,7 @@ def by_shard(
 
 
 def split_of(index: int, chunk_len: int, stride: int, val_share: float, seed: int) -> str | None:
-    """`train` or `val` for the chunk of that index; no token is in chunks of both.
+    """Split, `train` or `val`, of the chunk with that index; no token is in chunks of both.
 
     Without overlap each chunk is drawn on its own. With overlap blocks of text are drawn, and a
     chunk across the border of two splits is in neither: None. The first chunk or block is in

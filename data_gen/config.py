@@ -1,4 +1,4 @@
-"""The config of a recording: what its bytes depend on, as `config.json` has it."""
+"""Config of a recording, `config.json`: everything that its bytes depend on."""
 
 import math
 import platform
@@ -23,7 +23,7 @@ Positive = Annotated[Count, Field(ge=1)]
 
 
 class RecordedSettings(BaseModel):
-    """The settings of a recording that its bytes depend on; see `RecordSettings`."""
+    """Settings of a recording that its bytes depend on; see `RecordSettings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,11 +43,11 @@ class RecordedSettings(BaseModel):
 
 
 class RecordingConfig(BaseModel):
-    """Config of a recording, `config.json`: what was recorded, of which model, in which shape.
+    """Config of a recording, `config.json`: the text, the model and the shapes.
 
     Attributes:
         embedding_fingerprint: of the model (`probe` in recordings of version 0.1).
-        stale: what the stale keys and values are, in words.
+        stale: description of the stale keys and values.
         shapes: of a chunk's tensors, by number evicted: L, H, S, D.
         chunks_per_shard: chunks in each shard but the last of a split.
         versions: of Python and packages.
@@ -76,7 +76,7 @@ class RecordingConfig(BaseModel):
         return self
 
     def num_rows(self, num_evicted: int, num_chunks: int) -> int:
-        """The pairs of each kv in so many chunks: num_chunks * L * H * S."""
+        """Number of pairs of each kv in so many chunks: num_chunks * L * H * S."""
         return num_chunks * math.prod(self.shapes[num_evicted][:3])
 
 
@@ -90,7 +90,7 @@ def shapes_of(settings: RecordedSettings, spec: ModelSpec) -> dict[int, tuple[in
 
 
 def new_config(settings: RecordSettings, loaded: LoadedModel) -> RecordingConfig:
-    """The config of a recording to be made; UserError if the model is too short for a chunk."""
+    """Config of a new recording; UserError if the model is too short for a chunk."""
     spec, limit = loaded.spec, loaded.spec.context_len
     if limit is not None and settings.chunk_len > limit:
         raise UserError(

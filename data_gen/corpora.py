@@ -1,8 +1,8 @@
 """Text to record, train and evaluate on: one specification string for each corpus.
 
-`SPECS` says which there are; `kvalign corpora` lists them. A new one is a class (`corpus.Corpus`)
-in a file and a line in `_KINDS` here; a short name for a hub data set is a line in
-`hub_dataset.HUB`. A tokenised corpus is one stream of ids: no special tokens, rows joined.
+`SPECS` lists them, as `kvalign corpora` does. A new one is a class (`corpus.Corpus`) in a file and
+a line in `_KINDS` here; a short name for a hub data set is a line in `hub_dataset.HUB`. A tokenised
+corpus is one stream of ids: no special tokens, rows joined.
 """
 
 import re
@@ -41,14 +41,14 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def texts(spec: str, split: str = "train") -> Iterator[str]:
-    """Yield the text of a corpus in pieces of about a megabyte; joined, they are the whole of it.
+    """Yield the text of a corpus in pieces of about a megabyte, which add up to the whole.
 
     Args:
         spec: one of `SPECS`.
-        split: `train` or `test`. A `text:` corpus is the same in both: keep the two apart yourself.
+        split: `train` or `test`. A `text:` corpus is the same in both: separate the two yourself.
 
     Raises:
-        UserError: unknown corpus, split or column, or a hub that cannot be reached (the message
+        UserError: an unknown corpus, split or column, or a hub that cannot be reached (the message
             names the corpora that work offline).
         NotFoundError: `text:` with a path that matches nothing.
     """
@@ -72,8 +72,8 @@ def token_pieces(
     """Yield the ids of `texts(spec, split)`, about a megabyte of text at a time, without special
     tokens.
 
-    With a byte-level tokenizer they are the ids of the whole text; one that puts a space before
-    every text (SentencePiece) does so to each piece.
+    With a byte-level tokenizer they are the ids of the whole text. A tokenizer that puts a space
+    before every text (SentencePiece) does so with each piece.
     """
 
     def pieces() -> Iterator[str]:
@@ -93,8 +93,8 @@ def token_pieces(
 def first_ids(
     spec: str, tokenizer: "PreTrainedTokenizerBase", num_ids: int, or_smaller: str
 ) -> list[int]:
-    """The first ids of a corpus's test part, so many; UserError if it has fewer, which names what
-    could be smaller.
+    """First ids of a corpus's test part, so many; UserError, which names what could be smaller, if
+    it has fewer.
     """
     ids = list(islice(chain.from_iterable(token_pieces(spec, tokenizer, "test")), num_ids))
     if len(ids) < num_ids:
@@ -106,7 +106,7 @@ def first_ids(
 
 
 def hub_datasets(specs: Sequence[str]) -> list[str]:
-    """The ids of the hub's data sets among corpora, sorted; what is a folder here is none."""
+    """Ids of the hub's data sets among corpora, sorted; a name with a folder here is not one."""
     ids = set()
     for spec in specs:
         spec = spec.removeprefix("marked:")
@@ -118,8 +118,8 @@ def hub_datasets(specs: Sequence[str]) -> list[str]:
 
 
 def text_sha256(specs: Sequence[str]) -> dict[str, str]:
-    """Return what tells the local texts among corpora from others: the SHA-256 of the files of each
-    `text:` one after another, by the corpus without `marked:`.
+    """Return the SHA-256 of the local texts among corpora: of the concatenated files of each
+    `text:`, by the corpus without `marked:`.
     """
     names = [spec.removeprefix("marked:") for spec in specs]
     return {n: sha256_of(n.removeprefix("text:")) for n in names if n.startswith("text:")}

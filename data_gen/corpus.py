@@ -1,6 +1,4 @@
-"""Corpora: what one is, how its rows become pieces of text, and those that need few lines
-for it.
-"""
+"""Corpora: the base class, how rows become pieces of text, and those that need few lines."""
 
 import glob
 import hashlib
@@ -25,17 +23,17 @@ class Corpus(Protocol):
 
     @property
     def about(self) -> str:
-        """Half a line for `kvalign corpora`."""
+        """Description in half a line for `kvalign corpora`."""
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The text of `train` or `test` in pieces of about `PIECE_LEN`; `rest` is what follows the
-        colon of the specification. What a user can mend is raised by the call itself, before the
-        first piece, where it can be known by then.
+        """Text of `train` or `test` in pieces of about `PIECE_LEN`; `rest` is the part of the
+        specification after the colon. Errors that the user can correct are raised by the call
+        itself, before the first piece, if they are known by then.
         """
 
 
 def in_pieces(rows: Iterable[str]) -> Iterator[str]:
-    """Join rows to pieces of `PIECE_LEN` or more, each but the last ending where a line ends."""
+    """Rows joined to pieces of `PIECE_LEN` or more; each but the last ends at a line end."""
     piece: list[str] = []
     piece_len = 0
     for row in rows:
@@ -49,12 +47,12 @@ def in_pieces(rows: Iterable[str]) -> Iterator[str]:
 
 
 class TextFiles:
-    """The corpora `text:PATH`: text files of a user."""
+    """The corpora `text:PATH`: the user's text files."""
 
     about = "a file, a folder of .txt files or a glob; one text for both splits"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The files' text, in the order of their names.
+        """Text of the files, in the order of their names.
 
         Raises:
             NotFoundError: no file matches.
@@ -64,7 +62,7 @@ class TextFiles:
 
 
 def files_of(rest: str) -> list[Path]:
-    """The files of a file's name, a folder or a glob, in order; NotFoundError if there is none."""
+    """Files of a file's name, a folder or a glob, in order; NotFoundError if there is none."""
     path = Path(rest).expanduser()
     paths = path.rglob("*.txt") if path.is_dir() else map(Path, glob.glob(str(path)))
     files = [path] if path.is_file() else sorted(filter(Path.is_file, paths), key=str)
@@ -76,7 +74,7 @@ def files_of(rest: str) -> list[Path]:
 
 
 def sha256_of(rest: str) -> str:
-    """SHA-256 of the files one after another, as of `cat FILES`."""
+    """SHA-256 of the concatenated files, as of `cat FILES`."""
     digest = hashlib.sha256()
     for file in files_of(rest):
         with file.open("rb") as content:
@@ -99,7 +97,7 @@ class Recall:
     about = "facts, questions and answers for the models recall-gpt2 and recall-llama; offline"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """One stream a split, `RECALL_LINE_LEN` tokens a line."""
+        """One stream for each split, `RECALL_LINE_LEN` tokens a line."""
         from kvalign.data_gen.facts import WORDS, FactStreams  # numpy
 
         stream = FactStreams(seed=int(split == "test"))
@@ -109,12 +107,14 @@ class Recall:
 
 
 class Marked:
-    """The corpora `marked:SPEC`: any other in the form in which WikiText is tokenised."""
+    """The corpora `marked:SPEC`: any other corpus in WikiText's tokenised form."""
 
-    about = "any other in WikiText's tokenised form (`it 's a two @-@ part word`)"
+    about = "any other corpus in WikiText's tokenised form (`it 's a two @-@ part word`)"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The text of the corpus `rest`, marked a piece at a time; UserError for a marked one."""
+        """Text of the corpus `rest`, marked a piece at a time; UserError for a corpus that is
+        already marked.
+        """
         from kvalign.data_gen.corpora import texts  # which imports this module
 
         if rest.startswith("marked:"):

@@ -1,9 +1,9 @@
-"""A stream that tests memory: facts, questions about them, and their answers.
+"""Stream that tests memory: facts, questions about them, and their answers.
 
-A fact says that a key now has a value, a question asks for the value that a key was given last, and
-the answer follows at once: `k7=3` ... `k7?` `3`. A key is given new values again and again, of
-which the last one counts. Each fact, question and answer is one token of a vocabulary of its own.
-After recall tasks of Arora et al. 2023 (Zoology), endless.
+A fact gives a key a new value, a question asks for the last value of a key, and the answer follows
+at once: `k7=3` ... `k7?` `3`. Keys get new values again and again; the last one counts. Each fact,
+question and answer is one token of a separate vocabulary. After recall tasks of Arora et al. 2023
+(Zoology), made endless.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ ANSWER = QUESTION + NUM_KEYS  # the first answer's id
 
 
 class FactStreams:
-    """Endless streams side by side; each `take` goes on where the last one ended.
+    """Endless streams side by side; each `take` continues where the last one ended.
 
-    Questions are for facts of all ages alike, up to about `max_age` tokens: an age is drawn, then
-    the key whose last fact is nearest to it. With `ask_oldest` every second stream asks for ages of
-    the last eighth alone: in a short stream few facts grow as old before they are told again.
+    Ages of asked facts are uniform, up to about `max_age` tokens: an age is drawn, then the key
+    whose last fact is nearest to it. With `ask_oldest` every second stream draws only from the last
+    eighth: in a short stream few facts become so old before their key gets a new value.
 
-    With `resting` some keys rest, half of them at most, so that there are facts of all ages: such a
-    key is given a value, asked for once, at an age drawn on a log scale, and then given another.
-    Other keys are as without, asked for up to `MAX_AGE`.
+    With `resting` some keys rest, at most half of them, so that there are facts of all ages. Such a
+    key gets a value, is asked for once, at an age drawn on a log scale, and then gets another
+    value. Other keys are as without, asked for up to `MAX_AGE`.
     """
 
     def __init__(
@@ -104,9 +104,8 @@ class FactStreams:
 
 
 def ages(ids: Sequence[int]) -> list[int]:
-    """Return for each token of a stream that is an answer the tokens from its fact to its question;
-    0 of any other token, and where the fact is not among these or an answer has told it again
-    since.
+    """Return for each answer in a stream the number of tokens from its fact to its question; 0 for
+    any other token, and if the fact is not among these or a later answer has repeated it.
     """
     given: dict[int, int] = {}
     found = [0] * len(ids)
@@ -128,7 +127,7 @@ WORDS = (
 
 
 def recall_tokenizer(context_len: int) -> "PreTrainedTokenizerFast":
-    """Words apart by white space, one token each; any other word is END."""
+    """Tokenizer of words separated by white space, one token each; any unknown word is END."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
 """Corpora from the hub: `hub:NAME[:CONFIG][:COLUMN]`, and short names for some of them.
 
-As in `datasets`, a local folder is taken before a hub data set of the same name: a copy in
+As in `datasets`, a local folder comes before a hub data set of the same name: a copy in
 ./Salesforce/wikitext serves `wikitext` without a network.
 """
 
@@ -24,9 +24,9 @@ class HubDataset:
         name: hub id or folder.
         config: one of the data set's configurations.
         column: of the text, or of conversations (lists of turns with `content`).
-        train, test: which of its splits serve as these.
-        join: what stands between rows and between turns, all as they are; None: a turn has a line
-            and a row an empty line after it.
+        train, test: the names of its splits for these.
+        join: separator of rows and of turns, both unchanged; None: a turn ends with a line break
+            and a row with an empty line.
         more_about: ends `about`.
     """
 
@@ -44,7 +44,7 @@ class HubDataset:
         return f"{self.name}{config} from the hub{self.more_about}"
 
     def texts(self, rest: str, split: str) -> Iterator[str]:
-        """The text of the rows, joined."""
+        """Text of the rows, joined."""
         name_of_split = self.train if split == "train" else self.test
         rows = rows_of(self.name, self.config, name_of_split, _OFFLINE)
         if self.join is None:
@@ -94,12 +94,12 @@ def rows_of(name: str, config: str | None, split: str, offline: str) -> Iterator
 
     Args:
         name, config: see `HubDataset`.
-        split: as the data set calls it.
-        offline: what works without the hub, for messages.
+        split: the data set's name for it.
+        offline: corpora that work without the hub, for messages.
 
     Raises:
-        UserError: the hub cannot be reached, or no such data set, configuration or split; of
-            damaged files, when they are reached.
+        UserError: the hub cannot be reached, or the data set, configuration or split does not
+            exist; for damaged files, when they are reached.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and not hub.is_reachable():

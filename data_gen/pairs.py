@@ -1,10 +1,10 @@
-"""The training pairs: an entry of a full cache after an eviction, and as re-encoding makes it.
+"""Training pairs: an entry of a full cache after an eviction, and the same entry by re-encoding.
 
     tokens    s s s s e 5 6 7 8   encode all: K, V at positions 0..8; of slots 5..8: stale
     evict e   s s s s   5 6 7 8   encode the rest: K, V at positions 0..7; of slots 4..7: aligned
 
-(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are rotated
-to their new positions first: that part of the move is exact, the rest is what an aligner learns.
+(4 sinks s, num_evicted = 1; Aldea, Hwang, Kim, Liang 2024.) Stale keys of rotary models are first
+rotated to their new positions. That part of the move is exact; an aligner learns the rest.
 """
 
 import torch
@@ -23,13 +23,13 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of ids [B, T] in an empty cache, of all layers: [B, L, H, T, D] each.
 
     Raises:
-        UserError: a hybrid, some of whose layers have none.
+        UserError: a hybrid model, which has layers without them.
     """
     spec = spec_of(model.config)
     if spec.states:
         raise UserError(
-            f"aligners are not for {spec.name or 'this model'}: some layers have a state in place "
-            "of entries; streaming-llm needs no aligner"
+            f"aligners do not work with {spec.name or 'this model'}: some layers have a state "
+            "instead of entries; streaming-llm needs no aligner"
         )
     cache = DynamicCache()  # not made from the config: sliding-window layers keep every entry too
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
@@ -38,9 +38,7 @@ def encode(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positionless(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of `encode`, in float32 and with the keys of rotary models rotated back to position
-    0.
-    """
+    """Entries of `encode` in float32, with the keys of rotary models rotated back to position 0."""
     keys, values = (x.float() for x in encode(model, ids))
     if rotation := rotation_of(model):
         keys = rotation.shift_layers(keys, torch.arange(ids.shape[1]), dim=1)

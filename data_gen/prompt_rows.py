@@ -1,4 +1,4 @@
-"""Conversations in the rows of a file or a data set: `turns` or `prompt` of each."""
+"""Conversations in the rows of a file or a data set: the `turns` or `prompt` of each."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ class _Row(BaseModel):
 
 
 def of_hub(name: str, offline: str) -> list[list[str]]:
-    """The turns of each row of a hub data set; `offline` ends the message if there is no hub."""
+    """Turns of each row of a hub data set; `offline` ends the message without a hub."""
     rows = rows_of(name, None, "train", offline)
     return [_turns(row, f"{name} row {number}") for number, row in enumerate(rows)]
 
 
 def of_file(path: Path) -> list[list[str]]:
-    """The turns of each line of a JSON Lines file; blank lines are left out."""
+    """Turns of each line of a JSON Lines file; blank lines are left out."""
     if not path.is_file():
         raise NotFoundError(f"no prompts at {str(path)!r}: name a .jsonl file")
     # As bytes: JSON may hold characters that end a line for str.splitlines.

@@ -1,4 +1,4 @@
-"""Prompts to stream from: one specification string for a list of conversations.
+"""Prompts for streams: one specification string for a list of conversations.
 
 | spec | conversations |
 |---|---|
@@ -7,8 +7,8 @@
 | `mt-bench` | MT-Bench (Zheng et al. 2023) from the hub: 80 of two turns |
 | `PATH.jsonl` | a file of objects, one a line, with `turns` (as FastChat's) or `prompt` |
 
-A conversation is the list of what its user says. Each first turn of `own` breaks off in mid-text,
-for a model that continues texts instead of answering.
+A conversation is the list of its user turns. Each first turn of `own` breaks off in the middle of a
+text, for models that continue texts instead of answering.
 """
 
 from pathlib import Path
@@ -24,11 +24,11 @@ OURS = {name: Path(__file__).with_name(f"{name}_prompts.jsonl") for name in ("ow
 
 
 def conversations(spec: str) -> list[list[str]]:
-    """The conversations of a specification (see the table above), one user turn or more each.
+    """Conversations of a specification (see the table above), each with one user turn or more.
 
     Raises:
-        UserError: unknown prompts, a hub that cannot be reached (the message names what works
-            offline), or a row without a turn (the message names its line).
+        UserError: unknown prompts, a hub that cannot be reached (the message names prompts that
+            work offline), or a row without a turn (the message names its line).
         NotFoundError: no such file.
     """
     from kvalign.data_gen import prompt_rows  # pydantic: not needed for the names

@@ -1,8 +1,8 @@
-"""The default corpus, on every machine: CPython's language reference and the library's docstrings.
+"""Default corpus, on every machine: CPython's language reference and the library's docstrings.
 
-Nothing is imported but a data module and nothing downloaded: the reference is `pydoc_data.topics`,
-and docstrings are read from the standard library's source with `ast`. The text depends a little on
-the Python version; the split does not, because a document goes to `test` by a hash of its name.
+Nothing is downloaded, and only a data module is imported. The reference is `pydoc_data.topics`, and
+docstrings are read from the standard library's source with `ast`. The text depends a little on the
+Python version. The split does not, because a document goes to `test` by a hash of its name.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""Record the training pairs of a corpus, shard by shard.
+"""Recording of the training pairs of a corpus, shard by shard.
 
-What a shard holds depends on the settings and the corpus alone, so an interrupted run continues
-where it stopped and ends in the same bytes, however many workers record. One shard for each number
-evicted is in a worker's memory.
+The content of a shard depends only on the settings and the corpus. So an interrupted run continues
+where it stopped and ends in the same bytes, with any number of workers. A worker keeps one shard
+for each number evicted in memory.
 """
 
 import logging
@@ -43,16 +43,16 @@ _FREE = ("batch_size", "device")  # may change between the runs: they touch the 
 @keywords_of(RecordSettings)
 @progress.shown_as("gen-data")
 def record(settings: RecordSettings, *, loaded: LoadedModel | None = None) -> Store:
-    """Record stale and aligned keys and values of a corpus, or what is missing of them, in `out`.
+    """Record stale and aligned keys and values of a corpus in `out`, or the missing part.
 
     Args:
-        loaded: the model, if it is loaded already; `model` is then only its name.
+        loaded: the model, if it is already loaded; `model` is then only its name.
 
     Returns:
         the finished store.
 
     Raises:
-        UserError: the model or the corpus is too short for the settings, the folder holds another
+        UserError: the model or the corpus is too short for the settings, the folder has another
             recording, or a number does not fit `dtype`.
     """
     if loaded is not None and settings.workers > 1:

@@ -19,8 +19,8 @@ from kvalign.foundation.settings import (
 class RecordSettings(Settings):
     """Record keys and values of a corpus before and after the tokens behind the sinks are evicted.
 
-    Run the same command again to resume an interrupted recording. `kvalign train` takes the newest
-    of a model.
+    Run the same command again to resume an interrupted recording. `kvalign train` uses the newest
+    recording of a model.
 
     Example:
         kvalign gen-data --model gpt2-mini --num-tokens 2048 --chunk-len 64 --out caches
@@ -58,10 +58,10 @@ class RecordSettings(Settings):
         "float16", help="type of the stored numbers", choices=("float16", "float32", "bfloat16")
     )
     shard_mb: float = option(
-        64.0, help="size of a file in megabytes, reached in whole chunks", above=0, at_most=1e6
+        64.0, help="size of a file in megabytes, filled with whole chunks", above=0, at_most=1e6
     )
     batch_size: int = option(8, help="chunks encoded at once", at_least=1, at_most=MOST_ROWS)
-    device: str = option("cpu", help="cpu or cuda; with several workers a GPU each")
+    device: str = option("cpu", help="cpu or cuda; several workers need a GPU each")
     workers: int = option(
         1,
         help="processes that record, on Ray if several; each uses one thread",

@@ -1,4 +1,4 @@
-"""The shard store: recorded pairs in a folder, read memory-mapped, never in memory as a whole.
+"""Shard store: recorded pairs in a folder, read memory-mapped, never in memory as a whole.
 
     config.json                      written first: settings, model, versions, shapes
     train-k1-00000.safetensors ...   a fixed number of chunks each; written whole or not at all
@@ -49,7 +49,7 @@ class Shard:
             return file.get_tensor(f"{kv}_stale"), file.get_tensor(f"{kv}_aligned")
 
     def notes(self) -> "ShardNotes":
-        """Return what was noted when the shard was written; UserError if nothing was."""
+        """Return the notes written with the shard; UserError if there are none."""
         with safe_open(self.path, "pt") as file:
             text = (file.metadata() or {}).get(_NOTES, "")
         try:
@@ -61,14 +61,14 @@ class Shard:
 
 
 class ShardNotes(BaseModel):
-    """Notes in the header of a shard: sum of squared differences by kv, and of which tokens."""
+    """Notes in the header of a shard: sum of squared differences by kv, and the tokens' hash."""
 
     squared_error: dict[str, float]
     tokens_sha256: str
 
 
 class ShardEntry(BaseModel):
-    """A line of the manifest; the name of its file never leads out of the folder."""
+    """Line of the manifest; the name of its file never leads out of the folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,7 +94,7 @@ class Manifest(BaseModel):
         input_label_mse: mean squared difference of stale and aligned entries over both splits,
             by kv and number evicted.
         shards: by split and number evicted, then in the order of the corpus.
-        text_sha256: of the local texts it was recorded from; recordings of 0.1 do not say.
+        text_sha256: of the recorded local texts; missing in recordings of 0.1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,7 +115,7 @@ class Store:
     manifest: Manifest
 
     def shards(self, split: str | None = None) -> list[Shard]:
-        """The shards of `train` or `val`, or all, in the manifest's order."""
+        """Shards of `train` or `val`, or all, in the manifest's order."""
         return [
             Shard(self.folder / e.file, e.split, e.num_evicted, e.num_chunks, e.num_rows)
             for e in self.manifest.shards
@@ -129,10 +129,10 @@ class Store:
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store:
-    """Open a finished recording after a look at the header of each shard.
+    """Open a finished recording, after checking the header of each shard.
 
     Args:
-        folder: what `kvalign gen-data --out` wrote.
+        folder: written by `kvalign gen-data --out`.
         verify: also read every byte and compare the SHA-256 of each shard.
 
     Raises:
@@ -161,9 +161,9 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
 
 
 def newest_recording(model: str) -> Path:
-    """The folder of the recording of a model that was finished last, of those in the model's
-    folder (`kvalign.foundation.folders`); NotFoundError, with the command that makes one, if there
-    is none.
+    """Folder of the recording of a model that was finished last, in the model's folder
+    (`kvalign.foundation.folders`); NotFoundError, with the command that makes one, if there is
+    none.
     """
     for manifest in newest_first(model, MANIFEST):
         if read_checked(RecordingConfig, manifest.with_name(CONFIG)).settings.model == model:
@@ -191,7 +191,7 @@ def write_shard(shard: Shard, tensors: dict[str, Tensor], notes: ShardNotes) -> 
 
 
 def find_damage(shard: Shard, config: RecordingConfig) -> str | None:
-    """Return what is wrong with a shard by its manifest, its file's header and length, or None."""
+    """Return the fault of a shard, by its manifest, its file's header and length, or None."""
     if shard.num_evicted not in config.shapes:
         return f"num_evicted {shard.num_evicted} was not recorded"
     num_rows = config.num_rows(shard.num_evicted, shard.num_chunks)

@@ -1,7 +1,7 @@
-"""Workers that encode chunks and write shards: this process, or workers on Ray, a whole shard each.
+"""Workers that encode chunks and write whole shards: this process, or workers on Ray.
 
-A recording computes on one thread a process: sums in another order would change the last bits, and
-its bytes must not depend on how many workers there are.
+Each process computes on one thread: sums in another order would change the last bits, and the bytes
+of a recording must not depend on the number of workers.
 """
 
 import os
@@ -28,7 +28,7 @@ Work = Iterable[tuple[ShardChunks, list[Shard]]]
 
 
 def write_shards(settings: RecordSettings, loaded: LoadedModel, work: Work) -> None:
-    """Write shards. A single worker, this process, has the model that is loaded; several load it
+    """Write shards. A single worker is this process and uses the loaded model; several load it
     themselves.
 
     Raises:
@@ -61,8 +61,8 @@ def record_chunks(
         stored = [torch.cat(batch) for batch in zip(*batches, strict=True)]
         if not all(x.isfinite().all() for x in stored):
             raise UserError(
-                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: "
-                "take bfloat16 or float32"
+                f"keys or values of {loaded.spec.name} do not fit --dtype {settings.dtype}: use "
+                "bfloat16 or float32"
             )
         tensors = dict(zip(PAIRS, stored, strict=True))
         squares = {kv: squared_error(tensors[f"{kv}_stale"], tensors[f"{kv}_aligned"]) for kv in KV}

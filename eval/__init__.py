@@ -1,10 +1,10 @@
-"""The evaluations, the document that each ends in, and the report of a folder of them.
+"""Evaluations, the document of results that each returns, and the report of a folder of them.
 
     result = kvalign.eval.perplexity(model="gpt2-mini", cache_sizes=[32, 64], num_tokens=500)
     result["rows"][0]["perplexity"]
 
-The functions take their settings as keywords, and `loaded`: a model in place of the one named. What
-is wrong is a `UserError`, said before any work. Public names are imported when they are first used;
+The functions take their settings as keywords, and `loaded`: a model in place of the named one.
+Wrong settings raise `UserError`, before any work. Public names are imported at first use;
 `__init__.pyi` lists them.
 """
 

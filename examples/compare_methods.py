@@ -1,4 +1,4 @@
-"""Perplexity of every method on the same labels of one text, as `kvalign eval perplexity`."""
+"""Perplexity of every method on the same labels of one text, like `kvalign eval perplexity`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Two replicas of a server behind one address, each session with the one that has its cache.
+"""Two replicas of a server at one address. Each session goes to the replica that has its cache.
 
 python examples/serve_on_ray.py    # needs kvalign[serve] and ray[serve]
 """
@@ -31,10 +31,10 @@ serve.run(replicas.bind())
 
 client = openai.OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none")
 for turn in ["Who lived there?", "Why?", "And before them?"]:
-    for session in ["one", "two", "three", "four"]:  # the header says where a request goes
+    for session in ["one", "two", "three", "four"]:  # the header chooses the replica
         reply = client.with_options(default_headers={"X-Session-Id": session}).chat.completions
         usage = reply.create(
             model="gpt2-mini", messages=[{"role": "user", "content": turn}], max_tokens=12
         ).usage
-        print(f"{session}: {usage.prompt_tokens_details.cached_tokens} tokens were at hand")
+        print(f"{session}: {usage.prompt_tokens_details.cached_tokens} tokens came from the cache")
 ray.shutdown()

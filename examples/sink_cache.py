@@ -1,5 +1,5 @@
-"""A sink cache as it is often written, put to `kvalign verify`: after each step the entries that
-stay are turned back to their new places, from where they were.
+"""A sink cache as it is often written, tested with `kvalign verify`: after each step it rotates the
+kept entries from their last positions to the new ones.
 
 In this folder: kvalign verify --model llama-mini --cache sink_cache:make
 """

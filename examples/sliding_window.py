@@ -1,5 +1,5 @@
-"""transformers' DynamicCache on a model with a sliding window, put to the invariants of
-`kvalign verify`. The model is llama-mini's weights as a Mistral with a window of 64.
+"""DynamicCache of transformers on a model with a sliding window, tested with `kvalign verify`. The
+model has llama-mini's weights, as a Mistral with a window of 64.
 """
 
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM

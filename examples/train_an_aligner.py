@@ -1,4 +1,4 @@
-"""Position tables for a model, from text in a minute; then what they are worth."""
+"""Position tables for a model, trained on text in a minute, and their benefit."""
 
 import tempfile
 from pathlib import Path

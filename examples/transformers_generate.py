@@ -1,4 +1,4 @@
-"""The same through transformers' own `generate`: its sampling, processors, criteria, streamers."""
+"""A stream through transformers' own `generate`, with its sampling, processors and streamers."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 

@@ -1,4 +1,4 @@
-"""A loop of your own: the cache evicts and realigns by itself, the model needs no change."""
+"""A loop of your own. The cache evicts and realigns by itself; the model needs no change."""
 
 import torch
 
@@ -11,7 +11,7 @@ ids = loaded.tokenizer("The history of the island", return_tensors="pt").input_i
 generated = []
 with torch.no_grad():
     for _ in range(600):
-        # Neither attention mask nor position ids: the model asks the cache for its length.
+        # No attention mask or position ids are needed: the model asks the cache for its length.
         logits = loaded.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
         top = logits.topk(20)
         choice = torch.multinomial(top.values.softmax(-1), 1)

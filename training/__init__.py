@@ -1,7 +1,7 @@
 """Training: aligners of every kind (`kinds/`), sweeps over the networks' sizes, the import of the
 authors' networks, and the reference language models.
 
-`__init__.pyi` lists the public functions, which are imported when they are first used.
+`__init__.pyi` lists the public functions, which are imported at first use.
 """
 
 import lazy_loader

@@ -1,4 +1,6 @@
-"""The folder of an aligner of any kind: not overwritten unasked, training on record, whole."""
+"""Folder of an aligner of any kind: not overwritten unless asked, with a record of its training,
+complete or absent.
+"""
 
 import platform
 from importlib.metadata import version
@@ -23,7 +25,7 @@ A = TypeVar("A", bound=Aligner)
 
 
 def new_aligner(kind: type[A], config: AlignerConfig) -> A:
-    """An untrained aligner; UserError if there is no memory to train one of these sizes."""
+    """Untrained aligner; UserError if there is not enough memory to train one of these sizes."""
     with torch.device("meta"):
         num_weights = sum(x.numel() for x in kind(config).state_dict().values())
     check_room(BYTES_A_WEIGHT * num_weights, f"the weights of a {config.kind} of these sizes")
@@ -31,7 +33,7 @@ def new_aligner(kind: type[A], config: AlignerConfig) -> A:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise ExistsError if `out` holds an aligner that is not to be overwritten, UserError if it
+    """Raise ExistsError if `out` has an aligner that must not be overwritten, UserError if it
     cannot be written.
     """
     check_output(out, "folder")
@@ -46,13 +48,13 @@ def record_of(
     device: torch.device | None = None,
     packages: tuple[str, ...] = ("kvalign", "torch"),
 ) -> dict[str, Any]:
-    """Return the record of an aligner's part for its config and card: how it came about.
+    """Return the record of an aligner's part for its config and card: how it was trained.
 
     Args:
-        command, settings: of this command line, which make it again.
-        data: what it was trained on.
-        device: what it was trained on; None for what was not trained here.
-        packages: whose versions are recorded.
+        command, settings: of this command line, which trains it again.
+        data: its training data.
+        device: its training device; None if it was not trained here.
+        packages: those whose versions are recorded.
     """
     words = settings.command_line(command, leave_out=("resume", "overwrite"))
     record: dict[str, Any] = {"command": words, "data": data}
@@ -64,6 +66,6 @@ def record_of(
 
 
 def save(aligner: Aligner, out: Path) -> None:
-    """Write the aligner's files, its card among them; the config, the last, says they are there."""
+    """Write the aligner's files and its card; the config is last and marks them as complete."""
     aligner.eval().requires_grad_(False)
     write_together(out, aligner.save_pretrained, last=CONFIG)

@@ -1,12 +1,12 @@
-"""Training the anchored networks: on pairs of many shifts, encoded from text as they are needed, or
-through the streaming language model, whose own weights stay frozen.
+"""Training of the anchored networks: on pairs of many shifts, encoded from text as they are needed,
+or through the streaming language model, whose own weights stay frozen.
 
-A step on pairs encodes chunks twice, whole and without their first tokens, and takes random rows:
-the same token at the position where it was first encoded and at an earlier one.
+A step on pairs encodes chunks twice, with and without their first tokens. It takes random rows: the
+same token at its original position and at an earlier one.
 
-Unlike tables, networks have no relative form: each entry goes through them at each of its places.
-So streams of text advance side by side, token by token, and the gradient of a step's loss ends at
-the entries as they were stored.
+Unlike tables, networks have no relative form: each entry goes through them at each of its
+positions. So streams of text advance side by side, token by token. The gradient of a step's loss
+ends at the stored entries.
 """
 
 from collections.abc import Iterator
@@ -97,8 +97,8 @@ def tune_networks(
     """Train the networks of `aligner` in place for `max_steps` steps of streams without sinks.
 
     Returns:
-        val_before and val_after, the objective in nats a token on the same validation rows, and
-        num_steps; the networks are those of before if the loss did not fall.
+        val_before and val_after, the objective in nats per token on the same validation rows, and
+        num_steps. If the loss did not fall, the networks are those from before.
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
@@ -136,7 +136,8 @@ class Streams:
     """Rows of text, each with a full cache without sinks.
 
     Args:
-        stored: keys and values [B, H, C, D] of each layer, as `aligner.anchor` leaves them.
+        stored: keys and values [B, H, C, D] of each layer, in the form that `aligner.anchor`
+            returns.
     """
 
     def __init__(self, aligner: AnchoredAligner, model: PreTrainedModel, stored: list[KeysValues]):
@@ -144,7 +145,7 @@ class Streams:
         self.realigner, self.size = FromBirth(model, aligner), stored[0][0].shape[2]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Logits [B, V] of a token [B] each, with a gradient to the aligner; drop the oldest."""
+        """Logits [B, V] of one token [B] per row, with a gradient to the aligner; evicts one."""
         model, size = self.model, self.size
         cache, move = DynamicCache(), Move(1, 0, torch.arange(size, device=model.device))
         for layer, stored in enumerate(self.stored):
@@ -168,8 +169,8 @@ class Streams:
 
 @torch.no_grad()
 def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int) -> Streams:
-    """Streams that have been fed ids [B, N], N >= size: where tables are placed on read, all of
-    them, with the tables alone; elsewhere the last `size`.
+    """Streams that have been fed ids [B, N], N >= size: all of them, with the tables alone, if
+    tables are applied on read; else the last `size`.
     """
     tables = realigner_of(model, aligner.table)
     if isinstance(tables, OnRead) and tables.rotation is None:
@@ -189,7 +190,7 @@ def begun(aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: i
 def streamed_losses(
     objective: str, aligner: AnchoredAligner, model: PreTrainedModel, ids: Tensor, size: int
 ) -> Iterator[Tensor]:
-    """The losses of rows [B, 2 C + n + 1] of text, of each of the last n tokens."""
+    """Losses of the last n tokens of rows [B, 2 C + n + 1] of text."""
     streams = begun(aligner, model, ids[:, : 2 * size], size)
     for end in range(2 * size, ids.shape[1] - 1):
         logits = streams.step(ids[:, end])
@@ -197,14 +198,14 @@ def streamed_losses(
 
 
 def largest_cache(aligner: AnchoredAligner, texts: list[Tensor]) -> int:
-    """Return the largest cache that the aligner is for and that fits twice into the texts."""
+    """Return the largest cache that fits the aligner and, twice, the texts."""
     shortest = min(map(len, texts)) - max(EPISODE, VAL_STEPS) - 1
     return min(aligner.config.chunk_len - 1, shortest // 2)
 
 
 def loss_of(objective: str, model: PreTrainedModel, ids: Tensor, logits: Tensor) -> Tensor:
-    """`nll` or `kl` of logits [B, V], given what a step sees, its token and the label:
-    ids [B, C + 2].
+    """`nll` or `kl` of logits [B, V], given the tokens that a step sees, its own token and the
+    label: ids [B, C + 2].
     """
     if objective == "nll":
         return cross_entropy(logits, ids[:, -1].to(logits.device))
@@ -215,7 +216,7 @@ def loss_of(objective: str, model: PreTrainedModel, ids: Tensor, logits: Tensor)
 
 @torch.no_grad()
 def validate(aligner: AnchoredAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
-    """Mean loss on fixed rows, of a small, a middle and the largest cache."""
+    """Mean loss on fixed rows, with a small, a middle and the largest cache."""
     progress.phase("validating")
     losses = []
     for size in val_sizes(largest_cache(aligner, text.val)):

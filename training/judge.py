@@ -1,12 +1,11 @@
-"""Judge of an aligner: held-out text, streamed with its parts and without, shows whether it is
-worth using.
+"""Judge of an aligner: streams of held-out text, with its parts and without, show whether it helps.
 
-The error of vectors does not decide, nor does a stream without sinks on a model that needs them:
-there anything helps that makes a sink of some entry. So each set of parts (none, keys, values,
-both) streams the same text with the sinks that streaming methods keep, and without, and has to beat
-the best of `streaming-llm`, which is the set of none.
+The error of vectors does not show it. Neither does a stream without sinks on a model that needs
+them: there anything helps that turns some entry into a sink. So each set of parts (none, keys,
+values, both) streams the same text, with the default sinks of streaming methods and without. To be
+used, a set must beat the best of `streaming-llm`, which is the set of none.
 
-Of the corpus `recall` answers alone count, those whose fact the cache still has (`Text.counted`).
+For the corpus `recall` only answers count whose fact is still in the cache (`Text.counted`).
 """
 
 from itertools import combinations
@@ -36,8 +35,8 @@ Parts = tuple[str, ...]
 
 
 def usual_sinks(family: str) -> int:
-    """The sinks of a model before anything is judged: without an aligner entries of learned
-    positions go stale with any, elsewhere `streaming-llm` has four.
+    """Sinks of a model before anything is judged. Without an aligner entries of learned positions
+    become stale with any number; elsewhere the default of `streaming-llm` is four.
     """
     return 0 if family == "learned" else StreamingLLM.default_num_sinks
 
@@ -49,25 +48,25 @@ def judge(
     text: Text,
     kvs: Parts,
 ) -> dict[str, Any]:
-    """Stream validation text with each set of parts and sinks; leave in `aligner` the simplest that
-    the best is not told apart from: few parts, then the usual sinks, then a low loss. Told apart
-    is what the 95 % interval of the paired difference says.
+    """Stream validation text with each set of parts and sinks. `aligner` keeps the simplest set
+    that does not differ from the best: few parts, then the usual sinks, then a low loss. Sets
+    differ if the 95 % interval of the paired difference says so.
 
     Args:
-        aligner: trained; `config.num_sinks` are the usual ones, and all that a network takes.
-        untrained: its weights before, which change nothing.
+        aligner: trained. `config.num_sinks` are the usual sinks, and the only choice for a network.
+        untrained: its weights before training, which change nothing.
         text: its validation part is streamed.
-        kvs: the parts that were trained.
+        kvs: the trained parts.
 
     Returns:
-        `parts` and `num_sinks` as chosen, `val_nll` of these, `without` (`num_sinks` and `val_nll`
-        of the best without an aligner), `discard_half` (the loss of that method with the chosen
-        sinks), `shipped` (`aligner` and `val_nll` of what ships for the model, None where nothing
-        does that takes these caches), `streams` (each set's `parts`, `num_sinks`, `val_nll`, and
-        `by_cache`, that of each cache size), `cache_sizes`, `num_labels`; losses are nats a token.
+        `parts` and `num_sinks`: the choice; `val_nll`: its loss; `without`: `num_sinks` and
+        `val_nll` of the best without an aligner; `discard_half`: that method's loss with the chosen
+        sinks; `shipped`: `aligner` and `val_nll` of the model's shipped aligner, None if there is
+        none for these caches; `streams`: `parts`, `num_sinks`, `val_nll` and `by_cache` (by cache
+        size) of each set; `cache_sizes`, `num_labels`. Losses are in nats per token.
 
     Raises:
-        UserError: of the text only answers count, and there are none.
+        UserError: only answers of the text count, and there are none.
     """
     progress.phase("judging by streaming")
     rows = excerpts(text, aligner.config.chunk_len - 1)
@@ -122,9 +121,7 @@ def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dic
 
 
 def _is_better(losses: Tensor, others: Tensor) -> bool:
-    """Return whether the 95 % interval of the ratio of perplexities lies below 1; too few labels:
-    not.
-    """
+    """Return whether the 95 % interval of the ratio of perplexities lies below 1."""
     _, high = interval(losses - others)
     return high is not None and high < 1
 
@@ -136,8 +133,8 @@ def num_judged_tokens(aligner: Aligner, text: Text, kvs: Parts) -> int:
 
 
 def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Parts) -> None:
-    """Give an aligner the trained weights of these parts and the untrained ones of the others: a
-    weight is of the part that its name begins with, `key_scale` or `table.key` of `key`.
+    """Give an aligner the trained weights of these parts and the untrained ones of the others. A
+    weight's name begins with its part: `key_scale` and `table.key` belong to `key`.
     """
     chosen = {}
     for name in trained:
@@ -148,9 +145,7 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
 
 
 def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
-    """Cache sizes, each with rows [B, C + 1 + labels] from all over the validation part, without
-    overlap.
-    """
+    """Cache sizes, each with rows [B, C + 1 + labels] of the validation part, without overlap."""
     shortest = min(map(len, text.val))
     found = {}
     for size in sorted({min(size, shortest // 2) for size in val_sizes(largest)}):
@@ -163,8 +158,8 @@ def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
 def streamed(
     model: PreTrainedModel, text: Text, rows: dict[int, Tensor], name: str, **options: Any
 ) -> list[Tensor]:
-    """Losses [labels] in nats of rows [B, N] of a text under a method, of each cache size; of those
-    labels alone that count.
+    """Losses [labels] in nats of rows [B, N] of a text under a method, by cache size; only of
+    labels that count.
     """
     found = []
     for size, ids in rows.items():

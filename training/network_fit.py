@@ -1,8 +1,8 @@
-"""Training one realignment network with Lightning: mean squared error, AdamW, early stopping.
+"""Training of one realignment network with Lightning: mean squared error, AdamW, early stopping.
 
 The paper's protocol: at most 3 epochs, 5 validation reports in each, weight decay 0.01. The weights
-with the best validation loss are kept; `last.ckpt` is written at each report, and a run resumed
-from it ends in the same weights.
+with the best validation loss are kept. `last.ckpt` is written at each report, and a resumed run
+ends in the same weights.
 """
 
 import logging
@@ -37,7 +37,7 @@ MAX_GRADIENT = 1.0  # its norm; one through many moves may explode
 
 
 class Realignment(pl.LightningModule):
-    """A `RealignNet` and how it is trained; a checkpoint holds nothing else."""
+    """`RealignNet` with its training; a checkpoint contains nothing else."""
 
     def __init__(self, net: RealignNet, lr: float, weight_decay: float):
         super().__init__()
@@ -67,7 +67,7 @@ def fit(
     work_dir: Path,
     callbacks: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
-    """Train `net` in place, from `work_dir / last.ckpt` where there is one; keep its best weights.
+    """Train `net` in place, from `work_dir / last.ckpt` if it exists; keep its best weights.
 
     Args:
         callbacks: called after our own, but before the checkpoints are written.
@@ -95,7 +95,7 @@ def fit(
 
 
 def planned_rows(rows: RecordedRows, settings: NetworkSettings) -> int:
-    """Rows that a fit and `losses` afterwards go through at most, those of validation included."""
+    """Most rows of a fit and of `losses` after it, validation included."""
     num_train, num_val = (sum(x.num_rows for x in rows.shards[s]) for s in ("train", "val"))
     num_batches, num_epochs = rows.num_batches(settings.devices), float(settings.max_epochs)
     if settings.max_steps:
@@ -120,7 +120,7 @@ def loss(net: RealignNet, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def losses(net: RealignNet, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Mean squared errors against the labels: of the realigned rows and of the rows as they are."""
+    """Mean squared errors against the labels, with and without realignment."""
     sums, num_rows = torch.zeros(2, dtype=torch.float64), 0
     for batch in batches:
         stale = mse_loss(batch.stale, batch.aligned)

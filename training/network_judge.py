@@ -1,7 +1,7 @@
-"""Test whether networks help streams of the text that follows what they were trained on.
+"""Test of networks on streams of the text that follows their training text.
 
-The error of one move does not say: a network goes on from its own output. Its recording holds
-chunks alone, so the text is read anew, beyond the tokens that were recorded.
+The error of one move is not enough, since a network continues from its own output. Its recording
+has only chunks, so the text is read again, beyond the recorded tokens.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ NUM_ROWS = 2  # of the largest cache, in which a step of networks takes long
 
 
 def judge_networks(out: Path, accelerator: str) -> None:
-    """Leave in the aligner's folder what `judge` chooses of its networks, with what it found; where
-    the model or more text is out of reach, all of them, and a line that says why.
+    """Keep the networks that `judge` chooses in the aligner's folder, with its findings. If the
+    model or more text is not available, keep all of them, with a line that says why.
     """
     config = read_checked(AlignerConfig, out / CONFIG)
     kvs = tuple(kv for kv in KV if config.training.get(kv, {}).get("used"))
@@ -58,11 +58,11 @@ def judge_networks(out: Path, accelerator: str) -> None:
 
 
 def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The tokens that follow those of a recording in each of its corpora, none of which a network
-    has seen; UserError where a corpus ends before.
+    """Tokens after those of a recording in each of its corpora, which no network has seen;
+    UserError if a corpus ends before.
 
     Args:
-        data: what the recording was made with: `corpus`, `num_tokens`, `chunk_len`.
+        data: the recording's `corpus`, `num_tokens`, `chunk_len`.
     """
     corpora: Sequence[str] = data["corpus"]
     num_rows = max(NUM_ROWS // len(corpora), 1)
@@ -74,8 +74,8 @@ def text_after(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text
         found.append(torch.tensor([*ids], dtype=torch.int64))
         if len(found[-1]) < wanted:
             raise UserError(
-                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} that were "
-                f"recorded, {wanted} are needed"
+                f"corpus {corpus!r} has {len(found[-1])} tokens after the {share} recorded "
+                f"ones, {wanted} are needed"
             )
     return Text([], found, prefix_ids(tokenizer), is_recall=[*corpora] == ["recall"])
 
@@ -85,7 +85,7 @@ def _model_of(config: AlignerConfig, accelerator: str) -> LoadedModel:
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
     loaded = load_model(config.base_model, "cuda" if on_gpu else "cpu")
     if not has_fingerprint(loaded.model, config.embedding_fingerprint):
-        raise UserError(f"{config.base_model} has other weights than when it was recorded")
+        raise UserError(f"{config.base_model} has other weights than at the time of the recording")
     return loaded
 
 

@@ -1,11 +1,11 @@
 """Batches of recorded rows, gathered from memory-mapped shards without a loop over rows.
 
 A row is one entry of one layer and head: its vector before realignment (stale, the input) and after
-(aligned, the label). Where it sits follows from its number in the shard. The order of training
-depends on the seed and the epoch alone, so a run resumes at the very batch where it stopped.
+(aligned, the label). Its number in the shard gives its location. The order of training depends only
+on the seed and the epoch, so a run resumes at the batch where it stopped.
 
-Where several shifts were recorded, the network makes moves of the smallest: a row of a shift k
-times as large is to be right after k of them, the network applied to its own output.
+If several shifts were recorded, the network makes moves of the smallest. A row whose shift is k
+times as large goes through the network k times, each time on the network's own output.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ OPEN_SHARDS = 8  # of 64 MB by default: enough to mix some fifty chunks of Disti
 
 
 class Batch(NamedTuple):
-    """Rows stale and aligned [N, D] float32, and where they sit: [N] int64 each.
+    """Rows stale and aligned [N, D] float32, with their locations: [N] int64 each.
 
     Position 0 is the first slot after the sinks, and `position` that after the last of `num_moves`
-    moves by `shift` places each.
+    moves by `shift` positions each.
     """
 
     stale: Tensor
@@ -68,7 +68,7 @@ class _Batches:
 
 
 class InOrder(_Batches):
-    """Every row once, as stored: for validation. Ranks take the batches in turn."""
+    """Every row once, in stored order, for validation. Ranks take the batches in turn."""
 
     def __len__(self) -> int:
         return len(range(self.rank, sum(self.parts), self.world_size))
@@ -80,11 +80,11 @@ class InOrder(_Batches):
 
 
 class Shuffled(_Batches):
-    """Every row once an epoch in random order.
+    """Every row once per epoch in random order.
 
     Shards come in random order, in the first epoch from the smallest shift to the largest (a
-    curriculum), `OPEN_SHARDS` at a time, and the batches of these take turns at random. Each `iter`
-    goes on after the last batch drawn; the end of an epoch is the end of the iterator. All ranks
+    curriculum). `OPEN_SHARDS` are open at a time, and their batches alternate at random. Each
+    `iter` continues after the last batch; the end of an epoch is the end of the iterator. All ranks
     get the same number of batches, so up to `world_size - 1` batches of an epoch are left out.
     """
 
@@ -147,7 +147,7 @@ def gather(stale: Tensor, aligned: Tensor, rows: Tensor) -> Batch:
 
 class RecordedRows(pl.LightningDataModule):
     """Training and validation batches of `key` or `value` vectors, of all recorded shifts;
-    UserError if the store lacks one of the two, or a shift is no multiple of the smallest.
+    UserError if the store lacks one of the two, or a shift is not a multiple of the smallest.
     """
 
     def __init__(self, store: Store, kv: str, batch_size: int, seed: int = 0):
@@ -166,7 +166,7 @@ class RecordedRows(pl.LightningDataModule):
         self.kv, self.batch_size, self.seed = kv, batch_size, seed
 
     def num_batches(self, world_size: int) -> int:
-        """Training batches an epoch of each device; UserError if there are none."""
+        """Training batches per epoch of each device; UserError if there are none."""
         if not (num_batches := len(self._shuffled(world_size=world_size))):
             raise UserError(
                 f"--batch-size {self.batch_size} leaves no batch for each of {world_size} devices"

@@ -1,5 +1,5 @@
-"""Training the paper's networks: a resumable run for keys, one for values, then the aligner's
-folder, whole or not at all.
+"""Training of the paper's networks: a resumable run for keys, one for values, then the aligner's
+folder, complete or absent.
 
     OUT/training/KV/run.json              written first: settings and data
     OUT/training/KV/best.ckpt, last.ckpt  Lightning's checkpoints
@@ -65,7 +65,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
     progress.phase("checking the recording")
     store = open_store(data, verify=True)
     if settings.model not in (None, recorded := store.config.model.name):
-        raise UserError(f"--model is {settings.model}, and {data} was recorded of {recorded}")
+        raise UserError(f"--model is {settings.model}, but {data} was recorded with {recorded}")
     runs = {kv: _run(settings, store, kv, out) for kv in settings.kvs}
     has_aligner = (out / CONFIG).exists()
     trained = networks_in(out) if has_aligner else {}
@@ -74,7 +74,7 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
         done = {kv: trained[kv] for kv, run in runs.items() if _is_of(run, trained.get(kv))}
         runs = {kv: run for kv, run in runs.items() if kv not in done}
     if not runs:
-        progress.say(f"{out} holds this already, finished: nothing to do")
+        progress.say(f"{out} already has this, finished: nothing to do")
         return done
     torch.manual_seed(settings.seed)
     aligner = new_aligner(NetworkAligner, config_for(store, settings))
@@ -109,12 +109,12 @@ def train(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
 
 
 def networks_in(out: Path) -> dict[str, dict[str, Any]]:
-    """The record that the aligner in a folder has of its networks, by `key` and `value`."""
+    """The record of the networks in an aligner's folder, by `key` and `value`."""
     return read_checked(AlignerConfig, out / CONFIG).training
 
 
 def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
-    """The config of networks for the model and the caches that were recorded."""
+    """Config of networks for the model and the recorded caches."""
     model = store.config.model
     return AlignerConfig(
         kind=NetworkAligner.kind,
@@ -128,7 +128,7 @@ def config_for(store: Store, settings: NetworkSettings) -> AlignerConfig:
 
 
 def describe_data(store: Store) -> dict[str, Any]:
-    """Return what an aligner's config and card say of the recording that it was trained on."""
+    """Return the fields of a recording for an aligner's config and card."""
     names = {"corpus", "num_tokens", "chunk_len", "num_sinks", "num_evicted"}
     return {
         "model": store.config.model.name,

@@ -1,9 +1,10 @@
-"""The reference language models' recipe: GPT-2 and Llama shapes small enough to train on a laptop.
+"""Recipe of the reference language models: GPT-2 and Llama shapes small enough to train on a
+laptop.
 
 Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
-rate is constant, then falls linearly, so a run can be extended by asking for more tokens before the
-fall; the first steps use half the context. What a step reads depends on the seed and the step
-alone: a resumed run goes on as if it had not stopped.
+rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
+tokens. The first steps use half the context. The input of a step depends only on the seed and the
+step, so a resumed run gives the same result.
 """
 
 import itertools
@@ -67,15 +68,15 @@ _FREE = ("out", "num_tokens", "save_minutes", "eval_corpus", "num_threads", "com
 @keywords_of(PretrainSettings)
 @progress.shown_as("pretrain")
 def pretrain(settings: PretrainSettings) -> dict[str, Any]:
-    """Train a small language model from scratch, or go on training the one in `out`.
+    """Train a small language model from scratch, or continue to train the one in `out`.
 
     Returns:
-        what `pretrain.json` and the card state: settings, tokens seen, training loss, and, with an
-        evaluation corpus, bits per byte.
+        the content of `pretrain.json` and the card: settings, tokens seen, training loss, and, with
+        an evaluation corpus, bits per byte.
 
     Raises:
-        ExistsError: `out` holds a run of other settings.
-        UserError: a corpus too short, a device that is not here.
+        ExistsError: `out` has a run of other settings.
+        UserError: a corpus that is too short, a device that this machine does not have.
     """
     parse_mix(settings.corpus)
     check_device(settings.device)
@@ -130,7 +131,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
 
 
 def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A random model of the asked shape; heads of 64 dimensions, Llama with half as many for KV."""
+    """Random model of the given shape; heads of 64 dimensions, Llama with half as many for KV."""
     hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
     common = dict(
         vocab_size=len(tokenizer),
@@ -154,10 +155,10 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
 
 
 def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int) -> Tensor:
-    """The first blocks of a corpus's test part: [at most 60, context_len] int64.
+    """First blocks of a corpus's test part: [at most 60, context_len] int64.
 
     Raises:
-        UserError: it is shorter than one.
+        UserError: it is shorter than one block.
     """
     tokens = itertools.chain.from_iterable(token_pieces(corpus, tokenizer, "test"))
     ids = list(itertools.islice(tokens, EVAL_BLOCKS * context_len))
@@ -175,8 +176,8 @@ def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: in
 def bits_per_byte(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int
 ) -> float:
-    """NLL in bits over the bytes of the labels, in the first 60 blocks of `context_len` tokens,
-    each read separately.
+    """NLL in bits per byte of the labels, in the first 60 blocks of `context_len` tokens, each read
+    separately.
     """
     blocks, nll = eval_blocks(tokenizer, corpus, context_len), 0.0
     for block in blocks.to(model.device).split(4):
@@ -221,7 +222,7 @@ class Run:
         return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
 
     def update(self, loss: Tensor) -> None:
-        """One step of both optimisers; `smooth_loss` follows with a memory of 50 steps."""
+        """Step of both optimisers; `smooth_loss` is averaged over about 50 steps."""
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in self.optimizers.items():
@@ -246,12 +247,12 @@ class Run:
         self.saved_step = self.step
 
     def kept(self) -> str:
-        """Return what an interrupted run has."""
+        """Return what is kept of an interrupted run."""
         kept = f"{self.path} has step {self.saved_step} of {self.num_steps}"
         return kept if self.saved_step else ""
 
     def restore(self) -> None:
-        """Go on from the checkpoint, if there is one."""
+        """Continue from the checkpoint, if there is one."""
         if not self.path.exists():
             return
         state = torch.load(self.path, map_location="cpu", weights_only=True)

@@ -1,16 +1,16 @@
-"""The networks that the authors of KV-Align publish, made into an aligner folder.
+"""Networks published by the authors of KV-Align, converted to an aligner folder.
 
-What they compute is said in the authors' code (github.com/eecs585projectorg/kv-align:
+The authors' code defines what they compute (github.com/eecs585projectorg/kv-align:
 kv_align/get_kv_align.py, key_value_network.py, training_data.py and cache.py):
 
 - out = x + fc3(relu(fc2(relu(fc1([x, position, block, head]))))), concatenated in this order, which
   is also that of `RealignNet`.
 - Position 0 is the first slot after the sinks. Of the 256 rows of emb_pos the first 251 were
   trained (chunks of 256 tokens, 4 sinks, 1 evicted).
-- x is what the model's own cache held. A rotary model caches keys that are rotated to where they
-  were, so the network for its keys learned to rotate them by one position, too: the best linear
-  fit to the one for SmolLM2 is that rotation, to 1 %. Here a key is rotated before an aligner gets
-  it (`kvalign.cache.realign.Recursive`); `with_rotation` puts the difference into the weights.
+- x is an entry of the model's own cache. A rotary model caches rotated keys, so the network for its
+  keys also learned to rotate them by one position: the best linear fit to the one for SmolLM2 is
+  that rotation, to 1 %. Here a key is rotated before an aligner gets it
+  (`kvalign.cache.realign.Recursive`); `with_rotation` puts the difference into the weights.
 """
 
 import warnings
@@ -48,15 +48,15 @@ _NAMES = {
 def import_published(
     settings: ImportPublishedSettings, *, loaded: LoadedModel | None = None
 ) -> AlignerConfig:
-    """Make an aligner of the authors' two files, once they are checked against the base model.
+    """Make an aligner from the authors' two files, after checking them against the base model.
 
     Returns:
         the aligner's config.
 
     Raises:
-        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        ExistsError: `out` has an aligner, and `overwrite` is not set.
         NotFoundError: a file is missing.
-        UserError: a file that is no such network, or one for another model.
+        UserError: a file that is not such a network, or one for another model.
     """
     check_free(settings.out, settings.overwrite)
     paths = dict(zip(KV, (settings.keys, settings.values), strict=True))
@@ -98,22 +98,23 @@ def import_published(
 
 
 def read_network(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, by the names of `RealignNet`, in float32; nothing in it is executed.
+    """The weights in a file, by the names of `RealignNet`, in float32; nothing in the file is
+    executed.
 
     Raises:
-        NotFoundError: there is no such file.
-        UserError: it is not what torch saves, holds more than tensors and plain values, or no
+        NotFoundError: the file does not exist.
+        UserError: it was not saved by torch, has more than tensors and plain values, or is not a
             network of this layout with finite weights.
     """
     if not path.is_file():
-        raise NotFoundError(f"no file {str(path)!r}: the authors' are in models/ of {SOURCE}")
+        raise NotFoundError(f"no file {str(path)!r}: the authors' files are in models/ of {SOURCE}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says of the file is said below
             saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
         raise UserError(
-            f"{path} is damaged or holds more than tensors and plain values, which is not run"
+            f"{path} is damaged or has more than tensors and plain values, which is not executed"
         ) from None
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
@@ -140,8 +141,8 @@ def read_network(path: Path) -> dict[str, Tensor]:
 
 
 def with_rotation(net: dict[str, Tensor], rotation: Rotation) -> dict[str, Tensor]:
-    """The network F of a rotary model's keys as x -> F(R x), R the rotation away from the start by
-    one position that undoes the cache's own.
+    """The network F of a rotary model's keys as x -> F(R x), where R rotates away from the start by
+    one position and undoes the cache's own rotation.
 
     F(R x) = x + (R - 1) x + f(R x): R goes into the first layer; (R - 1) x takes 2 D units more in
     each hidden layer, as x = relu(x) - relu(-x). This is the published map when entries are evicted

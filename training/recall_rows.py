@@ -1,8 +1,8 @@
-"""Pretraining on the corpus `recall`: rows of endless streams, and the loss of answers alone.
+"""Pretraining on the corpus `recall`: rows of endless streams, with the loss of answers only.
 
-Rows begin anywhere in a stream: rows that all begin alike teach a model what stands at which
-position, and what is trained to realign its entries then carries content. The first, short rows lie
-at positions drawn at random, so that all of them are trained from the beginning.
+Rows begin anywhere in a stream. If all rows began alike, a model would learn the contents of each
+position, and an aligner trained on its entries would carry content. The first, short rows lie at
+random positions, so that all positions are trained from the beginning.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ NUM_EIGHTHS = 8
 
 
 class RecallRows:
-    """Rows of facts and questions: what a step reads depends on the seed and the step alone."""
+    """Rows of facts and questions. The input of a step depends only on the seed and the step."""
 
     short_by = 4
 
@@ -42,17 +42,17 @@ def row_ages(ids: Tensor) -> Tensor:
 
 
 def answers(ids: Tensor, cache_size: int) -> Tensor:
-    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache:
-    [B * labels] bool, row by row.
+    """Mask of the labels of rows [B, N] of the corpus `recall` whose fact is in the cache: [B *
+    labels] bool, row by row.
 
     Raises:
-        UserError: none is.
+        UserError: there is none.
     """
     ages = row_ages(ids)[:, cache_size + 1 :].flatten()
     found = (ages > 0) & (ages <= cache_size)
     if not found.any():
         raise UserError(
-            f"this text has no question about facts in a cache of {cache_size}: take more text "
+            f"this text has no question about facts in a cache of {cache_size}: use more text "
             "(--num-tokens)"
         )
     return found

@@ -1,4 +1,4 @@
-"""Settings of training; `kinds/` has what only one kind of aligner reads."""
+"""Settings of training; `kinds/` has those of a single kind of aligner."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,11 @@ HEAD_DIM = 64  # of a reference language model
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """Base of the settings of `kvalign train`: what every kind of aligner reads."""
+    """Base of the settings of `kvalign train`, for every kind of aligner."""
 
     out: Path | None = option(
         None,
-        help="folder of the aligner (default: kvalign-data/MODEL/KIND, of another corpus "
+        help="folder of the aligner (default: kvalign-data/MODEL/KIND, for another corpus "
         "KIND-CORPUS; or beside --data)",
         writes="folder",
     )
@@ -44,12 +44,12 @@ class TrainSettings(Settings):
     seed: int = option(0, help="random seed", at_least=0, at_most=MOST_SEED)
     overwrite: bool = option(False, help="replace the files in --out")
     judge: bool = option(
-        True, help="--no-judge: keep all that was trained, even if streams gain nothing by it"
+        True, help="--no-judge: keep everything that was trained, even if it does not help streams"
     )
 
     @property
     def kvs(self) -> tuple[str, ...]:
-        """The vectors to realign: key, value or both."""
+        """Vectors to realign: key, value or both."""
         return KV if self.target == "both" else (self.target,)
 
     def folder(self, kind: str) -> Path:
@@ -69,7 +69,10 @@ class TextSettings(TrainSettings):
         at_least=1,
     )
     chunk_len: int = option(
-        256, help="positions; aligns caches up to this less one", at_least=8, at_most=MOST_ROWS
+        256,
+        help="positions; the aligner fits caches up to this less one",
+        at_least=8,
+        at_most=MOST_ROWS,
     )
 
     def folder(self, kind: str) -> Path:
@@ -82,7 +85,7 @@ def _size(name: str, help: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSizes(Settings):
-    """The sizes of realignment networks, by the names that an aligner's config gives them."""
+    """Sizes of realignment networks, with the names of an aligner's config."""
 
     key_hidden1: int = _size("key_hidden1", "keys: first hidden size")
     key_hidden2: int = _size("key_hidden2", "keys: second hidden size")
@@ -95,9 +98,9 @@ class NetworkSizes(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(Settings):
-    """Train a network with many settings, stop the bad ones early, then train the best one whole.
+    """Train a network with many settings, stop bad ones early, then train the best one completely.
 
-    The space is that of the paper's table 1. Run the same command again to resume a sweep.
+    The search space is that of the paper's table 1. Run the same command again to resume a sweep.
 
     Example:
         kvalign tune --target key --data caches --out sweep --num-trials 10
@@ -107,7 +110,7 @@ class TuneSettings(Settings):
     data: Path | None = option(
         None, help="folder of recorded caches (default: the newest of --model, by kvalign gen-data)"
     )
-    model: str = option(DEFAULT_MODEL, help="base model of the caches, where --data is not given")
+    model: str = option(DEFAULT_MODEL, help="base model of the caches, if --data is not given")
     out: Path | None = option(
         None,
         help="folder of the sweep; OUT/aligner is its best aligner (default: "
@@ -115,7 +118,7 @@ class TuneSettings(Settings):
         writes="folder",
     )
     num_trials: int = option(10, help="trials", at_least=1)
-    max_epochs: int = option(3, help="epochs of a trial at most", at_least=1)
+    max_epochs: int = option(3, help="most epochs of a trial", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     max_steps: int | None = option(None, help="steps of a trial (default: no limit)", at_least=1)
     hidden_sizes: tuple[int, ...] = option(
@@ -148,8 +151,10 @@ class TuneSettings(Settings):
         at_least=1,
         at_most=MOST_PROCESSES,
     )
-    cpus_per_trial: int = option(1, help="CPUs of a trial", at_least=1, at_most=MOST_PROCESSES)
-    gpus_per_trial: float = option(0, help="GPUs of a trial", at_least=0, at_most=MOST_PROCESSES)
+    cpus_per_trial: int = option(1, help="CPUs for each trial", at_least=1, at_most=MOST_PROCESSES)
+    gpus_per_trial: float = option(
+        0, help="GPUs for each trial", at_least=0, at_most=MOST_PROCESSES
+    )
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
     seed: int = option(
         0, help="random seed, of the draws and of each trial", at_least=0, at_most=2**32 - 1
@@ -197,7 +202,8 @@ class PretrainSettings(Settings):
 
     arch: str = option("gpt2", help="architecture", choices=("gpt2", "llama"))
     corpus: tuple[str, ...] = option(
-        ("python-docs",), help="corpora, each SPEC or SPEC@WEIGHT; recall alone: its answers"
+        ("python-docs",),
+        help="corpora, each SPEC or SPEC@WEIGHT; recall alone: facts and questions",
     )
     out: Path = option(help="folder of the model", writes="folder")
     tokenizer: Path | None = option(
@@ -226,15 +232,15 @@ class PretrainSettings(Settings):
         4e-3, help="peak learning rate of Muon (weight matrices)", above=0, at_most=MOST_RATE
     )
     decay_share: float = option(
-        0.5, help="last share of the steps, with the rate falling to 0", above=0, at_most=1
+        0.5, help="last share of the steps, in which the rate falls to 0", above=0, at_most=1
     )
     short_share: float = option(
-        0.4, help="first share of the steps, at half the context length", at_least=0, at_most=1
+        0.4, help="first share of the steps, with half the context length", at_least=0, at_most=1
     )
     save_minutes: float = option(
         4.0, help="minutes between checkpoints", above=0, at_most=MOST_RATE
     )
-    eval_corpus: str | None = option(None, help="corpus that bits per byte are reported on")
+    eval_corpus: str | None = option(None, help="corpus for the reported bits per byte")
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(False, help="use torch.compile (needs a C++ compiler; faster)")
     device: str = option("cpu", help="cpu or cuda")
@@ -249,15 +255,13 @@ class PretrainSettings(Settings):
 
     @property
     def is_recall(self) -> bool:
-        """Return whether facts and questions are learned, which have their own tokens and
-        labels.
-        """
+        """Return whether the corpus is facts and questions, with tokens and labels of its own."""
         return self.corpus == ("recall",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPublishedSettings(Settings):
-    """Make an aligner of the two files that the authors of KV-Align publish for a model.
+    """Make an aligner from the two files that the authors of KV-Align publish for a model.
 
     They are in `models/` of github.com/eecs585projectorg/kv-align, for DistilGPT2 and SmolLM2-135M.
 
@@ -274,7 +278,7 @@ class ImportPublishedSettings(Settings):
     )
     chunk_len: int = option(
         256,
-        help="aligns caches up to this less one (the authors': 256)",
+        help="the aligner fits caches up to this less one (the authors': 256)",
         at_least=2,
         at_most=MOST_ROWS,
     )

@@ -1,4 +1,4 @@
-"""A sweep with Ray Tune over the sizes, the batch size and the learning rate of one network.
+"""Sweep with Ray Tune over the sizes, the batch size and the learning rate of one network.
 
 OUT/sweep.json         written first: settings and data
 OUT/trials             Ray's state of the sweep, a folder a trial
@@ -35,9 +35,9 @@ _FREE = ("data", "model", "out", "ray_address", "resume", "overwrite")
 
 @keywords_of(TuneSettings)
 def tune_network(settings: TuneSettings) -> dict[str, Any]:
-    """Train a network with many settings, stop the bad ones early, train the best one whole.
+    """Train a network with many settings, stop bad ones early, train the best one completely.
 
-    An interrupted sweep goes on with the trials that its folder does not have yet.
+    An interrupted sweep continues with the trials that are missing in its folder.
 
     Returns:
         `trials` (a row each, best first), `best` (the first), `num_stopped`, `aligner` (its
@@ -45,8 +45,8 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
 
     Raises:
         NotFoundError: no recorded data.
-        ExistsError: the folder holds something else, and `overwrite` is not set.
-        UserError: unfinished data or data without rows; resources that the machine has not.
+        ExistsError: the folder has something else, and `overwrite` is not set.
+        UserError: unfinished data or data without rows; resources that the machine does not have.
         RunError: all trials failed.
         KeyboardInterrupt: stopped by the user; the same settings resume.
     """
@@ -63,7 +63,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
     run = ResumableRun(out, config, config_name="sweep.json", remedy=OVERWRITE)
     state = _state(run, settings)
     if state == "finished":
-        progress.say(f"{out} already holds this sweep, finished: nothing to do")
+        progress.say(f"{out} already has this sweep, finished: nothing to do")
         return run.result()
     base = base_settings(settings)
     with locked(out, lambda: _kept(out)), keeping(lambda: _kept(out) if settings.resume else ""):
@@ -77,7 +77,7 @@ def tune_network(settings: TuneSettings) -> dict[str, Any]:
             trials = ranked(run_trials(out, settings, base))
         best = trials[0]
         if best.state == "failed":
-            reason = best.error or "no validation loss that is finite"
+            reason = best.error or "no finite validation loss"
             raise RunError(f"all trials failed, trial {best.name} with: {reason}")
         write(out, trials, settings.target)
         (trained,) = train_network(settings_at(base, best.point)).values()
@@ -103,7 +103,7 @@ def _kept(out: Path) -> str:
 
 
 def base_settings(settings: TuneSettings) -> NetworkSettings:
-    """The training settings that all trials and the aligner share."""
+    """Training settings shared by all trials and the aligner."""
     same = ("target", "max_epochs", "vals_per_epoch", "max_steps", "seed")
     assert settings.data is not None  # resolved
     return NetworkSettings(

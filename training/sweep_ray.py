@@ -1,4 +1,4 @@
-"""The trials of a sweep in Ray Tune: drawn at random, stopped early by ASHA, resumed after a kill.
+"""Trials of a sweep in Ray Tune: drawn at random, stopped early by ASHA, resumed after a kill.
 
 ASHA is Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning".
 """
@@ -44,7 +44,7 @@ def run_trials(out: Path, settings: TuneSettings, base: NetworkSettings) -> list
 
 
 def scheduler(settings: TuneSettings) -> Any:
-    """Scheduler that stops trials: they are compared at the same amount of data."""
+    """Scheduler that stops trials, comparing them at the same amount of data."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if settings.scheduler == "none":

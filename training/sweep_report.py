@@ -1,4 +1,4 @@
-"""The files that a sweep leaves: tables of its trials and their reports, and two plots."""
+"""Files of a sweep: tables of its trials and their reports, and two plots."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial as it ended."""
+    """Trial of a sweep, as it ended."""
 
     name: str
     point: Mapping[str, Any]  # hidden1, hidden2, batch_size, lr
@@ -32,7 +32,7 @@ class Trial:
 
     @property
     def val_loss(self) -> float | None:
-        """The best one; None if there is no finite one."""
+        """Lowest validation loss; None if none is finite."""
         finite = [r["val_loss"] for r in self.reports if math.isfinite(r["val_loss"])]
         return min(finite, default=None)
 
@@ -57,7 +57,7 @@ class Trial:
 
 
 def ranked(trials: list[Trial]) -> list[Trial]:
-    """Lowest validation loss first, failed trials last."""
+    """Trials by validation loss, lowest first, failed ones last."""
     losses = {t.name: math.inf if t.val_loss is None else t.val_loss for t in trials}
     return sorted(trials, key=lambda trial: (trial.state == "failed", losses[trial.name]))
 
@@ -76,7 +76,7 @@ def write(out: Path, trials: list[Trial], kv: str) -> None:
         if trial.val_loss is not None:
             best = (trial.row["num_parameters"], trial.val_loss)
             points.append(_series(trial, is_best, [best]))
-    x = "epochs, a mark at each validation report"
+    x = "epochs, with a mark at each validation report"
     by_report = draw({title: lines}, x=x, y=y, log_y=_is_wide(lines))
     y = f"best {y}"
     by_size = draw({title: points}, x="parameters", y=y, log_x=True, log_y=_is_wide(points))

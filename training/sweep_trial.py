@@ -1,7 +1,7 @@
-"""One trial of a sweep: what `kvalign train` does with the trial's settings, reported to Ray.
+"""Trial of a sweep: `kvalign train` with the trial's settings, reported to Ray.
 
-A killed trial goes on from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint: what it
-may have missed of a killed trial's reports is in that file, too, and is reported again.
+A killed trial continues from Lightning's `last.ckpt` in its folder. Ray keeps no checkpoint.
+Reports that it may have missed are in that file, too, and are sent again.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ PLACE = "place"
 
 
 def settings_at(base: NetworkSettings, point: Mapping[str, Any]) -> NetworkSettings:
-    """The training settings at a point of the space, the rest as in `base`."""
+    """Training settings at a point of the search space, the rest as in `base`."""
     sizes = {f"{base.target}_{name}": point[name] for name in HIDDEN}
     return dataclasses.replace(base, batch_size=point["batch_size"], lr=point["lr"], **sizes)
 
@@ -43,7 +43,7 @@ def run_trial(point: dict[str, Any], base: NetworkSettings, folder: Path) -> Non
 
 
 def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -> None:
-    """Train one network from the weights that `train_network` starts from."""
+    """Train one network from the initial weights of `train_network`."""
     assert settings.data is not None  # a sweep names it
     store = open_store(settings.data)
     torch.manual_seed(settings.seed)
@@ -56,7 +56,7 @@ def train_trial(settings: NetworkSettings, work_dir: Path, reports: "Reports") -
 class Reports(pl.Callback):
     """A trial's validation reports, saved in its checkpoints.
 
-    Each is sent when the next step begins: by then it is in `last.ckpt`, which Lightning writes
+    Each is sent when the next step begins. By then it is in `last.ckpt`, which Lightning writes
     after this callback's `on_validation_end`. Sending may end the process.
     """
 

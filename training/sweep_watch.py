@@ -1,4 +1,4 @@
-"""Lines of a sweep on each trial that ends."""
+"""Lines about each trial of a sweep that ends."""
 
 import math
 from typing import Any
@@ -10,8 +10,8 @@ from kvalign.foundation import progress
 
 
 class Watch(Callback):
-    """Writes a line to stderr and counts the trial. It holds no state, because Ray pickles it and
-    restores it with a sweep.
+    """Counter of trials that writes a line to stderr for each. It has no state, because Ray pickles
+    it and restores it with a sweep.
     """
 
     def on_trial_complete(self, trials: list[Trial], trial: Trial, **_: Any) -> None:
@@ -27,7 +27,7 @@ class Watch(Callback):
 
 
 def line(trials: list[Trial], trial: Trial, state: str) -> str:
-    """A trial's end on one line."""
+    """End of a trial in one line."""
     last, point = trial.last_result or {}, trial.config
     reached = f" after report {last['report']} of {last['max_reports']}" if "report" in last else ""
     best, lowest = min(map(best_loss, trials)), best_loss(trial)
@@ -41,6 +41,6 @@ def line(trials: list[Trial], trial: Trial, state: str) -> str:
 
 
 def best_loss(trial: Trial) -> float:
-    """Infinite for a trial that has none."""
+    """Lowest loss; infinite without one."""
     lowest = trial.metric_analysis.get("val_loss", {}).get("min", math.inf)
     return lowest if math.isfinite(lowest) else math.inf

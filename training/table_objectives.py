@@ -1,12 +1,11 @@
-"""Training tables through the streaming language model, whose own weights stay frozen.
+"""Training of tables through the streaming language model, whose own weights stay frozen.
 
-What is learned is a change at a few positions (knots), with linear interpolation in between:
-neighbouring positions behave alike, and a knot learns from thousands of tokens, a position from a
-dozen.
+The learned change is defined at a few positions (knots) and linear in between. Neighbouring
+positions behave alike, and a knot learns from thousands of tokens, a position only from a dozen.
 
-`nll` is the model's own loss on the text, `kl` the divergence from the model that re-encodes its
-window at each step. `kl` sees no labels: what it gains is realignment alone, and the step from
-there to `nll` is adaptation to the text. Of the corpus `recall` both read the answers alone.
+`nll` is the model's own loss on the text. `kl` is the divergence from the model that re-encodes its
+window at each step. `kl` sees no labels, so its gain is realignment only. The further gain of `nll`
+is adaptation to the text. For the corpus `recall` both use only the answers.
 """
 
 import math
@@ -45,14 +44,14 @@ TABLES = ("key", "value", "key_scale", "value_scale")
 def tune(
     aligner: TableAligner, model: PreTrainedModel, text: Text, settings: TableSettings
 ) -> dict[str, Any]:
-    """Train the tables of `settings.kvs` in place; keep the weights with the best validation loss,
-    those before the first step included.
+    """Train the tables of `settings.kvs` in place. Keep the weights with the best validation loss,
+    which may be the initial ones.
 
-    Each step streams rows of text with a cache of random size that evicts a random number at once,
-    both log-uniform; it keeps the sinks of the aligner's config.
+    Each step streams rows of text with a random cache size and a random number evicted at once,
+    both log-uniform, and the sinks of the aligner's config.
 
     Returns:
-        val_before and val_after, the objective in nats a token, and num_steps.
+        val_before and val_after, the objective in nats per token, and num_steps.
     """
     objective, num_steps = settings.objective, settings.max_steps
     rng = torch.Generator().manual_seed(settings.seed)
@@ -128,7 +127,7 @@ def hat_functions(num_positions: int) -> Tensor:
 
 @torch.no_grad()
 def validate(aligner: TableAligner, model: PreTrainedModel, text: Text, objective: str) -> float:
-    """Mean loss on fixed rows of the validation part, at a small, middle and the largest cache."""
+    """Mean loss on fixed validation rows, with a small, a middle and the largest cache."""
     progress.phase("validating")
     losses, rng = [], torch.Generator().manual_seed(0)
     for cache_size, rows in _val_rows(aligner, text):
@@ -178,7 +177,7 @@ def stream_loss(
     rng: torch.Generator,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """The objective on ids [B, N + 1], logits [B, N - cache_size, V], of the labels that count
+    """Objective on ids [B, N + 1], logits [B, N - cache_size, V], of the labels that count
     (`Text.counted`); `kl` for random queries of each row, given the tokens that both see.
     """
     ids, (num_rows, num_logits) = ids.to(logits.device), logits.shape[:2]
@@ -216,7 +215,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 def adam(
     parameters: Iterable[Tensor], lr: float, num_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """An optimiser and its schedule: ten steps up, then a line down to 0."""
+    """Optimiser with its schedule: ten steps up, then a line down to 0."""
     optimizer = torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.98))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / num_steps)
@@ -224,6 +223,6 @@ def adam(
 
 
 def draw(rng: torch.Generator, low: int, high: int) -> int:
-    """A whole number between the two, log-uniform."""
+    """Whole number between the two, log-uniform."""
     span = math.log(max(high, low) + 1) - math.log(low)
     return min(max(high, low), int(low * math.exp(span * torch.rand((), generator=rng).item())))

@@ -1,13 +1,12 @@
-"""Training position tables: the mean and the scale of keys and values at each position of a text,
-in one pass; with `nll` or `kl`, then tuned through the frozen model.
+"""Training of position tables: the mean and the scale of keys and values at each position of a
+text, in one pass; with `nll` or `kl`, then tuned through the frozen model.
 
-The baseline `projected` needs no text: what each layer's projections make of the position
-embeddings.
+The baseline `projected` needs no text. It uses each layer's projection of the position embeddings.
 
     k <- k - A p_i + A p_j        A the layer's key (value) projection, p_i the embedding of i
 
-Aldea et al. 2024 mention it and take networks instead: a layer norm stands before A, and later
-layers see more than a sum of token and position.
+Aldea et al. 2024 mention it but use networks: a layer norm stands before A, and later layers see
+more than a sum of token and position.
 """
 
 from typing import Any
@@ -35,10 +34,10 @@ from kvalign.training.text_run import BATCH_SIZE
 def fit(
     table: TableAligner, settings: TableSettings, loaded: LoadedModel, text: Text
 ) -> dict[str, Any]:
-    """Fill tables that change nothing yet, as the settings ask.
+    """Fill untrained tables, as the settings ask.
 
     Returns:
-        with `nll` or `kl` what `tune` reports.
+        with `nll` or `kl` the result of `tune`.
     """
     model, chunk_len = loaded.model, settings.chunk_len
     in_segments = is_exact(model, chunk_len - 1, realigner_of(model, table))
@@ -82,7 +81,7 @@ def standardise(
 ) -> None:
     """Set the tables to mean and scale over chunks [N, chunk_len]; keys of rotary models unrotated.
 
-    A scale is relative to that of the last position: 1 leaves an entry's size as it is.
+    A scale is relative to that of the last position: 1 leaves an entry's size unchanged.
     """
     sums, squares = (
         {kv: torch.zeros(table.key.shape, dtype=torch.float64) for kv in kvs} for _ in range(2)
@@ -107,8 +106,8 @@ def standardise(
 def project_positions(
     table: TableAligner, model: PreTrainedModel, spec: ModelSpec, kvs: tuple[str, ...]
 ) -> None:
-    """Set the means of a table to the projected embeddings of its positions; biases, which they
-    contain, cancel in each move.
+    """Set the means of a table to the projected embeddings of its positions. They contain biases,
+    which cancel in each move.
 
     Raises:
         UserError: the model's positions are not learned.

@@ -1,4 +1,4 @@
-"""The text that an aligner is trained on, and what of it is kept back to judge."""
+"""Text for the training of an aligner, and the part held out for judging."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ VAL_SHARE = 0.1
 
 
 def val_sizes(largest: int) -> list[int]:
-    """Cache sizes to validate at: a small one, a middle one and the largest."""
+    """Cache sizes for validation: a small one, a middle one and the largest."""
     return sorted({min(size, largest) for size in (32, 96, largest)})
 
 
@@ -27,10 +27,10 @@ class Text:
     """Token ids [N] int64 of each corpus; the last tenth of each is for validation.
 
     Attributes:
-        opening: what the tokenizer puts before a text: rows begin with it, in place of their first
+        opening: the tokenizer's opening tokens. Rows begin with them, in place of their first
             tokens.
-        is_recall: facts and questions, of which the answers alone count: nobody can tell the other
-            tokens, and models of that corpus have not learned them.
+        is_recall: facts and questions, of which only answers count: the other tokens are random,
+            and models of that corpus have not learned them.
     """
 
     train: list[Tensor]
@@ -44,7 +44,7 @@ class Text:
         return with_prefix(torch.cat(chunks), self.opening)
 
     def rows(self, rng: torch.Generator, num_rows: int, row_len: int) -> Tensor:
-        """Rows [num_rows, row_len] from random places of the training part; corpora take turns."""
+        """Rows [num_rows, row_len] from random places of the training part; corpora alternate."""
         rows = []
         for which in torch.randint(len(self.train), (num_rows,), generator=rng).tolist():
             ids = self.train[which]
@@ -53,7 +53,7 @@ class Text:
         return with_prefix(torch.stack(rows), self.opening)
 
     def val_rows(self, num_rows: int, row_len: int) -> Iterator[Tensor]:
-        """Rows [num_rows, row_len] from all over the validation part, of one text at a time."""
+        """Rows [num_rows, row_len] from the whole validation part, of one text at a time."""
         for ids in self.val:
             starts = torch.linspace(0, len(ids) - row_len, num_rows).long().tolist()
             rows = torch.stack([ids[start : start + row_len] for start in starts])
@@ -64,7 +64,7 @@ class Text:
         of a row: [B * labels] bool, row by row; None: all.
 
         Raises:
-            UserError: none does.
+            UserError: there is none.
         """
         return answers(ids, cache_size) if self.is_recall else None
 
@@ -75,7 +75,7 @@ def read(
     """The first tokens of the train part of each corpus, `num_tokens` in all, in equal shares.
 
     Raises:
-        UserError: a share too short to give a row of `row_len` tokens to each split.
+        UserError: a share too short for a row of `row_len` tokens in each split.
     """
     train, val = [], []
     for corpus in corpora:

@@ -1,4 +1,4 @@
-"""Training an aligner on a model and text: all but the training itself, for any kind."""
+"""Training of an aligner on text: everything except the training itself, for any kind."""
 
 import dataclasses
 import time
@@ -36,25 +36,25 @@ Fit = Callable[[A, S, LoadedModel, Text], dict[str, Any]]
 def train_on_text(
     kind: type[A], fit: Fit[A, S], settings: S, loaded: LoadedModel | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Train an aligner of a kind, measure it on validation text, save it with a card in `out`.
+    """Train an aligner of a kind, measure it on validation text, and save it with a card in `out`.
 
     Args:
-        kind: its class, which works from birth (`recursive = False`); the sizes in its
-            `default_sizes` are read from the settings of the same names.
-        fit: trains an aligner of the kind in place, on its device, and returns what is to be
-            recorded of that; of its parameters none requires a gradient before and after.
+        kind: its class, which starts from the original form of entries (`recursive = False`). The
+            sizes in its `default_sizes` are read from the settings of the same names.
+        fit: trains an aligner of the kind in place, on its device, and returns fields for the
+            record. None of its parameters requires a gradient before and after.
 
     Returns:
-        for `key` and `value` what the aligner's config and card say: `val_loss` and
-        `input_label_mse` (mean squared errors per number of moving validation chunks by half
-        their length, realigned and as they are), `ratio` of the two, what `fit` returned, `used`
-        (a part that does not help streams of validation text is saved untrained: it changes
-        nothing), `judged` (what `kvalign.training.judge.judge` says), `val_nll` of what is saved
-        (neither without `judge`, and all is used), seconds, data.
+        for `key` and `value` the record in the aligner's config and card: `val_loss` and
+        `input_label_mse` (mean squared errors per number of moving validation chunks by half their
+        length, with and without realignment), their `ratio`, the result of `fit`, `used` (a part
+        that does not help streams of validation text is saved untrained and changes nothing),
+        `judged` (the result of `kvalign.training.judge.judge`), `val_nll` of the saved aligner
+        (both absent without `judge`, and everything is used), seconds, data.
 
     Raises:
-        ExistsError: `out` holds another aligner, and `overwrite` is not set.
-        UserError: no such model, a corpus or a context that is too short.
+        ExistsError: `out` has another aligner, and `overwrite` is not set.
+        UserError: an unknown model, or a corpus or a context that is too short.
     """
     if loaded is not None:
         settings = dataclasses.replace(settings, model=loaded.spec.name)
@@ -73,7 +73,7 @@ def train_on_text(
     if done is not None:
         if not has_fingerprint(model, done.embedding_fingerprint):  # the model was made anew
             check_free(out, settings.overwrite)
-        progress.say(f"{out} holds this already, finished: nothing to do")
+        progress.say(f"{out} already has this, finished: nothing to do")
         return {kv: done.training[kv] for kv in settings.kvs}
     if longest is not None and settings.chunk_len > longest:
         raise UserError(
@@ -82,8 +82,8 @@ def train_on_text(
         )
     if loaded.spec.family != "learned":
         progress.say(
-            f"{settings.model} has {loaded.spec.family} positions, which need no aligner to stay "
-            "right: it may not help there, and is then saved as one that changes nothing"
+            f"{settings.model} has {loaded.spec.family} positions, which need no aligner: it "
+            "may not help there, and is then saved without effect"
         )
     corpora, num_tokens = list(settings.corpus), settings.num_tokens
     progress.phase(f"reading {', '.join(corpora)}")

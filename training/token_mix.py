@@ -1,4 +1,4 @@
-"""The text of pretraining: corpora with shares, a tokenizer of their own, token files, batches."""
+"""Text of pretraining: corpora with shares, a tokenizer trained on them, token files, batches."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ _TOKENIZER_CHARS = 16 << 20  # text that a new tokenizer is trained on
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that a step reads: ids and labels [B, T] int64, and the position of the first token."""
+    """Rows of a step: ids and labels [B, T] int64, and the position of the first token."""
 
     ids: Tensor
     labels: Tensor
@@ -45,9 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TokenMix:
-    """Tokenised corpora, [num_tokens] uint16 or uint32 memory-mapped, and the share of the rows
-    that each gives.
-    """
+    """Tokenised corpora, [num_tokens] uint16 or uint32 memory-mapped, with their shares of rows."""
 
     ids: list[np.ndarray]
     shares: np.ndarray
@@ -65,7 +63,7 @@ class TokenMix:
 
 
 def parse_mix(specs: tuple[str, ...]) -> dict[str, float]:
-    """`SPEC` or `SPEC@WEIGHT` each: the corpora and their shares, which add up to 1."""
+    """Corpora and their shares, which add up to 1, from `SPEC` or `SPEC@WEIGHT` each."""
     weights = {}
     for spec in specs:
         name, at, weight = spec.rpartition("@")
@@ -109,8 +107,8 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer to share, the one in `out` already, or a new byte-level BPE of the mix; the
-    corpus `recall` has its own. With a sink token if there is to be one.
+    """The shared tokenizer, the one already in `out`, or a new byte-level BPE of the mix; the
+    corpus `recall` has its own. With a sink token if one is wanted.
     """
     folder = settings.tokenizer or settings.out
     if settings.is_recall:
@@ -128,7 +126,7 @@ def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
 
 
 def add_sink(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer a token more, which it puts before every text."""
+    """Add a token to a tokenizer, which puts it before every text."""
     tokenizer.add_special_tokens({"bos_token": SINK})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{SINK} $A",

@@ -1,4 +1,4 @@
-"""The table of architectures, from the table that the code goes by."""
+"""Table of architectures, from the code's own table."""
 
 from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""The reference of the command line: every command's text, example and flags, from its settings."""
+"""Reference of the command line: every command's text, example and flags, from its settings."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ _TAKES = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def reference() -> str:
-    """A section a command and kind, in the order of `kvalign --help`."""
+    """Section for each command and kind, in the order of `kvalign --help`."""
     return "\n".join(
         _section(f"{command} --aligner-kind {kind}" if kind else command, settings)
         for command in COMMANDS

@@ -1,4 +1,4 @@
-"""Parts of the pages that come from the sources when they are built, so that they cannot go stale.
+"""Parts of the pages that are made from the sources at build time, so that they stay up to date.
 
 A line `{{ WORD ARGUMENT }}` of a page becomes:
 
@@ -11,7 +11,7 @@ A line `{{ WORD ARGUMENT }}` of a page becomes:
 | `{{ architectures }}` | the table of architectures |
 | `{{ lanes }}` | the page of a cache at work, in a frame |
 
-Pictures are taken from eval/results, which keeps them once.
+Pictures come from eval/results, which has the only copy.
 """
 
 import re
@@ -76,8 +76,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def file(path: str) -> str:
-    """A Markdown file of the repository; its links into docs/ become those of a page there, its
-    pictures those of the site.
+    """Markdown file of the repository; its links into docs/ become links of the site, its pictures
+    the site's.
     """
     text = (ROOT / path).read_text(encoding="utf-8")
     text = re.sub(r"\]\((\.\./)*docs/", "](", text)
@@ -85,7 +85,7 @@ def file(path: str) -> str:
 
 
 def source(name: str) -> str:
-    """The source of `kvalign.module.name`, less its docstring, and its file and line above it."""
+    """Source of `kvalign.module.name` without its docstring, with its file and line above it."""
     found = _package()[name.removeprefix("kvalign.")]
     lines = found.source.splitlines()
     if found.docstring:
@@ -97,7 +97,7 @@ def source(name: str) -> str:
 
 
 def public() -> str:
-    """A row a public name: a link to its reference, and the first line of its docstring."""
+    """Row for each public name: a link to its reference, and the first line of its docstring."""
     rows = ["| `kvalign.` | |", "|---|---|"]
     for name in kvalign.__all__:
         found = _package()[name]
@@ -111,7 +111,7 @@ def public() -> str:
 
 
 def lanes() -> str:
-    """A frame with the page of a cache at work."""
+    """Frame with the page of a cache at work."""
     return f'<iframe src="{LANES}" title="A cache at work"></iframe>\n'
 
 

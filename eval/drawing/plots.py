@@ -1,4 +1,4 @@
-"""Figures of results: drawn once, saved as PNG and SVG, put into pages in the page's colours."""
+"""Figures of results: drawn once, saved as PNG and SVG, inserted into pages."""
 
 import io
 import itertools
@@ -52,8 +52,8 @@ Style = tuple[str, str, Any]  # colour, marker, line style
 
 @dataclass(frozen=True)
 class Series:
-    """One method's line: values at x, with the ends of its whiskers if it has any, the lower ones
-    at the values unless given. A floor has none.
+    """Line of one method: values at x, with the ends of its whiskers if it has any. The lower ends
+    are the values unless given. A floor has no whiskers.
     """
 
     label: str
@@ -73,8 +73,8 @@ def series(
     styles: Mapping[str, Style] | None = None,
     low: str | None = None,
 ) -> list[Series]:
-    """A line for each method of two columns of its rows, in the styles given by label; `high` and
-    `low` are columns of the ends of whiskers.
+    """Line for each method of two columns of its rows, in the styles given by label; `high` and
+    `low` are columns with the ends of whiskers.
     """
     rows, lines = list(rows), []
     styles = styles_of(rows) if styles is None else styles
@@ -88,8 +88,9 @@ def series(
 
 
 def perplexities(rows: Iterable[Row], x: str) -> list[Series]:
-    """Lines of perplexities over a column, with whiskers unless labels were too few: 95 % of the
-    ratio to the reference, if any, since that tells methods apart, or else of the perplexity.
+    """Lines of perplexities over a column, with whiskers unless there are too few labels. Whiskers
+    are the 95 % interval of the ratio to the reference, which compares methods, or else of the
+    perplexity.
     """
     spanned = []
     for row in rows:
@@ -117,7 +118,7 @@ def panels_by(
 
 
 def styles_of(rows: Iterable[Row]) -> dict[str, Style]:
-    """The style of each line by its label, after its method or its aligner's kind; a second line of
+    """Style of each line by its label, from its method or its aligner's kind. A second line of
     these has another marker, and dashes.
     """
     styles: dict[str, Style] = {}
@@ -143,14 +144,14 @@ def draw(
     log_y: bool = False,
     names: Sequence[str] = (),
 ) -> Figure:
-    """Lines in one panel or several beside each other, which share the y axis and one legend.
+    """Lines in one panel or several side by side, which share the y axis and one legend.
 
     Args:
         panels: by their titles.
-        x, y: what the axes say.
+        x, y: labels of the axes.
         doubling_x: log axis of base 2 with ticks at the points that double.
         log_x, log_y: log axes with ticks at round values.
-        names: what stands at x = 0, 1, 2, ... where x has no numbers.
+        names: labels at x = 0, 1, 2, ... if x has no numbers.
     """
     with mpl.rc_context(THEME):
         num = len(panels)
@@ -195,8 +196,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """A figure as an <svg> element, its ink in the colour of the text around. Its name is unique on
-    the page, so that no two elements have one id.
+    """Figure as an <svg> element, in the colour of the surrounding text. Its name is unique on the
+    page, so that no two elements have one id.
     """
     buffer = io.StringIO()
     with mpl.rc_context(THEME | {"svg.hashsalt": name}), _any_glyph():
@@ -209,8 +210,8 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def inline_legend(figure: Figure, name: str) -> str:
-    """The legend of a figure alone, a line an entry, as `inline_svg` has it: where a page is narrow
-    it is read in its own size. Empty where there is none.
+    """Legend of a figure alone, one entry per line, in the form of `inline_svg`. A narrow page
+    shows it at full size. Empty without a legend.
     """
     labels = [text.get_text() for one in figure.legends[:1] for text in one.get_texts()]
     if not labels:

@@ -1,4 +1,6 @@
-"""A strip a method: of chunks, as in the paper's figures 5 and 6, or of shares in %, a heat map."""
+"""Strips, one for each method: of chunks, as in the paper's figures 5 and 6, or of shares in %, as
+a heat map.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -24,8 +26,8 @@ MAX_CELLS = 16  # of a strip of answers; more are put together
 
 
 def draw_chunks(panels: dict[str, list[Row]]) -> Figure:
-    """The chunks of rows with `chunks` and `readable`, in panels by title: green and high where one
-    is readable, red and low where it is not, so not by colour alone.
+    """Chunks of rows with `chunks` and `readable`, in panels by title: readable ones green and
+    high, others red and low, so not only by colour.
     """
     longest = max(len(row["chunks"]) for rows in panels.values() for row in rows)
     names = {
@@ -64,7 +66,7 @@ Shares = tuple[dict[str, list[float | None]], list[str]]
 
 
 def draw_answers(panels: dict[str, list[Row]]) -> Figure:
-    """The answers' readable share in %, in panels by title."""
+    """Readable share of the answers in %, in panels by title."""
     return draw_shares({title: _shares(rows) for title, rows in panels.items()}, x="answer")
 
 

@@ -1,4 +1,4 @@
-"""The evaluations: a line each. `NAME.py` beside this file has the `EVALUATION` of that name."""
+"""Evaluations, one line each. `NAME.py` beside this file has the `EVALUATION` of that name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ABOUT = {
     "perplexity": "compare methods on perplexity and time",
     "latency": "measure time per token of all methods, taking turns",
     "readability": "let methods write, and judge their texts",
-    "streameval": "ask for values registered some lines back in an endless stream",
+    "streameval": "ask for values that were registered some lines back in an endless stream",
     "recall": "ask for facts at growing distances: how much of its cache a method can read",
-    "needle": "ask for codes that a real text hides, up to 64 cache sizes back",
+    "needle": "ask for codes hidden in a real text, up to 64 cache sizes back",
     "told": "ask for facts from early turns of a conversation, after other talk",
     "attention": "show where attention goes, before and after the sinks are evicted",
     "chat": "run many conversations through one stream and judge each answer",
 }
-READERS = {"import-losses": "losses that the paper's authors measured, analysed as ours are"}
-"""Commands that end in a document of one of them."""
+READERS = {"import-losses": "analyse losses that the paper's authors measured, like ours"}
+"""Commands that return a document of an evaluation."""
 EVALUATIONS: Registry[Evaluation] = Registry(
     "evaluation", {name: f"{__name__}.{name}:EVALUATION" for name in ABOUT}
 )

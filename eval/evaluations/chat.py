@@ -1,5 +1,5 @@
 """Conversations through one stream, turn after turn, as StreamingLLM streams MT-Bench (Xiao et al.
-2024): is the tenth answer still language? Fluency is measured, not whether an answer is right.
+2024): is the tenth answer still language? It measures fluency, not whether an answer is right.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class ChatSettings(WritingSettings):
     prompts: str = option(
         "own", help="conversations: own, talk, mt-bench, or a .jsonl file of turns"
     )
-    num_turns: int = option(8, help="turns to feed, the first of them", at_least=1)
-    max_new_tokens: int = option(100, help="tokens of an answer at most", at_least=1)
+    num_turns: int = option(8, help="number of turns to feed", at_least=1)
+    max_new_tokens: int = option(100, help="most tokens of an answer", at_least=1)
 
 
 @keywords_of(ChatSettings)
 @progress.shown_as("eval chat")
 def chat(settings: ChatSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Feed the same turns to every method's one stream, and measure its answers.
+    """Feed the same turns to one stream of each method, and measure its answers.
 
     Returns:
-        A document with `turns` (what the user said), `rule` and `word_list` (name, num_words,
-        sha256), and a row for each answer: the sizes, answer (index), num_fed (tokens of the
-        stream before it), and the measures of `kvalign.eval.judging.fluency.judge`.
+        A document with `turns` (the user's), `rule` and `word_list` (name, num_words, sha256), and
+        a row for each answer: the sizes, answer (index), num_fed (tokens of the stream before it),
+        and the measures of `kvalign.eval.judging.fluency.judge`.
     """
     from kvalign.data_gen.prompts import conversations
     from kvalign.eval.judging.fluency import judge
@@ -107,7 +107,7 @@ class Chat(JudgedText):
 
         title, groups = document["settings"]["model"], grouped(document["rows"], "cache_size")
         panels = {f"{title}, C = {size}": group for size, group in groups.items()}
-        caption = f"Readable chunks of each answer, in %, one after another: {title}"
+        caption = f"Readable chunks of each answer, in %, in order: {title}"
         return draw_answers(panels), caption, readable(self.rows(document), "chunks of all answers")
 
 

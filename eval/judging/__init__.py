@@ -1,1 +1,1 @@
-"""Readability of a text: the rules by which its chunks are judged, and the words they know."""
+"""Readability of a text: the rules for its chunks, and the words that they know."""

@@ -1,6 +1,6 @@
-"""Readability of a passage: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens, which
-are readable if at least half of them are words or end a sentence. Text that repeats one word for
-ever passes; so repetition is counted beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
+"""Readability of a passage: the paper's rule (KV-Align 2024) for chunks of 10 NLTK tokens. A chunk
+is readable if at least half of them are words or end a sentence. Text that repeats one word forever
+passes, so repetition is reported beside it (distinct-n: Li et al. 2016; rep-4: Welleck et al.
 2020).
 """
 
@@ -22,7 +22,7 @@ _STEM = functools.lru_cache(maxsize=2**16)(SnowballStemmer("english").stem)
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a passage: text[start:end], and how many of its tokens the rule knows."""
+    """Chunk of a passage: text[start:end], and how many of its tokens the rule knows."""
 
     start: int
     end: int
@@ -35,15 +35,13 @@ class Chunk:
 
 
 def is_known(token: str, words: frozenset[str], rule: Rule) -> bool:
-    """Return whether a token, lower-cased, or its Snowball stem is a word or one of the rule's
-    marks.
-    """
+    """Return whether a lower-cased token, or its Snowball stem, is a word or a mark of the rule."""
     token = token.lower()
     return token in rule.marks or token in words or _STEM(token) in words
 
 
 def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
-    """A passage in chunks of 10 tokens; the rule says whether what is left over is one more."""
+    """Chunks of 10 tokens of a passage; the rule says whether the rest is one more."""
     spans = [(*span, is_known(text[slice(*span)], words, rule)) for span in token_spans(text)]
     num_judged = len(spans) if rule.judges_rest else len(spans) // CHUNK_LEN * CHUNK_LEN
     parts = [spans[i : i + CHUNK_LEN] for i in range(0, num_judged, CHUNK_LEN)]
@@ -54,13 +52,13 @@ def chunks(text: str, words: frozenset[str], rule: Rule) -> list[Chunk]:
 
 
 def distinct(tokens: Sequence[str], n: int) -> float:
-    """Distinct n-grams by all n-grams: 1 where nothing repeats, and for a text without any."""
+    """Share of distinct n-grams: 1 without repetition, and for a text without any."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def longest_run(tokens: Sequence[str]) -> int:
-    """Tokens of the longest stretch that only repeats a phrase of at most 4; 0: none does."""
+    """Tokens of the longest stretch that only repeats a phrase of at most 4 tokens; 0: none."""
     longest = 0
     for period in range(1, MAX_PHRASE_LEN + 1):
         same = 0
@@ -72,12 +70,12 @@ def longest_run(tokens: Sequence[str]) -> int:
 
 
 def judged(text: str, words: frozenset[str], rule: Rule) -> dict[str, Any]:
-    """A passage and how it reads.
+    """Measures of a passage.
 
     Returns:
         num_chunks, num_readable (chunks), readable (their share), distinct_1, distinct_2,
         repetition (share of 4-grams that occurred before), longest_run, text, and chunks: lists of
-        start and end in the text, tokens, tokens known, and whether the chunk is readable.
+        start and end in the text, tokens, known tokens, and whether the chunk is readable.
     """
     pieces = chunks(text, words, rule)
     tokens = [text[start:end].lower() for start, end in token_spans(text)]

@@ -21,8 +21,8 @@ def judge(
     words: frozenset[str],
     rule: Rule,
 ) -> dict[str, Any]:
-    """Return what `kvalign.eval.judging.chunks.judged` returns, with num_tokens and
-    dense_perplexity (low where a text repeats itself, too).
+    """Return the result of `kvalign.eval.judging.chunks.judged` with num_tokens and
+    dense_perplexity, which is also low for repetitive text.
     """
     text = loaded.tokenizer.decode(token_ids, skip_special_tokens=True)
     device, span = loaded.model.device, min(loaded.spec.context_len or MAX_SPAN, MAX_SPAN)
@@ -36,8 +36,8 @@ def judge(
 
 @torch.no_grad()
 def dense_perplexity(model: PreTrainedModel, prompt: Tensor, passage: Tensor, span: int) -> float:
-    """Perplexity of a passage [M] after a prompt [N], ids and not empty, with nothing evicted: in
-    windows of `span` tokens, half of each new, so a token sees span / 2 before it, or all.
+    """Perplexity of a passage [M] after a prompt [N], ids and not empty, without evictions: in
+    windows of `span` tokens that advance by half, so each token sees span / 2 before it, or all.
     """
     ids = torch.cat([prompt, passage])
     total, scored = 0.0, len(prompt)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WritingSettings(ComparisonSettings):
-    """Base of the settings of the evaluations of what methods write: how, and how it is judged."""
+    """Base of the settings of evaluations of written text."""
 
     prompts: str = option(
         "own", help="prompts to continue: own, mt-bench, or a .jsonl file of turns"
@@ -39,7 +39,7 @@ class WritingSettings(ComparisonSettings):
     seed: int = seed_option("the draws, the same for each method")
 
     def first(self, texts: Sequence[str], name: str) -> list[str]:
-        """Prompts, as many as the setting of that name says; a warning where there are fewer."""
+        """First prompts, as many as the setting says, with a warning if there are fewer."""
         wanted = getattr(self, name)
         if len(texts) < wanted:
             log.warning(
@@ -59,16 +59,18 @@ MEASURES = {
         "readable",
         3,
         "higher",
-        "share of chunks, half of whose tokens are words; 95 %, of enough runs",
+        "share of chunks, half of whose tokens are words; 95 %, with enough runs",
         ends=("readable_low", "readable_high"),
         weight=4,
     ),
-    "distinct_1": Column("distinct-1", 3, about="different words by all words"),
-    "distinct_2": Column("distinct-2", 3, about="different pairs of words by all pairs"),
+    "distinct_1": Column("distinct-1", 3, about="different words relative to all words"),
+    "distinct_2": Column("distinct-2", 3, about="different pairs of words relative to all pairs"),
     "repetition": Column(
-        "repetition", 3, "lower", "share of 4-grams of words that were there before", weight=3
+        "repetition", 3, "lower", "share of 4-grams of words that occurred before", weight=3
     ),
-    "longest_run": Column("longest run", 1, "lower", "tokens that only repeat a short phrase"),
+    "longest_run": Column(
+        "longest run", 1, "lower", "longest run of tokens that repeats a short phrase"
+    ),
     "dense_perplexity": Column(
         "dense perplexity", 1, about="under the model, nothing evicted", is_optional=True, weight=2
     ),
@@ -79,7 +81,7 @@ JUDGED_BY = (("rule", dict[str, str]), ("word_list", dict[str, Any]))
 
 
 class JudgedText(Evaluation):
-    """Base of the evaluations of what is written; tables have means over what is alike in `by`."""
+    """Base of evaluations of written text; tables have means over rows that share `by`."""
 
     by: ClassVar[tuple[str, ...]] = ()
 
@@ -88,14 +90,14 @@ class JudgedText(Evaluation):
         return f"{model or 'texts'}, rule: {document['rule'].get('name')}"
 
     def about_one(self, document: Document) -> str:
-        """Return what was done for it, in words."""
+        """Return the description of one document, in words."""
         return self.about
 
     def rows(self, document: Document) -> list[Row]:
         return means(document["rows"], MEASURES, self.by, COUNTS)
 
     def sections(self, documents: Documents) -> list[Section]:
-        """Notes of any evaluation, with the rules and the word lists that the documents used."""
+        """Notes of any evaluation, with the rules and the word lists of the documents."""
         lines = [self.about_one(document) for document in documents.values()]
         for document in documents.values():
             rule, words = document["rule"], document["word_list"]

@@ -1,4 +1,4 @@
-"""The rules by which chunks of a passage are judged; nothing heavy is imported to list them."""
+"""Rules for the chunks of a passage; listing them imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule for what counts beside words."""
+    """Rule for tokens that count besides words."""
 
     name: str
     about: str
@@ -15,17 +15,17 @@ class Rule:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Form in which a document records it."""
+        """Form of the rule in a document."""
         return {"name": self.name, "about": self.about}
 
 
 _CHUNK = (
-    "A chunk is 10 tokens, as NLTK 3.9 cuts them; it is readable if at least half of them are in "
-    "the word list, lower-cased or by their Snowball stems, or are among"
+    "A chunk is 10 tokens of NLTK 3.9. It is readable if at least half of them are in the word "
+    "list, lower-cased or by their Snowball stems, or are among"
 )
 _PAPER = f"{_CHUNK} “. ! ?” (the paper's text). Fewer than 10 at the end are a chunk, too."
 _AUTHORS = (
-    f"{_CHUNK} “. , ! ?” (what the paper's authors ran). Fewer than 10 at the end are left out."
+    f"{_CHUNK} “. , ! ?” (the code of the paper's authors). Fewer than 10 at the end are left out."
 )
 RULES = {
     "paper": Rule("paper", _PAPER, frozenset(".!?"), judges_rest=True),

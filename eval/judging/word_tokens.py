@@ -1,8 +1,8 @@
-"""The tokens of a text, as `nltk.word_tokenize` of NLTK 3.9 cuts it: sentences by Punkt, then words
+"""Tokens of a text, as `nltk.word_tokenize` of NLTK 3.9 makes them: sentences by Punkt, then words
 by the rules of the Penn Treebank.
 
-NLTK 3.10 also cuts at dashes, at more apostrophes and behind curly quotes; that is undone here, and
-Punkt's parameters are shipped: a text has the same tokens on every machine.
+NLTK 3.10 also splits at dashes, at more apostrophes and after curly quotes. That is undone here,
+and Punkt's parameters are shipped, so a text has the same tokens on every machine.
 """
 
 import functools
@@ -38,7 +38,7 @@ class _Language(PunktLanguageVars):
 
 
 def token_spans(text: str) -> list[tuple[int, int]]:
-    """Places of the tokens of a text: its characters but for the spaces between them."""
+    """Start and end of each token in a text; tokens contain no spaces."""
     return [
         (start + left, start + right)
         for start, end in _punkt().span_tokenize(text)

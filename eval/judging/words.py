@@ -1,8 +1,9 @@
 """English words: the `words` corpus of NLTK, the same on every machine.
 
-That is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of Basic
-English, capitals and all: no plurals, few inflected forms. It is made of the package english-words
-and the hundred words in which the two differ; its SHA-256 is checked, recorded and shown.
+The corpus is Webster's Second International (1934; public domain) with C. K. Ogden's 850 words of
+Basic English, capitals included. It has no plurals and few inflected forms. It is made from the
+package english-words and the hundred words in which the two differ. Its SHA-256 is checked,
+recorded and shown.
 """
 
 import functools
@@ -51,7 +52,7 @@ class WordList:
 
 @functools.cache
 def load_words() -> WordList:
-    """The word list; UserError where english-words is here in a version with other words."""
+    """Word list; UserError if the installed english-words has other words."""
     from english_words import get_english_words_set
 
     packaged = get_english_words_set(["web2"])

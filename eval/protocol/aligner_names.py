@@ -1,8 +1,8 @@
-"""Names of aligners in rows of results: as short as keeps them apart.
+"""Names of aligners in rows of results: as short as possible, but different.
 
-`table` of one that ships or lies in `kvalign-data/MODEL`, where no other aligner beside it is
-called so; else, as of the user's own folders, the end of its path as far as it differs (`a-table`,
-`x/table`), else the whole of it with its revision.
+A shipped aligner, or one in `kvalign-data/MODEL`, is called by its last part (`table`), unless
+another in the same table has that name. Other aligners are called by the differing end of their
+path (`a-table`, `x/table`), else by the whole path with its revision.
 """
 
 from collections import Counter
@@ -18,15 +18,13 @@ _SIZES = tuple(name for name in SIZES if not name.startswith("aligner"))
 
 
 def identity_of(row: Row) -> Hashable:
-    """Return what tells a row from others; its aligner may be called otherwise in another
-    document.
-    """
+    """Return the fields that identify a row, whatever the name of its aligner in a document."""
     return _aligner_of(row), *map(row.get, _SIZES)
 
 
 def names_of(rows: Sequence[Row]) -> list[str | None]:
-    """A name for the aligner of each row, the same for the same one, and none for two; None for
-    rows without any. How often it realigns is part of it.
+    """Name for the aligner of each row, the same for the same aligner, and different for two; None
+    for rows without one. It includes how often it realigns.
     """
     forms = {_aligner_of(row): _forms(row) for row in rows if row["aligner"]}
     while True:

@@ -1,5 +1,5 @@
-"""Questions that are asked of a stream some way on (`needle`, `told`), each on a copy of it: no
-question is in the way of another, and a stream is read once for all distances.
+"""Questions about a stream some distance later (`needle`, `told`), each on a copy of it. So
+questions do not affect each other, and a stream is read once for all distances.
 """
 
 import logging
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 Q = TypeVar("Q")
 Ask = Callable[[Method, Q], dict[str, bool]]
-"""Feeds a method a question, and says by which measures its answer is right."""
+"""Function that feeds a method a question and returns which measures count its answer as right."""
 
 
 @dataclass(frozen=True)
 class Stop(Generic[Q]):
-    """A place of a stream at which questions are asked.
+    """Place in a stream where questions are asked.
 
     Attributes:
-        distance: from what they are about, in cache sizes.
-        ids: tokens since the stop before.
+        distance: from their subject, in cache sizes.
+        ids: tokens since the last stop.
         questions: asked one by one.
-        room: tokens that the longest of them takes, with its answer.
+        room: tokens of the longest question, with its answer.
     """
 
     distance: int
@@ -42,7 +42,7 @@ class Stop(Generic[Q]):
 
 @dataclass
 class Tally:
-    """The answers at one distance, and how much of each stream was read by then."""
+    """Answers at one distance, and the length of each stream by then."""
 
     answers: list[dict[str, bool]] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Tally:
 def rows_of(
     method: Method, streams: Sequence[Sequence[Stop[Q]]], ask: Ask[Q], by: str, bar: Bar
 ) -> list[Row]:
-    """Let a method read streams, and ask at each of their stops: a row for each distance, under the
-    name `by`, at which there is room for all questions. `bar` counts stops.
+    """Let a method read streams, and ask at each of their stops. The result is a row for each
+    distance, under the name `by`, whose questions fit. `bar` counts stops.
     """
     tallies = {stop.distance: Tally() for stops in streams for stop in stops}
     for stops in streams:
@@ -90,7 +90,7 @@ def rows_of(
 
 
 def on_copies(method: Method, questions: Sequence[Q], ask: Ask[Q]) -> list[dict[str, bool]]:
-    """The answers to questions, each asked of the stream as it is, which stays so."""
+    """Answers to questions, each asked on a copy of the stream."""
     state, found = method.state(), []
     for question in questions:
         method.restore(state)  # before the first, too: a state shows buffers that a step changes

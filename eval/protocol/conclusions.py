@@ -1,5 +1,5 @@
-"""Results in sentences made of their numbers, by the rules of `verdicts`. Where the figures do not
-tell, the sentence says that.
+"""Conclusions: results in sentences with their numbers, by the rules of `verdicts`. If the figures
+do not decide, the sentence says so.
 """
 
 import math
@@ -26,7 +26,7 @@ BESIDE = "recompute"  # what is written is compared with what this writes
 
 
 def in_words(row: Row) -> str:
-    """Return what a row is called in a sentence."""
+    """Return the name of a row in a sentence."""
     return label_of(row).replace(", ", " with ", 1)
 
 
@@ -36,7 +36,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def spread(values: Iterable[float], digits: int) -> str:
-    """The smallest and the largest of figures, or the one that all are."""
+    """The smallest and the largest of figures, or the one that all equal."""
     texts = dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values))
     return " to ".join([*texts][:: max(1, len(texts) - 1)])
 
@@ -51,7 +51,7 @@ def spans(rows: Iterable[Row], name: str, digits: int, unit: str = "") -> list[s
 def spans_at(
     rows: Iterable[Row], sizes: Sequence[int], name: str = "ratio", with_interval: bool = False
 ) -> str:
-    """The same with the cache sizes if not all are meant, and the ends of the ratios' intervals."""
+    """Same, with the cache sizes unless all are meant, and the ends of the ratios' intervals."""
     said = []
     for label, group in grouped(rows, in_words).items():
         own = sorted({row["cache_size"] for row in group})
@@ -65,7 +65,7 @@ def spans_at(
 
 
 def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> str:
-    """Methods that are as good as the reference at every cache size, and those that fail at one."""
+    """Methods that equal the reference at every cache size, and those that fail at one."""
     others = [row for row in rows if not is_reference(row, reference)]
     verdicts = {x: [*map(verdict, group)] for x, group in grouped(others, in_words).items()}
     if all({*found} == {Verdict.UNKNOWN} for found in verdicts.values()):
@@ -82,7 +82,7 @@ def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> 
 
 
 def lowest(rows: Iterable[Row]) -> str:
-    """The method of the lowest perplexity at each cache size."""
+    """Method with the lowest perplexity at each cache size."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         low, *others = sorted(group, key=itemgetter("perplexity"))
@@ -94,7 +94,7 @@ def lowest(rows: Iterable[Row]) -> str:
 
 
 def by_size(rows: Sequence[Row], reference: str | None) -> str:
-    """Return how methods compare at all cache sizes, or which is the best of each."""
+    """Return the comparison of methods at all cache sizes, or the best one at each."""
     if not reference:
         return f"Lowest: {lowest(rows)}."
     is_alone = all(is_reference(row, reference) for row in rows)
@@ -102,7 +102,7 @@ def by_size(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def by_drift(rows: Sequence[Row], reference: str | None) -> str:
-    """Return the methods of which an error adds up (`drifts`)."""
+    """Return the methods whose errors accumulate (`drifts`)."""
     if not reference:
         return "Without a reference the lines also show the ups and downs of the text itself."
     rows = [row for row in rows if row.get("drift") is not None]
@@ -112,14 +112,16 @@ def by_drift(rows: Sequence[Row], reference: str | None) -> str:
         return f"{num_labels} labels are too few to measure drift, which needs {DRIFT_LABELS}."
     if growing := [row for row in rows if drifts(row)]:
         sizes = sorted({row["cache_size"] for row in rows})
-        return f"An error adds up: {spans_at(growing, sizes, 'drift')}."
-    return f"No error is shown to add up: drift is {spread((row['drift'] for row in rows), 2)}."
+        return f"Errors accumulate: {spans_at(growing, sizes, 'drift')}."
+    return (
+        f"No errors are shown to accumulate: drift is {spread((row['drift'] for row in rows), 2)}."
+    )
 
 
 def recall(rows: Sequence[Row], reference: str | None) -> str:
-    """Methods that have lost text that the cache could hold: the ratio on bigrams in the oldest
-    quarter of C by that on new ones, where their intervals are apart; without a reference both
-    perplexities.
+    """Methods that have forgotten text which the cache could hold: the ratio on bigrams in the
+    oldest quarter of C is relative to that on new ones, if their intervals do not overlap. Without
+    a reference it uses both perplexities.
     """
     by_ends = [{(one["from"], one["to"]): one for one in row["bigrams"]} for row in rows]
     found = [
@@ -147,8 +149,8 @@ def recall(rows: Sequence[Row], reference: str | None) -> str:
 
 
 def last_said(rows: Sequence[Row], reference: str | None) -> str:
-    """Methods that have text that the reference has forgotten: ratios on tokens last said beyond C
-    whose intervals lie below 1.
+    """Methods that can read text which the reference has forgotten: ratios on tokens last said
+    beyond C whose intervals lie below 1.
     """
     if reference is None:
         return ""
@@ -174,9 +176,7 @@ def farthest(rows: Sequence[Row], by: str, what: str) -> str:
 
 
 def sinks(rows: Sequence[Row]) -> str:
-    """Return whether the model has attention sinks, and what its queries look at once they are
-    gone.
-    """
+    """Return whether the model has attention sinks, and what replaces them when evicted."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         first, even = group[0], 100 / (size + 1)
@@ -186,9 +186,9 @@ def sinks(rows: Sequence[Row]) -> str:
         found = "an attention sink" if low > SINK * even else "no sink"
         after = [f"{in_words(row)} {row['first_after']:.1f} %" for row in group]
         said.append(
-            f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) of "
-            f"the attention of {layers} goes to the first entry, {found} (even: {even:.1f} %); "
-            f"after, to the first that is kept: {listed(after)}."
+            f"At C = {size}: before an eviction {share:.1f} % (95 %: {low:.1f} to {high:.1f}) "
+            f"of the attention of {layers} goes to the first entry, {found} (even: {even:.1f} "
+            f"%); afterwards, to the first kept entry: {listed(after)}."
         )
     return " ".join(said)
 
@@ -210,7 +210,7 @@ def sink_layers(rows: Sequence[Row]) -> str:
 
 
 def by_time(rows: Sequence[Row]) -> str:
-    """The least time for a perplexity near the lowest."""
+    """Least time for a perplexity near the lowest."""
     low = min(rows, key=itemgetter("perplexity"))
     near = [row for row in rows if row["perplexity"] <= NEAR * low["perplexity"]]
     fast = min(near, key=itemgetter("seconds"))
@@ -226,8 +226,8 @@ def _point(row: Row) -> str:
 
 
 def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = None) -> str:
-    """Return what a step costs: of the methods that are `fit` and the reference, or of all where it
-    is not known which are; "" of older rows, without a bare step.
+    """Return the cost of a step: of methods that are `fit` and of the reference, or of all if that
+    is unknown; "" for older rows without a bare step.
     """
     rows = [row for row in rows if row["method"] != FLOOR and row.get("bare_mean_ratio")]
     shown = [r for r in rows if not fit or in_words(r) in fit or r["method"] == reference]
@@ -236,12 +236,12 @@ def cost(rows: Iterable[Row], fit: Sequence[str] = (), reference: str | None = N
     ranked = sorted(times.items(), key=lambda item: fmean(item[1]))
     what = "of those that do not fail" if fit and len(shown) < len(rows) else "of all"
     said = [f"{label} {spread(ratios, 2)}" for label, ratios in ranked]
-    rule = f"Mean step {what}, times a bare step, which evicts nothing"
+    rule = f"Mean step {what}, relative to a bare step, which evicts nothing"
     return f"{rule}: {'; '.join(said)}." if said else ""
 
 
 def by_batch(rows: Sequence[Row]) -> str:
-    """Return how much a method gains from the smallest batch to the largest."""
+    """Return the gain of a method from the smallest batch to the largest."""
     gains: dict[str, list[float]] = {}
     first, last = min(r["batch_size"] for r in rows), max(r["batch_size"] for r in rows)
     for (label, _), group in grouped(rows, lambda r: (in_words(r), r["cache_size"])).items():
@@ -249,13 +249,13 @@ def by_batch(rows: Sequence[Row]) -> str:
         if first in at and last in at:
             gains.setdefault(label, []).append(at[last] / at[first])
     spans = [f"{label} {spread(values, 1)}" for label, values in gains.items()]
-    return f"Batch {last} by batch {first}, tokens/s: {'; '.join(spans)}."
+    return f"Batch {last} relative to batch {first}, tokens/s: {'; '.join(spans)}."
 
 
 def answers(rows: Sequence[Row]) -> str:
     """Return how far back exact answers reach."""
     if not (most := max(row["accuracy"] for row in rows)):
-        return "No answer is right with any method, so these losses are no merit."
+        return "No answer is right with any method, so these losses mean little."
     right = grouped([row for row in rows if row["accuracy"] >= 0.5], in_words).items()
     if not right:
         return f"No method answers half of the queries of any distance: {most:.2f} at most."
@@ -264,8 +264,8 @@ def answers(rows: Sequence[Row]) -> str:
 
 
 def recalled(rows: Sequence[Row]) -> str:
-    """Methods that answer like re-encoding in the oldest quarter of the cache, at every size,
-    and which do not.
+    """Methods that answer as well as re-encoding in the oldest quarter of the cache, at every size,
+    and those that do not.
     """
     base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}
     others = [row for row in rows if row["method"] != "recompute"]
@@ -285,18 +285,18 @@ def recalled(rows: Sequence[Row]) -> str:
 
 
 def readable(rows: Sequence[Row], what: str = "chunks") -> str:
-    """The most and the least readable, by rows with `readable` and `num_chunks`."""
+    """The most and the least readable method, by rows with `readable` and `num_chunks`."""
     ranked = sorted(rows, key=itemgetter("readable"), reverse=True)
     most, least = (f"{100 * row['readable']:.0f} %" for row in (ranked[0], ranked[-1]))
     if most == least:
         return f"Readable {what}: {most}{' of each' * (len(rows) > 1)}."
-    few = "" if readable_apart(ranked[0], ranked[-1]) else ", of too few runs to tell them apart"
+    few = "" if readable_apart(ranked[0], ranked[-1]) else ", from too few runs to distinguish them"
     ends = f"{most} ({in_words(ranked[0])}) to {least} ({in_words(ranked[-1])})"
     return f"Readable {what}: {ends}{few}."
 
 
 def beside(rows: Iterable[Row]) -> str:
-    """Whose words read worse or better than those of recompute; "" where there are none of both."""
+    """Methods whose words are more or less readable than those of recompute; "" without both."""
     judged = [row for row in rows if row.get("readable_low") is not None]
     base = next((row for row in judged if row["method"] == BESIDE), None)
     others = [row for row in judged if row is not base]
@@ -309,6 +309,6 @@ def beside(rows: Iterable[Row]) -> str:
         if readable_apart(row, base):
             side = told["less" if row["readable"] < share else "more"]
             side.append(f"{in_words(row)} {100 * row['readable']:.0f} %")
-    none = f"none is told from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
+    none = f"none differs from {own} ({spread((100 * row['readable'] for row in others), 0)} %)"
     said = [f"{side} readable than {own}: {', '.join(x)}" for side, x in told.items() if x]
     return f"{'; '.join(said or [none])}."

@@ -1,10 +1,10 @@
-"""The document that every evaluation ends in: rows, the command that made them, and where.
+"""Document of an evaluation: rows, the command that made them, and the environment.
 
     {"kind": "eval perplexity", "command": "kvalign eval perplexity --model ...",
      "settings": {...}, "environment": {...}, "rows": [{...}, ...], "seconds": 12.3}
 
-`--json` prints it, `kvalign eval run` keeps one a cell, with what it `changed` of the suite's flags
-and variables; `kvalign report` reads them.
+`--json` prints it. `kvalign eval run` keeps one for each cell, with the flags and variables of the
+suite that it `changed`. `kvalign report` reads them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def document(
     plot: Callable[[Document], Figure] | None = None,
     **more: Any,
 ) -> Document:
-    """Rows with all that is needed to make them again, and further entries.
+    """Rows with everything needed to make them again, and further entries.
 
     Args:
         kind: "eval " and the evaluation's name.
         settings: of the run.
         rows: of values that JSON knows.
         started: `time.perf_counter()` when the work began.
-        plot: draws what the setting of that name asks for.
+        plot: draws the file of the setting of that name.
     """
     values = settings.as_dict()
     made = {
@@ -66,8 +66,8 @@ def document(
 
 
 def environment(device: str | None = "cpu") -> dict[str, str | int]:
-    """Versions, the commit (if run from a checkout), the processor with its flags, the GPU, if that
-    is the device, and threads; without a device no model has run, and torch is not asked.
+    """Versions, the commit (in a checkout), the processor with its flags, the GPU, if that is the
+    device, and threads; without a device no model has run, and torch is not asked.
     """
     packages = ("kvalign", "torch", "transformers") if device else ("kvalign", "nltk")
     found: dict[str, str | int] = {

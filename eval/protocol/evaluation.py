@@ -1,4 +1,4 @@
-"""Base of an evaluation: the command line, suites and the report know each by this alone."""
+"""Base of an evaluation: the only interface for the command line, suites and the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
 OF_POLICY = ("policy", "num_recent", "positions", "memory", "num_recalled")
-"""Sizes of what takes a policy."""
+"""Sizes of methods that take a policy."""
 
 SIZES = (
     "method",
@@ -37,14 +37,14 @@ SIZES = (
     "realign_every",
     *OF_POLICY,
 )
-"""What tells a row of results from others, the first columns of every evaluation: the method; its
+"""Fields that identify a row of results, the first columns of every evaluation: the method; its
 aligner's name, which is unique among the rows, its label (kind and objective), shipped name, folder
 or hub id as given, and commit or digits of its weights' SHA-256; and sizes. Rows of older documents
 lack the label, path, revision, `realign_every` and what is `OF_POLICY`.
 """
 
 FLOOR = "bare"
-"""`method` of a row that is no method's but a floor under all: marked as one, never the best."""
+"""`method` of the bare step, a lower bound for all methods: marked as such, never the best."""
 
 PEER = "llama.cpp"
 """`method` of a row of another program, timed beside ours."""
@@ -57,14 +57,14 @@ class Column:
     Attributes:
         title: its heading.
         digits: decimals of its figures; None: text.
-        better: which direction is; "": it is a description.
-        about: what the figure is.
+        better: the better direction; "": it is a description.
+        about: meaning of the figure.
         is_optional: a row may lack it.
-        ends: names of the ends of its interval in a row: shown beside it, and where intervals
-            overlap none is the best.
-        by_reference: the reference is what it is measured by, so that is never the best.
-        weight: where there is no room columns of less are left out first.
-        is_key: it tells rows of one method apart, so it stays where its entries differ.
+        ends: names of the ends of its interval in a row. They are shown beside it; if intervals
+            overlap, none is the best.
+        by_reference: it is relative to the reference, so the reference is never the best.
+        weight: if space is short, columns of less weight are left out first.
+        is_key: it distinguishes rows of one method, so it stays if its entries differ.
     """
 
     title: str
@@ -87,7 +87,7 @@ class Column:
         return f"{value:.{self.digits}f}"
 
     def interval(self, row: Row) -> tuple[float, float] | None:
-        """Its interval in a row, if it has one; infinite where labels were too few."""
+        """Interval in a row, if it has one; infinite with too few labels."""
         low, high = (row.get(name) for name in self.ends or ("", ""))
         return None if low is None else (low, math.inf if high is None else high)
 
@@ -106,7 +106,7 @@ def share_column(
 
 
 def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The ends of the columns' intervals, where each row that has the figure has them."""
+    """Ends of the columns' intervals, if each row with the figure has them."""
     return {
         end: Column(f"{c.title}: {end}", c.digits, about=c.about, is_optional=c.is_optional)
         for c in columns.values()
@@ -116,7 +116,7 @@ def ends_of(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of entries; `note` says what a reader would ask of them."""
+    """Rows of entries; `note` answers a reader's likely question."""
 
     title: str
     columns: list[Column]
@@ -125,7 +125,7 @@ class Table:
 
 
 class Plot(NamedTuple):
-    """A figure by its file name without ending, what it shows, and what is seen in it, in words."""
+    """Figure with its file name without ending, its caption, and its conclusion in words."""
 
     name: str
     figure: Figure
@@ -134,7 +134,7 @@ class Plot(NamedTuple):
 
 
 Drawing = tuple["Figure", str] | tuple["Figure", str, str]
-"""A figure, its caption and, if there is one, its conclusion: what follows a plot's name."""
+"""Figure, caption and conclusion (possibly empty): the fields after a plot's name."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Section:
         tables: Callable[[Document], list[Table]] = lambda document: [],
         suffix: str = "",
     ) -> Section:
-        """A figure and tables of each document, as far as there are."""
+        """Section with a figure and tables of each document, as far as there are."""
         drawn = {f"{name}{suffix}": figure(document) for name, document in documents.items()}
         plots = [Plot(name, *one) for name, one in drawn.items() if one]
         all_tables = [table for document in documents.values() for table in tables(document)]
@@ -165,7 +165,7 @@ class Section:
 
 
 class Piece(NamedTuple):
-    """A chunk of a passage, up to the next."""
+    """Chunk of a passage, up to the next."""
 
     text: str
     num_tokens: int
@@ -174,7 +174,7 @@ class Piece(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Text that one method wrote: before the first chunk, the chunks, and what is in none."""
+    """Text that one method wrote: the part before the first chunk, the chunks, and the rest."""
 
     method: str
     label: str
@@ -193,19 +193,19 @@ class Panel(NamedTuple):
 
 
 class Evaluation:
-    """One evaluation: what can be set, what it measures, and how that is shown.
+    """Evaluation: its settings, its measurement, and how results are shown.
 
     Attributes:
         settings: the class of its settings.
         run: from settings to the document.
-        columns: what its tables show, by the name in a row.
-        more_columns: what else it measures.
+        columns: those of its tables, by their name in a row.
+        more_columns: further measures.
         heading, about: of its section of the report.
         in_summary: names of the columns that the report's summary shows, too.
-        row_fields, document_fields: what else is read of a row and of a document, and its type.
-        row_options: what a row may have besides.
-        above_0: names of the figures that are divided by, or stand on an axis without a zero.
-        settings_read: names of the settings that are read of a document, beside `model`.
+        row_fields, document_fields: further fields of a row and of a document, with types.
+        row_options: optional fields of a row.
+        above_0: names of the figures that must be positive, as divisors or on a log axis.
+        settings_read: names of the settings that a document needs, besides `model`.
     """
 
     settings: ClassVar[type[ComparisonSettings]]
@@ -230,10 +230,10 @@ class Evaluation:
         return {name: self.columns[name] for name in self.in_summary}
 
     def check(self, document: Document) -> None:
-        """Raise UserError for what the types of its fields do not say."""
+        """Raise UserError for faults of a document that the types of its fields do not show."""
 
     def chosen(self, documents: Documents) -> Documents:
-        """Those whose figures stand in the summary."""
+        """Documents whose figures are in the summary."""
         return documents
 
     def rows(self, document: Document) -> list[Row]:
@@ -241,9 +241,7 @@ class Evaluation:
         return document["rows"]
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """The rows of the summary: one for each method and its sizes, means over what else tells
-        rows apart.
-        """
+        """Rows of the summary: one for each method and its sizes, means over other differences."""
         from kvalign.eval.protocol.tables import means
 
         rows = self.rows(document)
@@ -257,8 +255,8 @@ class Evaluation:
     def tables(
         self, document: Document, columns: Mapping[str, Column] | None = None
     ) -> list[Table]:
-        """A table for each cache size, of all columns or of these, so that the best is among
-        methods which keep as much; texts that no method wrote have none.
+        """Table for each cache size, of all columns or of the given ones, so that the best is among
+        methods that keep equally many entries; texts without a method have none.
         """
         from kvalign.eval.protocol.tables import grouped, table
 
@@ -269,7 +267,7 @@ class Evaluation:
         return [table(title, rows, columns or self.columns, reference) for title, rows in pairs]
 
     def figure(self, document: Document) -> Drawing | None:
-        """A figure for the report, what it shows and what is seen in it, if there is one."""
+        """Figure for the report, with its caption and conclusion, if there is one."""
         return None
 
     def plot(self, document: Document) -> Figure:
@@ -279,7 +277,7 @@ class Evaluation:
         return drawn[0]
 
     def sections(self, documents: Documents) -> list[Section]:
-        """Its parts of the report; those without a plot or a table are left out."""
+        """Sections of the report; those without a plot or a table are left out."""
         return [Section.of(documents, self.heading, self.about, self.figure, self.tables)]
 
     def panels(self, document: Document) -> list[Panel]:
@@ -287,11 +285,11 @@ class Evaluation:
         return []
 
     def prepared(self, settings: Any) -> Any:
-        """The settings for a run whose results are shown and not printed as a document."""
+        """Settings for a run whose results are shown, not printed as a document."""
         return settings
 
     def show(self, document: Document, settings: Any) -> None:
-        """Print what a run with the prepared settings has found."""
+        """Print the results of a run with the prepared settings."""
         from kvalign.eval.report.terminal import print_meanings, print_tables
 
         print_tables(tables := self.tables(document))

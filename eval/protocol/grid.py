@@ -1,4 +1,4 @@
-"""The model of a comparison, and its methods: every one asked for, at every size."""
+"""Model and methods of a comparison: every requested method, at every size."""
 
 import dataclasses
 import logging
@@ -29,9 +29,7 @@ S = TypeVar("S", bound=ComparisonSettings)
 
 
 def load(settings: S, loaded: LoadedModel | None) -> tuple[S, LoadedModel]:
-    """The settings and the model that they name; or one that is loaded already, and the settings
-    that name it.
-    """
+    """Settings and the model that they name; or a loaded model, and the settings with its name."""
     _check_sizes(settings)
     if loaded is None:
         loaded = load_model(settings.model, settings.device, settings.dtype, settings.weights)
@@ -60,9 +58,8 @@ def make_grid(
     aligners: Sequence[Aligner | str] | None = None,
 ) -> list[Method]:
     """Each method once at every cache size, number of sinks and number evicted, with every policy;
-    of `kvalign` one for each aligner: those given, or else those that the settings name, what
-    ships, or what was trained here. Where there is none, the default methods are those that need
-    none.
+    `kvalign` once for each aligner: the given ones, or else those that the settings name, the
+    shipped one, or the one trained here. Without any, the default methods are those that need none.
 
     Raises:
         UserError: as `kvalign.make_method`.
@@ -128,7 +125,7 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
     names: dict[Path, str] = {}
     asked = settings.aligner or ()
     if not asked and (trained := trained_for(settings, model)):
-        log.warning("%s, trained here, is taken: none ships for %s", trained, settings.model)
+        log.warning("using %s, trained here: none ships for %s", trained, settings.model)
         asked = (str(trained),)
     for name in asked:
         names.setdefault((checkpoints.aligner_path(name) or Path(name)).resolve(), name)
@@ -136,8 +133,8 @@ def _named(settings: ComparisonSettings, model: PreTrainedModel) -> Sequence[Ali
 
 
 def trained_for(settings: ComparisonSettings, model: PreTrainedModel) -> Path | None:
-    """Return the aligners that were trained here, where none ships; where methods are named, even
-    if they did not help.
+    """Return the aligners that were trained here, if none ships; for named methods, even if they
+    did not help.
     """
     if not lack_of_aligner(model):
         return None
@@ -166,7 +163,7 @@ def _left_out(settings: ComparisonSettings, model: PreTrainedModel) -> set[tuple
 
 
 def sizes_of(method: Method) -> Row:
-    """Return what tells a method's row from others (`SIZES`)."""
+    """Return the fields that identify a method's row (`SIZES`)."""
     aligner: Aligner | None = getattr(method, "aligner", None)
     return {
         "method": method.name,
@@ -185,7 +182,7 @@ def sizes_of(method: Method) -> Row:
 def in_turn(
     methods: Sequence[Method], num_each: int, units: str
 ) -> Iterator[tuple[Method, progress.Bar]]:
-    """Each method, and the progress bar, which expects `num_each` units of work of it."""
+    """Each method, with the progress bar, which expects `num_each` units of work of it."""
     with progress.shown_as("eval") as bar:
         bar.expect(len(methods) * num_each, units)
         for method in methods:

@@ -32,7 +32,7 @@ def seed_option(of: str, default: int = 0) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(ModelSettings):
-    """Base of the settings of the evaluations: which methods, at which sizes."""
+    """Base of the settings of evaluations: methods and sizes."""
 
     num_sinks: tuple[int, ...] | None = option(
         None, help=f"{NUM_SINKS}; several, comma-separated", at_least=0
@@ -43,8 +43,8 @@ class ComparisonSettings(ModelSettings):
     )
     aligner: tuple[str, ...] | None = option(
         None,
-        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: shipped; "
-        "where none is, the newest in kvalign-data/MODEL)",
+        help="aligners of kvalign, a row each: folder, hub id or shipped name (default: "
+        "shipped; without one, the newest in kvalign-data/MODEL)",
     )
     cache_sizes: tuple[int, ...] = option(
         (64,), help="entries the cache keeps, sinks included, comma-separated", at_least=1

@@ -1,7 +1,7 @@
-"""Statistics of a perplexity: how sure it is, and whether it drifts, from the loss of each token.
+"""Statistics of a perplexity: its interval, and whether it drifts, from the loss of each token.
 
-Neighbouring tokens are alike, so the bootstrap draws blocks of them, which may overlap and begin
-anywhere: moving blocks (Künsch 1989).
+Neighbouring tokens are correlated, so the bootstrap draws blocks of them, which may overlap and
+begin anywhere: moving blocks (Künsch 1989).
 """
 
 import math
@@ -19,18 +19,18 @@ _ENDS = torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)
 
 
 def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
-    """95 % interval of exp(mean) of nll [N], in nats; of a paired difference: of the ratio.
+    """95 % interval of exp(mean) of nll [N], in nats; for a paired difference: of the ratio.
 
     Each draw is blocks up to N labels, the last one cut. Labels at the ends are in fewer blocks, so
-    draws are centred at the mean itself; and within N labels blocks vary less about that than about
-    the true mean, by sqrt(1 - L / N), which is taken out.
+    draws are centred at the mean itself. Within N labels blocks vary less around that mean than
+    around the true one, by sqrt(1 - L / N), which is corrected.
 
-    The block length L grows as N^(1/3), at which the error of the variance is least (Künsch 1989;
-    Hall, Horowitz & Jing 1995). The factor is high: a text's topics bind losses weakly but over
-    hundreds of tokens, and the automatic choice of Politis & White (2004), which looks where
-    autocorrelations end, takes them for none. Of 1000 AR(1) streams with coefficient 0.5 the
-    intervals of 20 000, 2000 and 200 labels covered the truth in 94, 92 and 89 of a hundred. Fewer
-    labels than 200 give one without an upper end, None: JSON knows no infinity.
+    The block length L grows as N^(1/3), which minimises the error of the variance (Künsch 1989;
+    Hall, Horowitz & Jing 1995). The factor is high, because a text's topics correlate losses weakly
+    but over hundreds of tokens. The automatic choice of Politis & White (2004), which looks for the
+    end of autocorrelations, misses them. For 1000 AR(1) streams with coefficient 0.5 the intervals
+    of 20 000, 2000 and 200 labels covered the truth in 94, 92 and 89 of a hundred. Fewer than 200
+    labels give an interval without an upper end, None, since JSON has no infinity.
     """
     num_labels = len(nll)
     if num_labels < MIN_LABELS:
@@ -52,11 +52,11 @@ def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
 
 
 def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
-    """Perplexity as the stream goes on, of nll [N]: segments in units of the cache size.
+    """Perplexity along the stream, of nll [N]: segments in units of the cache size.
 
-    They end at 1, 2, 4, 8, ... cache sizes after the cache filled, since what compounds with each
-    eviction shows within the first few; a last piece shorter than half its segment joins the one
-    before. Of a paired difference: the ratio.
+    They end at 1, 2, 4, 8, ... cache sizes after the cache filled, since errors that accumulate
+    with evictions show in the first few. A last piece shorter than half its segment joins the one
+    before. For a paired difference: the ratio.
 
     Returns:
         Dicts of `start`, `end` (cache sizes since the cache filled) and `perplexity`.
@@ -83,8 +83,8 @@ def by_quarter(nll: Tensor) -> list[float]:
 
 
 def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean of values [N] that are independent, N >= 2: a bootstrap, widened by
-    sqrt(N / (N - 1)) since draws of N vary less about their mean than about the true one.
+    """95 % interval of the mean of independent values [N], N >= 2: a bootstrap, widened by sqrt(N /
+    (N - 1)), since draws of N vary less around their mean than around the true one.
     """
     num, values, rng = len(values), values.double(), torch.Generator().manual_seed(seed)
     draws = values[torch.randint(num, (NUM_DRAWS, num), generator=rng)].mean(1)

@@ -1,4 +1,4 @@
-"""Rows of results and the tables made of them, for pages and terminals."""
+"""Rows of results and the tables made from them, for pages and terminals."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
 TOO_FEW = (
-    f"No intervals: they take {MIN_LABELS} labels or more (--num-tokens), and without them no "
-    "difference is told from chance."
+    f"No intervals: they need {MIN_LABELS} labels or more (--num-tokens). Without them "
+    "differences may be chance."
 )
 
 
 def table(
     title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
 ) -> Table:
-    """A table of rows of results, the best method of every column marked; a column that none of
-    them has a value of is left out. The `reference` is not in the running where others are measured
-    by it.
+    """Table of rows of results, with the best method of every column marked. A column without
+    values is left out. The `reference` cannot be the best where others are relative to it.
     """
     from kvalign.foundation.console import Entry  # rich, which no command's --help needs
 
@@ -59,8 +58,8 @@ def best(
     better: Literal["lower", "higher", ""],
     intervals: Sequence[tuple[float, float] | None] = (),
 ) -> set[int]:
-    """Indices of the best values; none where no direction is better, all are alike, or the best
-    one's interval overlaps another's.
+    """Indices of the best values; none if no direction is better, all are equal, or the best one's
+    interval overlaps another's.
     """
     known = {value for value in values if value is not None}
     if not better or len(known) < 2:
@@ -75,7 +74,7 @@ def best(
 
 
 def label_of(row: Row) -> str:
-    """Return what a row is called on a page; a text by its file's name."""
+    """Return the name of a row on a page; for a text its file name."""
     if row["method"] == FLOOR:
         return "bare step (floor)"
     if row["num_sinks"] is None:
@@ -101,7 +100,7 @@ def method_name(row: Row) -> str:
 
 
 def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by one of their values or what a function says of them, in the order of the first."""
+    """Rows grouped by one of their values or by a function of them, in order of occurrence."""
     key = itemgetter(by) if isinstance(by, str) else by
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -115,8 +114,8 @@ def means(
     by: Collection[str] = (),
     sums: Collection[str] = (),
 ) -> list[Row]:
-    """One row for all of one method, its sizes and the values of `by`: the figures' means, the sums
-    of others, and how many rows they are of.
+    """Row of means over all rows of one method, its sizes and the values of `by`: means of the
+    figures, sums of counts, and the number of rows.
     """
     same = (*SIZES, *by)
     return [

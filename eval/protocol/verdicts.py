@@ -1,6 +1,4 @@
-"""Verdicts: what numbers allow to say of a method beside the reference, by plain rules and their
-limits.
-"""
+"""Verdicts on a method relative to the reference, by plain rules with fixed limits."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +14,9 @@ DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
 MEANING = (
-    "As good: the 95 % interval of the ratio holds 1 or lies below it, and ends below "
-    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1; failing: and the ratio is above {FAR:g}."
+    "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
+    f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
+    f"above {FAR:g}."
 )
 
 
@@ -42,22 +41,20 @@ def verdict(row: Row) -> Verdict:
 
 
 def is_reference(row: Row, reference: str | None) -> bool:
-    """Return whether others are measured by this row: those of its method with other sinks, another
-    policy or memory are measured by it, too.
+    """Return whether others are relative to this row; rows of the same method with other sinks,
+    another policy or memory are relative to it, too.
     """
     return row["method"] == reference and row.get("ratio") in (1.0, None)
 
 
 def drifts(row: Row) -> bool:
-    """Return whether an error adds up: the ratio grows from quarter to quarter, each of enough
-    labels.
-    """
+    """Return whether errors accumulate: the ratio grows from quarter to quarter."""
     is_worse = verdict(row) in (Verdict.WORSE, Verdict.FAILS)
     return row["num_labels"] >= DRIFT_LABELS and is_worse and (row.get("drift") or 0) >= DRIFT
 
 
 def share_interval(share: float, total: float) -> tuple[float, float] | None:
-    """95 % interval of a share of so many (Wilson 1927), taken as independent; None of nothing."""
+    """95 % interval of a share of so many independent values (Wilson 1927); None without values."""
     if not total:
         return None
     z = 1.96
@@ -68,9 +65,7 @@ def share_interval(share: float, total: float) -> tuple[float, float] | None:
 
 
 def share_of(name: str, right: Sequence[bool | float]) -> Row:
-    """The share of answers that are right, of one or more, and its interval: NAME, NAME_low and
-    NAME_high.
-    """
+    """Share of right answers, of one or more, and its interval: NAME, NAME_low and NAME_high."""
     share = sum(map(float, right)) / len(right)
     interval = share_interval(share, len(right))
     assert interval
@@ -78,16 +73,16 @@ def share_of(name: str, right: Sequence[bool | float]) -> Row:
 
 
 def apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two intervals have nothing in common."""
+    """Return whether two intervals do not overlap."""
     return one[1] < other[0] or other[1] < one[0]
 
 
 def runs_interval(shares: Sequence[float], num_chunks: int) -> tuple[float, float] | None:
-    """95 % interval of the mean of shares of chunks, one of each run, of so many chunks in all;
-    None of fewer than `MIN_RUNS`.
+    """95 % interval of the mean of shares of chunks, one for each run, of so many chunks in all;
+    None for fewer than `MIN_RUNS`.
 
-    Chunks of one run are alike. All count for as many independent ones as scatter as the runs do
-    (Korn & Graubard 1998): for the runs at least, for the chunks at most.
+    Chunks of one run are correlated. All together count as the number of independent chunks with
+    the same scatter between runs (Korn & Graubard 1998): at least the runs, at most the chunks.
     """
     num = len(shares)
     if num < MIN_RUNS:

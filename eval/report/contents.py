@@ -15,11 +15,11 @@ from kvalign.foundation.errors import UserError
 
 
 def summary(results: Results) -> list[Table]:
-    """The chief figures of all evaluations side by side: a table for each model and cache size that
-    more than one of them has measured.
+    """Summary of all evaluations side by side: a table for each model and cache size that more than
+    one of them has measured.
 
-    Documents of one evaluation and one subject (`Evaluation.title`) are put together; of rows that
-    are alike, and of subjects, the first counts. Aligners are named anew beside all of a table.
+    Documents of one evaluation and one subject (`Evaluation.title`) are merged. Of equal rows, and
+    of subjects, the first counts. Aligners get names that differ within a table.
     """
     columns = {  # an evaluation's rows have its name before their figures' names
         f"{name}.{key}": replace(column, ends=ends and (f"{name}.{ends[0]}", f"{name}.{ends[1]}"))
@@ -56,7 +56,7 @@ def summary(results: Results) -> list[Table]:
 
 
 def sections(results: Results) -> list[Section]:
-    """Those that have something to show: sweeps, then the evaluations in their order."""
+    """Sections with content: sweeps, then the evaluations in their order."""
     tuning = Section("Tuning", sweeps.ABOUT, [], [], sweeps.tables(results.sweeps))
     parts = [s for name, e in EVALUATIONS.items() for s in e.sections(results.of(name))]
     return [section for section in (tuning, *parts) if section.plots or section.tables]
@@ -72,8 +72,8 @@ def panels(results: Results) -> list[Panel]:
 
 
 def paper_tables(results: Results) -> list[Table]:
-    """Those that the suite lists (`paper:` of its file): a row a method, and for every cache size
-    the paper's figure and ours; "not run" where there is none.
+    """Tables of the suite's `paper:` entry: a row for each method, and for every cache size the
+    paper's figure and ours; "not run" without one.
 
     Raises:
         UserError: the suite names a metric that its cell does not measure.

@@ -1,6 +1,4 @@
-"""The first paragraph of a report: what was found, in sentences of `conclusions`, each with the
-figures that it rests on.
-"""
+"""First paragraph of a report: the findings, in sentences with their figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding on one model: in short, and by which figures."""
+    """Finding on one model: in short, and its figures."""
 
     model: str
     headline: str
@@ -37,12 +35,12 @@ class Finding:
 
     @property
     def judges(self) -> bool:
-        """Return whether methods are judged by the rules that `MEANING` says."""
+        """Return whether methods are judged by the rules of `MEANING`."""
         return any(sentence.lead.startswith(JUDGED) for sentence in self.sentences)
 
 
 def findings(results: Results) -> list[Finding]:
-    """Those of each model that was measured; texts that no model wrote have none."""
+    """Findings on each measured model; texts without a model have none."""
     models = dict.fromkeys(d["settings"]["model"] for d in results.documents.values())
     found = [_of_model(results, model) for model in models if model]
     return [one for one in found if one.sentences]
@@ -94,14 +92,14 @@ def _of(lead: str, said: str) -> list[Sentence]:
 
 
 def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[str, list[Sentence]]:
-    """Return how methods compare with the reference, in one sentence, and with the figures."""
+    """Return the comparison of methods with the reference, in one sentence and in figures."""
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
     others = [row for row in rows if not is_reference(row, reference)]
     if not reference or not others:
         return _alone(rows, where)
     by = {v: [row for row in others if verdict(row) is v] for v in Verdict}
-    few = f"{others[0]['num_labels']} labels give no intervals, which take {MIN_LABELS}; "
+    few = f"{others[0]['num_labels']} labels give no intervals, which need {MIN_LABELS}; "
     leads = {
         Verdict.GOOD: (f"{AS_GOOD} {reference}", ""),
         Verdict.WORSE: (WORSE, ""),
@@ -115,8 +113,8 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
         if by[v]
     ]
     if growing := [row for row in others if drifts(row)]:
-        rule = "drift is the ratio in the last quarter of the labels by that in the first: "
-        sentences += [Sentence("An error adds up", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
+        rule = "drift is the ratio in the last quarter of the labels relative to the first: "
+        sentences += [Sentence("Errors accumulate", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
     return f"{where}, {conclusions.compared(others, reference)}.", sentences
 
 
@@ -134,18 +132,18 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
         figures = spread((row["perplexity"] for row in rows), 1)
         alone = Sentence("Perplexity", f"{label} {figures}.")
         return f"{where} {label} was measured alone.", [alone]
-    headline = f"{where} there is no reference, so no ratios: --reference recompute gives them."
+    headline = f"{where} there is no reference, so no ratios: give --reference recompute."
     return headline, [Sentence("Lowest perplexity", f"{conclusions.lowest(rows)}.")]
 
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:
-    """Whose words read worse than those of recompute, and who repeats himself."""
+    """Methods less readable than recompute, and methods that repeat themselves."""
     said = []
     for size, group in grouped(rows, "cache_size").items():
         said += _of(f"{what}, C = {size}", conclusions.beside(group))
         loops = [row for row in group if row["repetition"] >= REPEATS]
         shares = [f"{in_words(row)} ({100 * row['repetition']:.0f} %)" for row in loops]
-        text = f"most is there twice, so readable words say little: {'; '.join(shares)}."
+        text = f"most repeats, so readable words say little: {'; '.join(shares)}."
         lead = f"Repetition, {what[0].lower()}{what[1:]}, C = {size}"
         said += [Sentence(lead, text)] if loops else []
     return said

@@ -1,5 +1,5 @@
-"""One self-contained page of all results in a folder: no request leaves it, nothing on it runs but
-its own script, and text of models and users is data.
+"""Self-contained page of all results in a folder. It loads nothing and runs only its own script;
+text from models and users is data.
 """
 
 import base64
@@ -36,7 +36,7 @@ def write_report(folder: str | Path) -> Path:
 
     Raises:
         NotFoundError: no folder, or none with results.
-        UserError: a file in it that is no document, or a damaged suite.
+        UserError: a file in it that is not a document, or a damaged suite.
     """
     folder = Path(folder)
     results = read(folder)
@@ -52,7 +52,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render(results: Results, contents: list[Section]) -> str:
-    """The page's source, with these sections of the results."""
+    """Source of the page with these sections of the results."""
     documents = results.documents.values()
     loader = PackageLoader("kvalign.eval.report")
     blocks: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True)

@@ -1,4 +1,4 @@
-"""A folder of results: one JSON document a file, and the suite they are cells of, if any."""
+"""Folder of results: one JSON document per file, and the suite that they are cells of, if any."""
 
 import math
 import typing
@@ -37,8 +37,8 @@ def read(folder: Path) -> Results:
     """Read the documents of a folder, in the suite's order.
 
     Raises:
-        NotFoundError: no folder, or none with results.
-        UserError: a .json file that is no document of `kvalign eval`, or a damaged suite; the
+        NotFoundError: the folder does not exist, or has no results.
+        UserError: a .json file that is not a document of `kvalign eval`, or a damaged suite; the
             message names the file and the field.
     """
     if not folder.is_dir():
@@ -53,8 +53,8 @@ def read(folder: Path) -> Results:
         document["command"] = filled_in(document["command"], folder)
     if not documents:
         raise NotFoundError(
-            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put what "
-            "`kvalign eval ... --json` prints there as .json files"
+            f"no results in {folder}: run `kvalign eval run quick --out {folder}`, or put the "
+            "output of `kvalign eval ... --json` there as .json files"
         )
     tuned = [step.name for step in suite.prepare if step.command.split()[:1] == ["tune"]]
     paths = [folder / PREPARED / f"{name}.json" for name in tuned]
@@ -114,7 +114,7 @@ class _Document(BaseModel):
 
 
 def read_document(path: Path) -> Document:
-    """The document in a file; UserError if it is none of today's evaluations."""
+    """Document in a file; UserError if it is not one of this version's evaluations."""
     try:
         values = read_json(path)
         evaluation = EVALUATIONS.find(str(values.get("kind")).removeprefix("eval "))
@@ -124,7 +124,7 @@ def read_document(path: Path) -> Document:
             raise UserError(f"rows.method: at most {_MOST_METHODS} methods, got {num}")
         evaluation.check(document)
     except UserError as error:
-        raise UserError(f"{path} is no document of `kvalign eval --json`: {error}") from None
+        raise UserError(f"{path} is not a document of `kvalign eval --json`: {error}") from None
     return document
 
 

@@ -1,4 +1,4 @@
-"""The file of a suite: named commands, and the paper's figures that belong to them."""
+"""File of a suite: named commands, and the paper's figures for them."""
 
 import re
 import shlex
@@ -15,14 +15,14 @@ OUT = "{out}"  # in a command: the folder of the results, which may be moved
 
 
 class Step(BaseModel, extra="forbid"):
-    """One command of a suite; what it prints is kept under its name."""
+    """Command of a suite; its output is stored under its name."""
 
     name: str
     command: str
 
 
 class PaperTable(BaseModel, extra="forbid"):
-    """Figures of the paper, by method and cache size: what the suite's `cell` has as `metric`."""
+    """Figures of the paper, by method and cache size; the suite's `cell` measures `metric`."""
 
     title: str
     cell: str
@@ -31,8 +31,8 @@ class PaperTable(BaseModel, extra="forbid"):
 
 
 class PaperSweep(BaseModel, extra="forbid"):
-    """The best trial of a sweep that the suite's preparation `cell` (a `kvalign tune`) makes, too;
-    figures by the names of `kvalign.eval.report.sweeps.FIGURES`.
+    """Best trial of a sweep of the paper, which the suite's preparation `cell` (a `kvalign tune`)
+    repeats; figures by the names of `kvalign.eval.report.sweeps.FIGURES`.
     """
 
     cell: str
@@ -40,7 +40,7 @@ class PaperSweep(BaseModel, extra="forbid"):
 
 
 class Paper(BaseModel, extra="forbid"):
-    """The paper's statements on what a suite measures."""
+    """Statements of the paper about a suite's measurements."""
 
     source: str = ""
     notes: list[str] = []
@@ -49,8 +49,8 @@ class Paper(BaseModel, extra="forbid"):
 
 
 class Suite(BaseModel, frozen=True, extra="forbid"):
-    """`cells` are its evaluations, `prepare` what they need, in order; `{name}` in a command stands
-    for one of `variables`, `{out}` for the folder of the results.
+    """Suite of evaluations, `cells`, and their preparations, `prepare`, in order; `{name}` in a
+    command stands for one of `variables`, `{out}` for the folder of the results.
     """
 
     title: str = ""
@@ -64,7 +64,7 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
         """A step's command in words, its variables filled in; {out} stays.
 
         Raises:
-            ValueError: a quotation without an end, or a variable that the suite has not.
+            ValueError: an open quotation, or an unknown variable.
         """
         values = self.variables | changed
 
@@ -77,7 +77,7 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
 
 
 def filled_in(command: str, out: Path) -> str:
-    """A command with the folder of the results for {out}, as a shell takes it."""
+    """Command with the folder of the results for {out}, as a shell takes it."""
     try:
         words = shlex.split(command) if OUT in command else []
     except ValueError:  # of a file that is not ours
@@ -86,7 +86,7 @@ def filled_in(command: str, out: Path) -> str:
 
 
 def parse_suite_text(text: str, name: str) -> Suite:
-    """The suite that a YAML text describes; UserError if it is none, which begins with `name`."""
+    """Suite that a YAML text describes; UserError, which begins with `name`, if it is invalid."""
     try:
         values: Any = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:

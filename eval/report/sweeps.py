@@ -1,6 +1,4 @@
-"""Sweeps of a suite, `kvalign tune` among its preparations: their trials, the best beside the
-paper's.
-"""
+"""Sweeps of a suite (`kvalign tune`): their trials, and the best beside the paper's."""
 
 from collections.abc import Mapping
 
@@ -11,16 +9,16 @@ from kvalign.eval.report.suite_file import PaperSweep
 from kvalign.foundation.console import Entry
 
 ABOUT = (
-    "Trials of kvalign tune, drawn at random from the space of the paper's table 1, best first; "
-    "ASHA stops those that are behind."
+    "Trials of kvalign tune, drawn at random from the search space of the paper's table 1, "
+    "best first; ASHA stops those that fall behind."
 )
 FIGURES = {
     "hidden1": Column("hidden 1"),
     "hidden2": Column("hidden 2"),
     "batch_size": Column("batch"),
     "lr": Column("learning rate", 5),
-    "val_loss": Column("validation loss", 5, "lower", "mean squared error of a number"),
-    "input_label_mse": Column("left stale", 5, about="the same error of entries left as they are"),
+    "val_loss": Column("validation loss", 5, "lower", "mean squared error per number"),
+    "input_label_mse": Column("left stale", 5, about="the same error without realignment"),
 }
 _TRIAL = {
     "trial": Column("trial", None),
@@ -32,7 +30,7 @@ _TRIAL = {
 
 
 class Trial(BaseModel):
-    """One trial; the figures that it lacks failed with it."""
+    """Trial of a sweep; missing figures failed with it."""
 
     trial: str
     state: str
@@ -55,7 +53,7 @@ class Sweep(BaseModel):
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """Those of the best trial by the names of `FIGURES`."""
+        """Figures of the best trial by the names of `FIGURES`."""
         return self.best.model_dump() | {"input_label_mse": self.input_label_mse}
 
 
@@ -72,7 +70,7 @@ def tables(sweeps: Mapping[str, Sweep]) -> list[Table]:
 
 
 def beside(paper: list[PaperSweep], sweeps: Mapping[str, Sweep]) -> Table:
-    """The best trials of the paper's sweeps and of ours: a row each."""
+    """Best trials of the paper's sweeps and of ours, a row each."""
     columns, lines = [Column("sweep, best trial", None), *FIGURES.values()], []
     for sweep in paper:
         ours = sweeps[sweep.cell].figures if sweep.cell in sweeps else None

@@ -42,7 +42,7 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 
 def print_tables(tables: list[Table], console: Console | None = None) -> None:
-    """Print tables, without the columns for which there is no room; it is said which."""
+    """Print tables, without the columns that do not fit, and name these."""
     console = console or console_for(pipe_width=ROW_WIDTH)
     for table in tables:
         shown, left_out = fitted(table, console.width)
@@ -58,10 +58,10 @@ def print_tables(tables: list[Table], console: Console | None = None) -> None:
 
 
 def print_meanings(tables: list[Table]) -> None:
-    """Print what the columns of tables are, and the mark of the best, as far as they are there."""
+    """Print the meaning of the tables' columns and of the mark of the best."""
     means = {column.title: column.about for table in tables for column in table.columns}
     if any(entry.is_best for table in tables for row in table.rows for entry in row):
-        means["★"] = "the best of its column; none is where its interval overlaps another"
+        means["★"] = "the best of its column; none if its interval overlaps another"
     console = console_for(pipe_width=ROW_WIDTH)
     for title, about in means.items():
         if about:
@@ -69,8 +69,9 @@ def print_meanings(tables: list[Table]) -> None:
 
 
 def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
-    """A table as far as there is room, and what is left out: columns and intervals, those of the
-    least weight first, among equals the last. What tells rows apart and one column of figures stay.
+    """Table that fits the console, and the parts left out: columns and intervals, those of the
+    least weight first, among equals the last. Columns that distinguish rows and one column of
+    figures stay.
     """
     columns = set(range(1, len(table.columns)))
     intervals = {i for i in columns if any(row[i].more for row in table.rows)}
@@ -91,9 +92,7 @@ def fitted(table: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def fits(titles: list[str], rows: list[list[Entry]], width: int) -> bool:
-    """Return whether a table of these columns, with nothing left out or wrapped, is so wide at
-    most.
-    """
+    """Return whether a table of these columns, neither cut nor wrapped, fits this width."""
     columns = zip(titles, *([entry.line for entry in row] for row in rows), strict=True)
     return sum(map(_longest, columns)) + GAP * (len(titles) - 1) <= width
 
@@ -127,7 +126,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 def _print_findings(found: list[Finding], console: Console) -> None:
     if found:
-        console.rule(Text("What was found"))
+        console.rule(Text("Findings"))
     for finding in found:
         headline = f"{finding.model}: {finding.headline}" if finding.headline else finding.model
         console.print(Text(escape_controls(headline), "bold"), soft_wrap=False)
@@ -139,8 +138,8 @@ def _print_findings(found: list[Finding], console: Console) -> None:
 
 
 def print_passages(panels: list[Panel], console: Console | None = None) -> None:
-    """Print what was written, if this is a terminal: readable chunks green, unreadable ones red and
-    underlined. A console without colours underlines alone.
+    """Print the passages, if this is a terminal: readable chunks green, others red and underlined.
+    A console without colours only underlines.
     """
     console = console or console_for()
     if not console.is_terminal:

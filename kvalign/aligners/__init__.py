@@ -1,5 +1,5 @@
-"""Aligners: what realigns the entries that stay after an eviction. One file a kind; `kinds.py` has
-a line each, and the config in an aligner's folder names its kind.
+"""Aligners: trained parts that realign the entries that stay after an eviction. Each kind has one
+file and one line in `kinds.py`. The config in an aligner's folder names its kind.
 """
 
 import lazy_loader

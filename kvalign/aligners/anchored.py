@@ -1,7 +1,9 @@
-"""A network on the entry as it was born: the paper's, applied once and never to its own output.
+"""`anchored`: the paper's network, applied once to the entry without its position and never to its
+own output.
 
-It adds to what position tables give: out = table(x, p_now) + f(x, p_now, layer, head), x the entry
-without its position. It starts as the table alone, and is trained on pairs of many shifts.
+It adds to the output of position tables: out = table(x, p_now) + f(x, p_now, layer, head), where x
+is the entry without its position. Before training it equals the table. It is trained on pairs of
+many shifts.
 """
 
 from torch import Tensor
@@ -13,7 +15,7 @@ from kvalign.aligners.table import TableAligner
 
 
 class AnchoredAligner(Aligner):
-    """Tables and two `RealignNet`s, sizes as of the `network` kind."""
+    """AnchoredAligner"""
 
     kind = "anchored"
     recursive = False
@@ -45,7 +47,7 @@ class AnchoredAligner(Aligner):
 def rows_of(
     aligner: AnchoredAligner, kv: str, x: Tensor, now: Tensor, layer: Tensor, head: Tensor
 ) -> Tensor:
-    """Rows x [N, D] as `anchor` leaves them, for their positions now: [N, D]; for training."""
+    """Realigned rows [N, D] of x [N, D], the output of `anchor`; for training."""
     means, scales = getattr(aligner.table, kv), getattr(aligner.table, f"{kv}_scale")
     placed = means[layer, head, now] + x * scales[layer, head, now, None]
     net: RealignNet = getattr(aligner, kv)

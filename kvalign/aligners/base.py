@@ -1,8 +1,9 @@
-"""Base of every aligner: trained parts for one base model, in a folder of safetensors and a config
-that says so.
+"""Base of every aligner: trained parts for one base model, stored in a folder as safetensors and a
+config.
 
-An aligner corrects the entries that stay in the cache after an eviction. The rotation of a rotary
-model is not its business (`kvalign.cache.realign`), so one that adds nothing is StreamingLLM.
+An aligner corrects the entries that stay in the cache after an eviction. It does not rotate the
+keys of a rotary model (`kvalign.cache.realign` does), so an aligner that adds nothing gives
+StreamingLLM.
 """
 
 from abc import ABC, abstractmethod
@@ -42,24 +43,25 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Size = Annotated[Count, Field(ge=1)]
 Text = Annotated[str, Field(strict=True)]
 Birth = Tensor | slice
-"""Positions at which entries were computed: [S] int64, or a slice of length S."""
+"""Original positions of entries: [S] int64, or a slice of length S."""
 KeysValues = tuple[Tensor, Tensor]
 
 
 class AlignerConfig(BaseModel):
-    """Base model of an aligner and how it was made: the `config.json` of its folder.
+    """Base model of an aligner and its training: the `config.json` of its folder.
 
     Attributes:
         kind: name in `kvalign.aligners.kinds.KINDS`.
-        base_model: the model's name when it was recorded; informative, a folder may have moved.
-        embedding_fingerprint: 16 embedding weights of the base model, by which it is recognised
-            (`probe` in folders of version 0.1).
+        base_model: the model's name at the time of training. Informative, since a folder may have
+            moved.
+        embedding_fingerprint: 16 embedding weights of the base model, which identify it (`probe` in
+            folders of version 0.1).
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
-        num_sinks: of the recorded caches; of kinds that are trained on text, those that did best:
-            what a stream keeps unless it is told otherwise.
-        shifts: numbers of entries evicted at once that it was trained on.
+        num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
+            did best, and a stream's default.
+        shifts: numbers of entries evicted at once, as in training.
         sizes: sizes of the kind's own parts.
-        training: data, settings and versions it came from, by part; informative.
+        training: data, settings and versions of each part; informative.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -89,9 +91,7 @@ class AlignerConfig(BaseModel):
 
     @property
     def num_positions(self) -> int:
-        """Places after the sinks that a recorded cache had once one entry was evicted: the most it
-        can align.
-        """
+        """Positions after the sinks of a recorded cache after one eviction: the most to align."""
         return self.chunk_len - self.num_sinks - 1
 
 
@@ -100,13 +100,13 @@ class Move:
     """A move of the entries after the sinks.
 
     Attributes:
-        shift: the places that each entry moves towards the start: those evicted since the last.
+        shift: the number of positions that each entry moves towards the start since the last move.
         first: the position of the first entry after the sinks: their number, unless positions run
             on.
-        now: [S] int64, the positions after the move: first, first + 1, ...; or, of a table alone,
-            [B, H, S] of any.
-        births: [B, H, S] int64, those at which entries were computed, where some of them may be
-            there still; None: all have moved.
+        now: [S] int64, the positions after the move: first, first + 1, ...; for a table alone, [B,
+            H, S] of any positions.
+        births: [B, H, S] int64, the original positions, if some entries may still be there; None:
+            all have moved.
     """
 
     shift: int
@@ -122,13 +122,13 @@ class Aligner(
 
     kind: ClassVar[str]
     recursive: ClassVar[bool]
-    """True: `realign` is given its own last output; False: what `anchor` returned at birth."""
+    """True: the input of `realign` is its own last output; False: the output of `anchor`."""
     default_sizes: ClassVar[Mapping[str, int]] = {}
-    """Sizes of the kind's own parts, by the names that `AlignerConfig.sizes` gives them."""
+    """Sizes of the kind's own parts, by their names in `AlignerConfig.sizes`."""
     default_num_sinks: ClassVar[int] = 0
 
     source: str | None = None
-    """The name it was loaded by: shipped, folder or hub id; None: it was made here."""
+    """Name under which it was loaded: shipped, folder or hub id; None: it was made here."""
     revision: str | None = None
     """The hub's commit, or the first digits of the SHA-256 of a folder's weights."""
 
@@ -138,22 +138,20 @@ class Aligner(
 
     @property
     def label(self) -> str:
-        """Name of the aligner in tables of results: its kind, and its objective if that is not
-        `mse`.
-        """
+        """Name of the aligner in tables of results: its kind, and its objective unless `mse`."""
         parts = self.config.training.values()
         objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
         return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
-        """Return what to keep of a layer's new entries; `realign` starts from it unless it is
-        recursive.
+        """Return the form in which a layer stores its new entries. `realign` starts from it unless
+        the aligner is recursive.
 
         Args:
             layer: its index.
             keys: [B, H, S, D], rotated back to position 0 where the model is rotary.
             values: [B, H, S, D].
-            birth: the positions they were computed at.
+            birth: their original positions.
 
         Returns:
             keys and values of the same shape.
@@ -162,24 +160,24 @@ class Aligner(
 
     @abstractmethod
     def realign(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """Correct a layer's entries after the sinks for the positions they have now.
+        """Return a layer's entries after the sinks, corrected for their present positions.
 
         Args:
             layer: its index.
-            keys: [B, H, S, D]. Of a rotary model: rotated to their new positions if the aligner is
-                recursive, else at position 0, to be rotated afterwards.
+            keys: [B, H, S, D]. For a rotary model: rotated to their new positions if the aligner is
+                recursive, else at position 0 and rotated afterwards.
             values: [B, H, S, D].
-            move: the eviction, and where each entry is now.
+            move: the eviction, and the present position of each entry.
 
         Returns:
             keys and values of the same shape.
         """
 
     def check_weights(self, where: str) -> None:
-        """Raise UserError, which begins with `where`, for finite weights that it cannot take."""
+        """Raise UserError, beginning with `where`, for finite weights that the kind cannot use."""
 
     def check(self, model: PreTrainedModel, sizes: "CacheSizes") -> None:
-        """Raise UserError, naming the field, if it was not made for such a model or cache."""
+        """Raise UserError, which names the field, unless the aligner fits this model and cache."""
         spec = spec_of(model.config)
         named = f"the aligner {self.source}" if self.source else "this aligner"
         made_for = f"{named} was made for {self.config.base_model}"
@@ -194,18 +192,18 @@ class Aligner(
             )
         if sizes.cache_size >= self.config.chunk_len:
             raise UserError(
-                f"cache_size must be at most {self.config.chunk_len - 1} with {named} (it was "
-                f"made with chunk_len {self.config.chunk_len}), got {sizes.cache_size}"
+                f"cache_size must be at most {self.config.chunk_len - 1} with {named} (its "
+                f"chunk_len is {self.config.chunk_len}), got {sizes.cache_size}"
             )
         if sizes.last_position >= self.config.chunk_len:
             raise UserError(
                 f"realign_every must be at most {self.config.chunk_len - sizes.cache_size} with "
-                f"{named} and cache_size {sizes.cache_size} (it was made with chunk_len "
+                f"{named} and cache_size {sizes.cache_size} (its chunk_len is "
                 f"{self.config.chunk_len}, and positions run on), got {sizes.realign_every}"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """The README.md that `save_pretrained` writes where there is none."""
+        """The README.md that `save_pretrained` writes unless one exists."""
         from kvalign.aligners.card import card_text
 
         return ModelCard(card_text(self.config))
@@ -223,12 +221,12 @@ class Aligner(
     @classmethod
     @lasting()
     def from_pretrained(cls, model_id: str | Path, *, revision: str | None = None) -> "Aligner":  # type: ignore[override]
-        """Load an aligner of any kind: a shipped name, a local folder or a hub id. Its weights are
-        float32, in whatever precision the file has them.
+        """Load an aligner of any kind by shipped name, local folder or hub id. The weights become
+        float32, whatever the precision in the file.
 
         Raises:
             NotFoundError: no aligner of that name.
-            UserError: its config or weights are damaged or do not fit together.
+            UserError: its config or weights are damaged or inconsistent.
         """
         typed("aligner", model_id, Path)
         folder = checkpoints.aligner_path(str(model_id)) or Path(model_id)
@@ -259,7 +257,7 @@ class Aligner(
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary: nearly the same in any precision."""
+    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
     weight = model.get_input_embeddings().weight
     rows = torch.linspace(0, weight.shape[0] - 1, FINGERPRINT_LEN).long().to(weight.device)
     columns = torch.linspace(0, weight.shape[1] - 1, FINGERPRINT_LEN).long().to(weight.device)
@@ -270,7 +268,7 @@ def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
 
 
 def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
-    """Return whether the model has the embedding weights of a fingerprint, in any precision."""
+    """Return whether the model has these embedding weights, in any precision."""
     actual = torch.tensor(embedding_fingerprint(model))
     return len(expected) == len(actual) and torch.allclose(
         torch.tensor(expected, dtype=actual.dtype), actual, rtol=2e-2, atol=1e-4
@@ -278,7 +276,7 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:
-    """The config of an aligner to be trained for `model`."""
+    """The config of an untrained aligner for `model`."""
     of_model = {name: getattr(spec, name) for name in _OF_MODEL}
     fingerprint = embedding_fingerprint(model)
     return AlignerConfig(
@@ -287,7 +285,7 @@ def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any
 
 
 def _revision(folder: Path) -> str:
-    """The commit of a snapshot in the hub's cache; of any other folder the first digits of its
+    """Commit of a snapshot in the hub's cache; for any other folder the first digits of its
     weights' SHA-256.
     """
     is_snapshot = folder.parent.name == "snapshots"
@@ -302,7 +300,7 @@ def _no_aligner(name: str) -> str:
     known = ", ".join(checkpoints.ALIGNERS)
     return (
         f"no aligner {name!r}: neither a folder nor on the hub{hub.why_not()}{hint} (shipped: "
-        f"{known}; those of yours: kvalign aligners)"
+        f"{known}; yours: kvalign aligners)"
     )
 
 

@@ -1,7 +1,7 @@
-"""The model card of an aligner: what it is, what it was made for and from, and how well it did.
+"""Model card of an aligner: its purpose, base model, training and results.
 
-It is written from the config alone; `training` may hold one dict a part (the network kind: `key`
-and `value`), of which the template prints what it knows.
+It is written from the config alone. `training` may hold one dict for each part (`key` and `value`);
+the template prints the fields that it knows.
 """
 
 import math
@@ -28,7 +28,7 @@ _TEMPLATES.filters["exp"] = math.exp
 
 
 def card_text(config: "AlignerConfig") -> str:
-    """The whole card, with the metadata that the hub reads."""
+    """The whole card, with the metadata for the hub."""
     parts = {name: part for name, part in config.training.items() if isinstance(part, dict)}
     data = [part["data"] for part in parts.values() if isinstance(part.get("data"), dict)]
     imported = any("licence" in entry for entry in data)
@@ -56,7 +56,7 @@ def card_text(config: "AlignerConfig") -> str:
 
 
 def _set_name(parts: list[str]) -> str:
-    """A set of parts in words: `keys and values`."""
+    """Set of parts in words: `keys and values`."""
     return " and ".join(f"{part}s" for part in parts) or "nothing (`streaming-llm`)"
 
 
@@ -65,9 +65,7 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _datasets(data: dict[str, Any]) -> list[str]:
-    """The data sets of the hub that a part was trained on; of parts recorded before they were
-    listed, those that a corpus names itself.
-    """
+    """Hub data sets of a part's training; for older records, those that a corpus names itself."""
     if "datasets" in data:
         return [name for name in map(str, data["datasets"]) if _is_hub_id(name)]
     specs = [str(spec).removeprefix("marked:") for spec in data.get("corpus") or ()]

@@ -1,7 +1,7 @@
-"""The kinds of aligner: a line each. The command line, reports and tests read this registry.
+"""Kinds of aligner, one line each. The command line, reports and tests read this registry.
 
-How a kind is trained says the module of its name in `kvalign.training.kinds`, which may define the
-aligner, too.
+The module of the same name in `kvalign.training.kinds` trains a kind. It may also define the
+aligner.
 """
 
 from __future__ import annotations

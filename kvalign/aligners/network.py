@@ -2,8 +2,8 @@
 eviction.
 
 out = x + f(x, position, layer, head), shared by all layers and heads (Aldea, Hwang, Kim, Liang
-2024). It is trained on entries of a clean cache and applied to its own output as often as an entry
-moves: its error adds up.
+2024). It is trained on entries of a clean cache, but applied to its own output at each move. So
+errors accumulate.
 """
 
 from typing import TYPE_CHECKING
@@ -25,8 +25,9 @@ _HIDDEN = NETWORK_SIZES.keys() - SHARED_SIZES
 class RealignNet(nn.Module):
     """x [..., D] -> x + MLP(x, position, layer, head), two hidden ReLU layers.
 
-    The first layer acts on a concatenation, so it is a product for the vector and a row of a table
-    for each embedding; the tables are small and computed once a call instead of once a row.
+    The first layer acts on a concatenation. So it is a product for the vector, plus one table row
+    for each embedding. The tables are small, and computed once for each call instead of once for
+    each row.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class RealignNet(nn.Module):
         self.clear()
 
     def clear(self) -> None:
-        """Add nothing: the network gives back what it is given, as it does untrained."""
+        """Reset the network so that its output equals its input, as before training."""
         nn.init.zeros_(self.fc3.weight)
         nn.init.zeros_(self.fc3.bias)
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weight of the vector [hidden1, D], and what each position, layer and head adds: [P|L|H,
-        hidden1].
+        """Weight of the vector [hidden1, D], and the contributions of position, layer and head:
+        [P|L|H, hidden1].
         """
         vector, position, layer, head = self.fc1.weight.split(self.splits, dim=1)
         return (
@@ -70,7 +71,8 @@ class RealignNet(nn.Module):
         )
 
     def forward(self, x: Tensor, position: Tensor, layer: Tensor, head: Tensor) -> Tensor:
-        """Realign rows x [N, D], each with its position after the sinks, layer and head: [N] int64.
+        """Realigned rows of x [N, D], each with its position after the sinks, layer and head: [N]
+        int64.
 
         Layer and head share one table, and the tables' rows go into the product as its bias: on a
         CPU, the gradient of a lookup and each pass over [N, hidden1] cost as much as a good part of
@@ -83,8 +85,8 @@ class RealignNet(nn.Module):
         return x + self._rest(torch.addmm(place, x, vector.T))
 
     def correction(self, x: Tensor, layer: int, first: int = 0) -> Tensor:
-        """Return what the network adds to one layer's entries x [B, H, S, D], at positions `first`
-        and on.
+        """Return the network's correction for one layer's entries x [B, H, S, D], at positions
+        `first` and on.
         """
         vector, positions, layers, heads = self.tables()
         of_position = positions[first : first + x.shape[2]]
@@ -92,18 +94,18 @@ class RealignNet(nn.Module):
         return self._rest(nn.functional.linear(x, vector) + place)
 
     def _rest(self, hidden: Tensor) -> Tensor:
-        """Correction from the first layer's output, [..., hidden1] before its ReLU, which is
+        """Correction from the first layer's output, [..., hidden1] before its ReLU; the input is
         overwritten.
         """
         return self.fc3(self.fc2(hidden.relu_()).relu_())
 
 
 class NetworkAligner(Aligner):
-    """Two `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`,
+    """Pair of `RealignNet`s. Sizes are settings `key_hidden1`, `key_hidden2`, `value_...`,
     `position_dim`, ...
 
-    Trained on shift s, it takes a longer move as several moves of s; keys or values without
-    training stay and leaves its entries as they are.
+    A network trained on shift s makes a longer move as several moves of s. Without training, keys
+    or values stay unchanged.
     """
 
     kind = "network"
@@ -141,7 +143,7 @@ class NetworkAligner(Aligner):
 
 
 def new_net(config: AlignerConfig, kv: str, num_positions: int) -> RealignNet:
-    """The network of keys or values, of the config's sizes."""
+    """Network for keys or values, of the config's sizes."""
     shared = {name: size for name, size in config.sizes.items() if name not in _HIDDEN}
     hidden1, hidden2 = (config.sizes[f"{kv}_hidden{i}"] for i in (1, 2))
     shape = (config.head_dim, num_positions, config.num_layers, config.num_kv_heads)

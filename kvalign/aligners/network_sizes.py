@@ -1,4 +1,4 @@
-"""The default sizes of realignment networks: those that the paper's sweep found for DistilGPT2."""
+"""Default sizes of realignment networks, which the paper's sweep found for DistilGPT2."""
 
 KV = ("key", "value")
 SHARED_SIZES = ("position_dim", "layer_dim", "head_embed_dim")

@@ -1,16 +1,16 @@
-"""Position tables: an entry is standardised where it was born and given the mean and the scale of
-where it is now.
+"""Position tables: an entry is standardised at its original position, then given the mean and the
+scale of its present one.
 
     k <- m[p_now] + s[p_now] * (k_born - m[p_born]) / s[p_born]
 
-m[layer, head, p] is the mean key (value) that a layer and head give at position p over a corpus,
-and s[layer, head, p] its root mean square distance from that mean. The moves telescope: whatever
-the evictions on the way, an entry is computed from its birth, so no error adds up, and any number
-can be evicted at once. It is what StreamingLLM does with rotations, carried over to learned
+m[layer, head, p] is the mean key (value) of a layer and head at position p over a corpus, and
+s[layer, head, p] its root mean square distance from that mean. Moves telescope: however many
+evictions lie between, an entry is computed from its original form. So no error accumulates, and any
+number of entries can be evicted at once. It is StreamingLLM's rotation, carried over to learned
 positions.
 
-The scale is there because a layer norm divides the sum of token and position by its size: where the
-position embedding is large (the first positions), what is left of the token is small.
+The scale is needed because a layer norm divides the sum of token and position by its size. Where
+the position embedding is large (the first positions), the token's part becomes small.
 """
 
 import torch
@@ -21,8 +21,8 @@ from kvalign.foundation.errors import UserError
 
 
 class TableAligner(Aligner):
-    """Means [L, H, P, D] and scales [L, H, P] for keys and values, P = chunk_len; before training 0
-    and 1: no change.
+    """Means [L, H, P, D] and scales [L, H, P] for keys and values, P = chunk_len. Before training
+    they are 0 and 1 and change nothing.
     """
 
     kind = "table"
@@ -36,7 +36,7 @@ class TableAligner(Aligner):
         self.clear()
 
     def clear(self) -> None:
-        """Change nothing, as before training."""
+        """Reset the tables so that they change nothing, as before training."""
         for means, scales in ((self.key, self.key_scale), (self.value, self.value_scale)):
             nn.init.zeros_(means)
             nn.init.ones_(scales)

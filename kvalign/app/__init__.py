@@ -1,1 +1,1 @@
-"""The application: the command line and the pages. It may use everything; nothing uses it."""
+"""Application: the command line and the pages. It may import every layer; no layer imports it."""

@@ -1,4 +1,4 @@
-"""The cache of fixed size: what it keeps, and how what it keeps stays right."""
+"""Cache of fixed size: which entries it keeps, and how they stay right."""
 
 import lazy_loader
 

@@ -1,13 +1,13 @@
-"""A streaming cache from which any entry may go. Each head may evict a different entry.
+"""Streaming cache from which any entry may be evicted. Each head may evict a different entry.
 
      places  0 1 2 3 | 4 5 6 ... C-1        sinks stay in front, entries in the order of time
      head 0  0 1 2 3 | 7 9 30 ... 99
      head 1  0 1 2 3 | 4 5 31 ... 99        which tokens they are of, differs
 
-A policy scores the entries as a step sees them; before the next step the lowest go. Those that stay
-are placed by their rank: an entry of token j, the r-th of those that are kept, counts as lying at
-position r. What is placed from its birth (rotations, tables) can be placed anywhere, so that is
-all. With `positions="keep"` nothing is placed: positions grow with the stream.
+A policy scores the entries that a step sees. Before the next step those with the lowest scores are
+evicted. The rest are placed by rank: the r-th kept entry gets position r. This needs only entries
+that can be placed from their original form (rotations, tables). With `positions="keep"` nothing is
+placed, and positions grow with the stream.
 """
 
 from typing import final
@@ -30,15 +30,15 @@ from kvalign.policies import POLICIES
 
 @final
 class AnySlotCache(FixedSizeCache):
-    """Entries that a policy keeps, placed by rank or left where they were computed.
+    """Entries that a policy keeps, placed by rank or left at their original positions.
 
     Args:
         spec, sizes: see `FixedSizeCache`.
-        realigner: what keeps the entries that stay right; it must place them from their birth.
-        config: of the model, whose attention hands over its weights where the policy reads them.
+        realigner: keeps the kept entries right; it must place them from their original form.
+        config: of the model, whose attention passes on its weights if the policy reads them.
 
     Raises:
-        UserError: as of `FixedSizeCache`; a realigner, a model or positions that do not go with it.
+        UserError: as of `FixedSizeCache`; a realigner, a model or positions that do not fit.
     """
 
     attention: list[AnySlotLayer]
@@ -77,12 +77,13 @@ class AnySlotCache(FixedSizeCache):
         name, policy = spec.name or "this model", self.policy.name
         if spec.model_type not in REGISTERED:
             raise UserError(
-                f"policy {policy} reads attention weights, which {spec.model_type} models do not "
-                "expose: take key-norm, keydiff or random"
+                f"policy {policy} reads attention weights, which {spec.model_type} models do "
+                "not expose: use key-norm, keydiff or random"
             )
         if window_of(self.config) is not None:
             raise UserError(
-                f"policy {policy} reads attention over all entries; layers of {name} see a window"
+                f"policy {policy} reads attention over all entries, but layers of {name} see "
+                "only a window"
             )
 
     def index(self, row: int = 0) -> Tensor:
@@ -98,7 +99,7 @@ class AnySlotCache(FixedSizeCache):
         return list(self.seen) if self.keeps_positions else super().positions()
 
     def check_room(self, num_new: int) -> None:
-        """Raise UserError unless there are positions for so many tokens more."""
+        """Raise UserError unless there are positions for so many more tokens."""
         last, seen = self.last_token, max(self.seen, default=0)
         if last is not None and seen + num_new > last:
             raise UserError(

@@ -1,4 +1,4 @@
-"""A layer of a cache from which any entry may go: what it holds, and which of it stays."""
+"""Layer of a cache from which any entry may be evicted: its entries, and which of them stay."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,13 +20,13 @@ from kvalign.policies.base import Policy, Seen
 
 @final
 class AnySlotLayer(StreamingLayer):
-    """Entries in the order of time, of which a policy says in each head what they are worth. Rows
-    are right-aligned; what a shorter one lacks is 0 and of token -1.
+    """Entries in the order of time, with a score for each head from the policy. Rows are
+    right-aligned; missing entries of a shorter row are 0 and have token -1.
 
     Attributes:
-        held: [B, H, S, D], as entries are placed from: without their position, sinks as they are.
-        index: [B, H, S] int64, of which tokens of the stream.
-        scores: [B, H, S] float32, what the policy gave them last; 0 of those it has not seen.
+        held: [B, H, S, D], without their position, except sinks, which keep theirs.
+        index: [B, H, S] int64, their tokens' positions in the stream.
+        scores: [B, H, S] float32, the policy's last scores; 0 for entries without one.
     """
 
     def __init__(self, cache: Owner, layer_idx: int, policy: Policy, sizes: CacheSizes):
@@ -72,9 +72,7 @@ class AnySlotLayer(StreamingLayer):
     def _attend(
         self, step: Step, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attention of queries [B, H, T, D] over all entries, whose weights the policy sees: [B, T,
-        H, D].
-        """
+        """Attention of queries [B, H, T, D], with weights for the policy: [B, T, H, D]."""
         query = query.unflatten(1, (keys.shape[1], -1)).float() * scale  # [B, H_kv, G, T, D]
         scores = query @ keys.float()[:, :, None].mT
         num_new, num = scores.shape[-2:]
@@ -96,7 +94,7 @@ class AnySlotLayer(StreamingLayer):
         self.scores = self.policy.score(seen).detach()
 
     def evict(self, step: Step) -> None:
-        """Keep what is worth the most: so many entries of each row as the step says."""
+        """Keep the entries with the highest scores: as many of each row as the step says."""
         num, sizes = self.index.shape[2], self.sizes
         if num == step.num_before:
             return
@@ -133,7 +131,7 @@ class AnySlotLayer(StreamingLayer):
         return [cat(rows, dim=0)]
 
     def _placed(self, held: KV, index: Tensor) -> list[KV]:
-        """Sinks, and the others where they are now: the r-th at position r."""
+        """Sinks, and the others at their present positions: the r-th at position r."""
         num, realigner = index.shape[2], self.cache.realigner
         num_sinks = min(num, self.sizes.num_sinks)
         now, births = torch.arange(num_sinks, num, device=self.device), None

@@ -1,15 +1,15 @@
-"""Shared parts of all caches of fixed size: the books of their rows, the passes of the model, and
-how transformers sees them. `streaming_cache.py` and `any_slot_cache.py` have a kind each.
+"""Shared parts of all caches of fixed size: the counts of their rows, the passes of the model, and
+the interface to transformers. `streaming_cache.py` and `any_slot_cache.py` have one kind each.
 
-A layer hands in the keys and values of new tokens and gets all entries for this pass's attention.
-What is the same for all layers stands in one `Step`, which is made before the first of them. The
-model needs no hook and no patch: it asks the cache for its next position.
+A layer passes in the keys and values of new tokens and gets all entries for this pass's attention.
+One `Step`, made before the first layer, holds everything that is the same for all layers. The model
+needs no hook and no patch: it asks the cache for its next position.
 
-Rows of a batch are independent: each has its own length, right-aligned, so that a pass writes all
-rows at one place. What a row lacks on the left is masked until it is full.
+Rows of a batch are independent. Each has its own length and is right-aligned, so that a pass writes
+all rows at one slot. Missing entries on the left are masked until the row is full.
 
-A pass that fails leaves layers that differ: the cache is refused from then on, until `reset` or
-`restore`; one that had been fed nothing is as new.
+A pass that fails leaves layers that differ. From then on the cache is refused, until `reset` or
+`restore`. A cache that had been fed nothing stays usable.
 """
 
 from abc import abstractmethod
@@ -35,19 +35,20 @@ from kvalign.models.architectures import ModelSpec
 
 
 class FixedSizeCache(Saving, ForeignCalls):
-    """A `Cache` that keeps so many entries: pass it as `past_key_values`, with neither mask nor
+    """A `Cache` with a fixed number of entries. Pass it as `past_key_values`, without mask or
     position ids.
 
     Args:
         spec: the model, from `kvalign.models.spec_of(model.config)`.
-        sizes: how many entries it keeps and drops, and which.
-        realigner: what keeps the entries that stay right; None leaves them unchanged.
+        sizes: how many entries it keeps and evicts, and which.
+        realigner: keeps the kept entries right; None leaves them unchanged.
 
     Attributes:
-        seen: tokens that each row has been fed.
-        frame: the sizes with the number of evictions after which entries are moved back.
-        step: the pass that is going on.
-        attention: the layers that have entries; hybrids have others, which have a state.
+        seen: number of tokens that each row has been fed.
+        frame: the sizes, with the number of evictions after which entries are moved back.
+        step: the current pass.
+        attention: the layers that have entries. Hybrid models have other layers, which have a
+            state.
 
     Raises:
         UserError: more entries than the model has positions for.
@@ -77,22 +78,20 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     @abstractmethod
     def _bring(self, step: Step) -> Step:
-        """Evict what has to go, and bring what stays to where the tokens of a pass find it; return
-        the pass that is taken.
-        """
+        """Evict entries, move the others to where a pass finds them, and return the pass."""
 
     def _hold(self, seen: list[int]) -> None:
-        """Have rows of so many tokens each, their entries where the next tokens find them."""
+        """Set up rows of so many tokens each, with entries where the next tokens find them."""
         self.seen = seen
 
     @property
     def num_stored(self) -> int:
-        """Entries that the next token finds, of the longest row."""
+        """Entries that the next token finds, in the longest row."""
         return max((self.sizes.num_stored(n) for n in self.seen), default=0)
 
     @property
     def num_evictions(self) -> int:
-        """Times that the longest row has dropped anything."""
+        """Number of evictions of the longest row."""
         return self.sizes.num_dropped(max(self.seen, default=0)) // self.sizes.num_evicted
 
     def positions(self) -> list[int]:
@@ -101,7 +100,7 @@ class FixedSizeCache(Saving, ForeignCalls):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around what changes it, as one; UserError if what came before did not end."""
+        """Context for one change to the cache; UserError if the change before did not end."""
         self._whole.check()
         was_fed = any(self.seen)
         try:
@@ -116,12 +115,12 @@ class FixedSizeCache(Saving, ForeignCalls):
     def forward_pass(
         self, num_rows: int, num_new: int, segment: Segment | None = None
     ) -> Iterator[Step]:
-        """A pass of the model over `num_new` tokens of each row: within it, call the model with
+        """A pass of the model over `num_new` tokens of each row. Within it, call the model with
         this cache. It counts when it ends without an exception.
 
         Raises:
-            UserError: more tokens than are taken at once, or of other rows than are here; the pass
-                before failed.
+            UserError: more tokens than fit at once, another number of rows than the cache has, or a
+                failed pass before.
         """
         self._check_takes(num_rows, num_new, segment)
         with self.changing():
@@ -133,9 +132,9 @@ class FixedSizeCache(Saving, ForeignCalls):
                 self.step = None
 
     def enter(self, layer_idx: int, new: KV) -> Step:
-        """The pass in which a layer is handed new entries. A loop of the user's calls the model
-        without `forward_pass`: there the first layer begins a pass, and the last one ends it. What
-        fails after that is theirs: the token counts.
+        """The pass in which a layer receives new entries. A user's own loop calls the model without
+        `forward_pass`: there the first layer begins a pass, and the last one ends it. An error
+        after that is the user's: the token counts.
         """
         is_first = layer_idx == self.attention[0].layer_idx
         if not self._whole.is_changing and (is_first or self.step is None):
@@ -148,7 +147,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         return self.step
 
     def leave(self, layer_idx: int) -> None:
-        """The layer has taken them."""
+        """Record that the layer has taken its entries."""
         if layer_idx == self.attention[-1].layer_idx and not self._whole.is_changing:
             assert self.step is not None
             self._end(self.step)
@@ -156,8 +155,8 @@ class FixedSizeCache(Saving, ForeignCalls):
             self._whole.end()
 
     def settle(self) -> Step | None:
-        """Bring all entries to where the next token finds them: a pass over nothing, or None where
-        there are none, or in a pass.
+        """Bring all entries to where the next token finds them: a pass over no tokens. None if
+        there are no entries, or within a pass.
         """
         if not self.seen:
             return None
@@ -165,12 +164,12 @@ class FixedSizeCache(Saving, ForeignCalls):
             return self._settled(0) if self.step is None else None
 
     def _check_takes(self, num_rows: int, num_new: int, segment: Segment | None = None) -> None:
-        """Raise UserError unless a pass can be over so many tokens of so many rows."""
+        """Raise UserError unless a pass can have so many tokens of so many rows."""
         most = self.sizes.first_input_len
         if num_new > most and segment is None:
             raise UserError(
-                f"this cache takes at most cache_size + 1 = {most} tokens at once, got {num_new}: "
-                "feed them in parts, or let kvalign.stream_tokens do it"
+                f"this cache takes at most cache_size + 1 = {most} tokens at once, got "
+                f"{num_new}: feed them in parts, or use kvalign.stream_tokens"
             )
         self.check_rows(num_rows)
         if num_new > 1 and len(set(self.seen)) > 1:
@@ -195,7 +194,7 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.seen = [n + step.num_new for n in step.seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The position of the next token: transformers asks before each pass."""
+        """The position of the next token; transformers asks for it before each pass."""
         return max(self.positions(), default=0) if self.step is None else self.step.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -3,8 +3,8 @@
     [ . . . 5 6 7 8 9 . . . ]     appended at `end`, dropped by reading fewer of them
             ^ view    ^ end
 
-When `end` meets the buffer's end, what is kept moves to its start: a copy of C entries every C / 4
-steps instead of one at each.
+When `end` reaches the end of the buffer, the kept entries are copied to its start: C entries every
+C / 4 steps instead of at each step.
 """
 
 from abc import ABC, abstractmethod
@@ -32,16 +32,16 @@ class KV(NamedTuple):
         return KV(function(self.keys), function(self.values))
 
     def slots(self, start: int, num: int) -> "KV":
-        """A view of so many of the entries."""
+        """View of so many of the entries."""
         return KV(self.keys.narrow(2, start, num), self.values.narrow(2, start, num))
 
     def put(self, new: "KV") -> None:
-        """Overwrite the entries by as many others."""
+        """Overwrite the entries with as many others."""
         for x, y in zip(self, new, strict=True):
             x.copy_(y.detach())
 
     def rows(self, rows: slice | Tensor) -> "KV":
-        """Those of some rows of the batch."""
+        """Entries of some rows of the batch."""
         return KV(self.keys[rows], self.values[rows])
 
     def unless(self, is_other: Tensor, other: "KV") -> "KV":
@@ -56,7 +56,7 @@ class KV(NamedTuple):
 
 
 class Part(ABC):
-    """A part that holds rows of a batch."""
+    """Part of a cache that has rows of a batch."""
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
@@ -64,30 +64,30 @@ class Part(ABC):
 
     @abstractmethod
     def join(self, others: Sequence[Any]) -> None:
-        """Hold the rows of all these, of the same kind."""
+        """Take over the rows of all these parts of the same kind."""
 
 
 def cat(parts: Iterable[tuple[Tensor, Tensor]], dim: int = 2) -> KV:
-    """Entries one after another; with another dim their rows (0) or layers."""
+    """Concatenation of entries; with another dim of their rows (0) or layers."""
     keys, values = zip(*parts, strict=True)
     return KV(torch.cat(keys, dim), torch.cat(values, dim))
 
 
 def slack_of(sizes: CacheSizes) -> int:
-    """Entries that a buffer has room for beyond those that are seen at once: so many steps lie
-    between two copies to its front.
+    """Spare entries of a buffer beyond those that are seen at once, and so the number of steps
+    between two copies to its start.
     """
     return max(1, sizes.first_input_len // SLACK)
 
 
 class KVBuffer:
-    """Keys and values appended at the end; the owner says how many of the last still count.
+    """Keys and values appended at the end; the owner knows how many of the last ones count.
 
     Args:
-        like: of the shape [B, H, ?, D] and on the device of what is to be held.
-        sizes: of the cache: as many entries as a step sees are read at once, `slack_of` them more
-            fit before anything is copied.
-        dtype: of what is held.
+        like: entries of the shape [B, H, ?, D], on the device and in the form of those to store.
+        sizes: of the cache. A step reads as many entries as it sees at once; `slack_of` more fit
+            before a copy.
+        dtype: of the stored entries.
     """
 
     def __init__(self, like: KV, sizes: CacheSizes, dtype: torch.dtype):
@@ -95,34 +95,34 @@ class KVBuffer:
         self.data = like.map(lambda x: _empty(x, 0, dtype))
 
     def last(self, num: int, rows: slice = slice(None)) -> KV:
-        """A view of the newest entries [B, H, num, D]."""
+        """View of the newest entries [B, H, num, D]."""
         assert num <= self.end
         return self.data.slots(self.end - num, num).rows(rows)
 
     def make_room(self, num_kept: int, num_new: int) -> None:
-        """See to it that `num_new` more fit after the `num_kept` last ones."""
+        """Make room for `num_new` more after the `num_kept` last ones."""
         assert num_kept <= self.end
         length = self.data.keys.shape[2]
         if self.end + num_new > length:
             self._compact(num_kept, num_kept + num_new)
 
     def put(self, slot: int, new: KV, rows: slice = slice(None)) -> None:
-        """Put entries [B, H, T, D] into the slots from this one on."""
+        """Write entries [B, H, T, D] into the slots from this one on."""
         self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new)
 
     def write(self, new: KV) -> None:
-        """Put new entries [B, H, T, D] after the last; there is room."""
+        """Write new entries [B, H, T, D] after the last; there is room."""
         num = new.keys.shape[2]
         assert self.end + num <= self.data.keys.shape[2]
         self.put(self.end, new)
         self.end += num
 
     def rewrite(self, new: KV, rows: slice = slice(None)) -> None:
-        """Put entries [B, H, S, D] in place of the newest S."""
+        """Write entries [B, H, S, D] over the newest S."""
         self.put(self.end - new.keys.shape[2], new, rows)
 
     def replace(self, entries: KV) -> None:
-        """Hold these entries [B, H, S, D] alone."""
+        """Store these entries [B, H, S, D] only."""
         num = entries.keys.shape[2]
         self.data, self.end = entries.map(lambda x: _empty(x, max(num, 1), x.dtype)), 0
         self.write(entries)

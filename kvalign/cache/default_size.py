@@ -17,7 +17,7 @@ _SHARE = 1 / 4  # of the memory that is free, for the caches of all streams
 
 
 class DefaultSize(NamedTuple):
-    """A cache_size that nobody named, and what it comes from, in words."""
+    """Default cache_size, and the reason for it in words."""
 
     cache_size: int
     why: str
@@ -30,35 +30,36 @@ def default_size(
     realign_every: int | None = None,
     num_streams: int = 1,
 ) -> DefaultSize:
-    """The smallest of what the context length, the aligner and a quarter of the free memory allow,
-    and of `MOST`; of the mini models that ship `OF_A_MINI`, so that they evict something.
+    """The smallest of four limits: the context length, the aligner's largest cache, a quarter of
+    the free memory, and `MOST`. For the shipped mini models `OF_A_MINI` is a fifth, so that they
+    evict something.
 
     Args:
         model: the model itself, on its device.
-        longest: the largest cache that its aligner is for; None: any.
-        realign_every: as of `CacheSizes`: positions run on by that much.
-        num_streams: that memory is left for.
+        longest: the aligner's largest cache; None: any.
+        realign_every: as of `CacheSizes`: positions run on by that many.
+        num_streams: number of streams to leave memory for.
     """
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
-    limits = [DefaultSize(MOST, "the most that is taken unasked")]
+    limits = [DefaultSize(MOST, "the largest default")]
     if spec.context_len is not None:
         room = spec.context_len - 1 - run_on
-        limits.append(DefaultSize(room, f"the room in the context length {spec.context_len}"))
+        limits.append(DefaultSize(room, f"the context length {spec.context_len}"))
     if longest is not None:
-        limits.append(DefaultSize(longest - run_on, "the most that its aligner is for"))
+        limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
     if (free := _free_bytes(model)) is not None:
         of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
         held = int(free * _SHARE / num_streams / (of_an_entry * _ROOM))
-        limits.append(DefaultSize(max(held, _LEAST), "the room in a quarter of the free memory"))
+        limits.append(DefaultSize(max(held, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:
         limits.append(DefaultSize(OF_A_MINI, "for a mini model, to show evictions"))
     return min(limits)
 
 
 def _free_bytes(model: PreTrainedModel) -> int | None:
-    """Bytes that are free where the model is, as far as that is known."""
+    """Free bytes on the model's device, as far as known."""
     if model.device.type == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""The interface of a cache of fixed size for transformers, and for printing."""
+"""Interface of a cache of fixed size for transformers, and for printing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvalign.foundation.settings import typed
 
 
 class ForeignCalls(Cache, ABC):
-    """Calls that are answered by the books of its rows alone, or refused."""
+    """Calls that need only the counts of the cache's rows, or are refused."""
 
     sizes: CacheSizes
     seen: list[int]
@@ -21,10 +21,10 @@ class ForeignCalls(Cache, ABC):
 
     @abstractmethod
     def select(self, rows: Sequence[int] | Tensor) -> None:
-        """Keep these rows, in this order; one may come several times."""
+        """Keep these rows, in this order; one may occur several times."""
 
     def check_caller(self) -> None:
-        """Raise UserError in a pass that plain `model.generate` makes."""
+        """Raise UserError within a pass of plain `model.generate`."""
         if self._is_user_defined:
             raise UserError(
                 "model.generate counts its own positions, which are wrong once this cache evicts: "

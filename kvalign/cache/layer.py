@@ -1,4 +1,4 @@
-"""A layer of a cache of fixed size, of whatever kind."""
+"""Layer of a cache of fixed size, of any kind."""
 
 import weakref
 from abc import abstractmethod
@@ -32,7 +32,7 @@ class Owner(Protocol):
 
 
 class StreamingLayer(CacheLayerMixin, Part):
-    """Interface of every kind of layer: it takes new entries in and hands attention all of them."""
+    """Interface of every kind of layer: it takes new entries and gives attention all of them."""
 
     def __init__(self, cache: Owner, layer_idx: int):
         self.cache, self.layer_idx = cache, layer_idx
@@ -58,9 +58,9 @@ class StreamingLayer(CacheLayerMixin, Part):
             self.lazy_initialization(*new)
         elif (key_states.dtype, key_states.device) != (self.dtype, self.device):
             raise UserError(
-                f"this stream's entries are {self.dtype} on {self.device}, the model now gives "
-                f"{key_states.dtype} on {key_states.device}: reset() the stream, or convert the "
-                "model back and load a saved stream"
+                f"this stream's entries are {self.dtype} on {self.device}, but the model now "
+                f"gives {key_states.dtype} on {key_states.device}: reset() the stream, or "
+                "convert the model back and load a saved stream"
             )
         step = self.cache.enter(self.layer_idx, new)
         found = self.take(step, new)
@@ -74,7 +74,7 @@ class StreamingLayer(CacheLayerMixin, Part):
     @property
     @abstractmethod
     def is_filled(self) -> bool:
-        """Return whether it has been handed anything."""
+        """Return whether it has received entries."""
 
     @abstractmethod
     def take(self, step: Step, new: KV) -> KV:
@@ -82,19 +82,19 @@ class StreamingLayer(CacheLayerMixin, Part):
 
     @abstractmethod
     def pieces(self, step: Step) -> list[KV]:
-        """The entries before a pass as it sees them, in parts to be put together."""
+        """The entries before a pass, as the pass sees them, in parts to concatenate."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """Tensors of the layer, by name."""
 
     @abstractmethod
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
-        """Take up what `state` gave of rows that have been fed so many tokens."""
+        """Restore `state` of rows that have been fed so many tokens."""
 
     def without_position(self, step: Step, new: KV, realigner: Realigner | None = None) -> KV:
-        """New entries as the realigner, the cache's or another, anchors them; sinks stay as they
-        are.
+        """New entries as `anchor` of the realigner, the cache's or another, returns them; sinks
+        stay unchanged.
         """
         anchor = (realigner or self.cache.realigner).anchor
         num_sinks, segment = step.sizes.num_sinks, step.segment
@@ -117,12 +117,12 @@ class StreamingLayer(CacheLayerMixin, Part):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys that stay, as attention sees them: [B, H, S, D]; None before the first."""
+        """The kept keys, as attention sees them: [B, H, S, D]; None before the first."""
         return self._found()[0]
 
     @property
     def values(self) -> Tensor | None:
-        """The values that stay, as attention sees them: [B, H, S, D]; None before the first."""
+        """The kept values, as attention sees them: [B, H, S, D]; None before the first."""
         return self._found()[1]
 
     def _found(self) -> KV | tuple[None, None]:
@@ -130,7 +130,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         if step is None or not self.is_initialized:
             return None, None
         if step.uneven is not None:
-            raise UserError("the rows of this cache differ: select one to look at it")
+            raise UserError("the rows of this cache differ: select one to see its entries")
         return cat(self.pieces(step))
 
     def get_seq_length(self) -> int:

@@ -1,17 +1,16 @@
-"""The memory of a window: evicted entries kept aside without their position, found by what a query
-asks.
+"""Memory of a window: evicted entries, stored without their position and found by queries.
 
     slots   0 1 2 3 4 5 6 7 | 8 9 ...      a ring: the entry of token j lies in slot
             block 0         | block 1      (j - num_sinks) mod the number of slots
 
-Each head of keys searches for itself, and each row has its own tokens. An entry is worth its score
-with the query, less a little the older it is. Of entries whose keys say the same the newest counts:
-a fact that was told anew would else be crowded out by what it was before.
+Each head of keys searches for itself, and each row has its own tokens. An entry's worth is its
+score with the query, reduced a little with its age. Of entries with nearly equal keys only the
+newest counts. Otherwise a fact's old values would crowd out the new one.
 
-A search looks at groups of slots first, and at the entries of the best ones. A group is summed up
-by the box that its keys lie in. A query's product with the middle of the box, and with how far it
-reaches, says what its best entry may score. The whole reach would be a bound (Quest, arXiv
-2406.10774), but no key lies in the corner: half of it finds more (eval/results/memory.md).
+A search scores groups of slots first, then the entries of the best groups. Each group is described
+by the box around its keys. The query's product with the centre of the box and with its half-widths
+estimates the group's best score. The full half-widths would give a bound (Quest, arXiv 2406.10774),
+but no key lies in a corner, and half of them finds more (eval/results/memory.md).
 """
 
 from collections.abc import Sequence
@@ -44,20 +43,20 @@ _SHORTEST = 256
 
 
 class Memory(Part):
-    """The entries of one layer after the sinks: those in the window, and as many that it has lost
-    as `sizes.memory` says; beyond that the oldest go.
+    """Entries of one layer after the sinks: those in the window, and as many evicted ones as
+    `sizes.memory` says. Beyond that the oldest are lost.
 
     Args:
-        like: of the shape [B, H, ?, D] and on the device of what is to be held.
+        like: entries of the shape [B, H, ?, D], on the device of those to store.
         sizes: of the cache.
-        grows: whether slots are made as they are needed; else all at once, for a step that is
-            compiled.
+        grows: whether slots are allocated as they are needed; else all at once, for a compiled
+            step.
 
     Attributes:
         held: [B, H, S, D]; S doubles until all slots are there.
-        boxes: [B, H, S / group, 2 D], of the keys of each whole group the middle, and their reach
+        boxes: [B, H, S / group, 2 D], for each whole group the centre of its keys and their reach
             from there.
-        alike: cosine from which what a newer key says again is not taken back.
+        alike: cosine of two keys from which the older entry is not taken back.
     """
 
     def __init__(self, like: KV, sizes: CacheSizes, grows: bool = True):
@@ -70,7 +69,7 @@ class Memory(Part):
         self.boxes = torch.cat([self.held.keys, self.held.keys], -1)
 
     def write(self, seen: Sequence[int], new: KV) -> None:
-        """Take the entries [B, H, T, D] of the tokens from each row's `seen` on, but for sinks."""
+        """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
         num_new = new.keys.shape[2]
         self._grow(max(seen) + num_new - self.sizes.num_sinks)
         alike = len(set(seen)) == 1
@@ -113,11 +112,16 @@ class Memory(Part):
         num_more = num_slots // self.group - self.boxes.shape[2]
         self.boxes = pad(self.boxes, (0, 0, 0, num_more))
 
-    def find(self, queries: Tensor, asking: Asking) -> Found:
-        """Return what scaled queries [B, H, G, T, D] ask for among the entries that their windows
-        have lost.
-        """
+    def prepare(self, asking: Asking) -> Lost:
+        """Return what a search for these queries needs; a compiled step calls it beforehand."""
         lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
+        if not self._has_kernel:
+            _ = lost.of_groups, lost.newer  # and worth
+        return lost
+
+    def find(self, queries: Tensor, asking: Asking) -> Found:
+        """Return the evicted entries that match scaled queries [B, H, G, T, D]."""
+        lost = self.prepare(asking)
         queries = queries.to(self.held.keys.dtype)
         if self._has_kernel:
             return self._find_by_kernel(queries, lost)
@@ -144,9 +148,15 @@ class Memory(Part):
     def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
         num = self.sizes.num_recalled
         assert num is not None
-        given = queries, *self.held, self.boxes, lost.worth, lost.of_groups, lost.newest, lost.since
-        num_groups = self._num_groups or self.num_slots // self.group
-        found = kernel.find(given, num_groups, COMPARED * num, num, self.alike)
+        of_ages = lost.worths, lost.newest, lost.since, lost.oldest
+        found = kernel.find(
+            (queries, *self.held, self.boxes, *of_ages),
+            self.sizes.num_in_sight,
+            self._num_groups or self.num_slots // self.group,
+            COMPARED * num,
+            num,
+            self.alike,
+        )
         return Found(KV(*found[:2]), *found[2:])
 
     def _worth(
@@ -196,8 +206,8 @@ class Memory(Part):
 
     @property
     def _num_groups(self) -> int | None:
-        """How many groups to look at; None: at all, where they are few, or a window is so short
-        that groups which are lost in part are not yet whole.
+        """Number of groups to search; None: all, if they are few, or the window is so short that
+        partly evicted groups are not yet complete.
         """
         assert self.sizes.num_recalled is not None
         num = max(NUM_GROUPS, self.sizes.num_recalled // 4)
@@ -226,7 +236,7 @@ class Memory(Part):
         self.boxes = torch.cat([x.boxes for x in others])
 
     def used(self, seen: Sequence[int]) -> int:
-        """Slots that hold anything once rows have seen so many tokens."""
+        """Slots in use once rows have been fed so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
 
 

@@ -1,4 +1,4 @@
-"""A streaming cache whose window gives what it loses to a memory."""
+"""Streaming cache whose window passes evicted entries to a memory."""
 
 from dataclasses import replace
 from typing import final
@@ -33,16 +33,16 @@ class MemoryCache(StreamingCache):
 
     Args:
         spec, sizes: see `FixedSizeCache`.
-        realigner: what keeps the entries that stay right; it must place them from their birth.
-        config: of the model, whose attention hands over its queries.
-        num_positions: at which an entry may be born.
-        grows: whether memories grow with what they hold (see `Memory`).
+        realigner: keeps the kept entries right; it must place them from their original form.
+        config: of the model, whose attention passes on its queries.
+        num_positions: number of possible original positions.
+        grows: whether memories grow with their contents (see `Memory`).
 
     Attributes:
-        asking: the layers that take back what they have lost; the others have their whole window.
+        asking: the layers that take evicted entries back; the others keep their whole window.
 
     Raises:
-        UserError: as of `FixedSizeCache`; a realigner or a model that does not go with it.
+        UserError: as of `FixedSizeCache`; a realigner or a model that does not fit.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class MemoryCache(StreamingCache):
             )
         if realigner is None:
             raise UserError(
-                f"memory needs an aligner on {name}, to place what it takes back: take method "
-                "kvalign"
+                f"memory needs an aligner on {name}, which places the entries that are taken "
+                "back: use method kvalign"
             )
         seen_at_most = window_of(config)
         if seen_at_most is not None and seen_at_most <= sizes.cache_size:
@@ -76,7 +76,7 @@ class MemoryCache(StreamingCache):
             raise UserError(f"memory does not work with {name}: its layers rotate keys differently")
         if sizes.realign_every > 1:
             raise UserError(
-                f"memory needs realign_every 1: each step places all entries, got "
+                "memory needs realign_every 1, since each step places all entries, got "
                 f"{sizes.realign_every}"
             )
         assert num_positions is not None
@@ -84,7 +84,7 @@ class MemoryCache(StreamingCache):
         by_age = sizes.recall_places == "age" if sizes.recall_places else is_free
         born, places = realigner.from_birth(), RecallPlaces(sizes, num_positions, by_age, is_free)
         if by_age and not is_free and not isinstance(born.aligner, TableAligner):
-            raise UserError("recall_places=age on learned positions needs a table: take rank")
+            raise UserError("recall_places=age on learned positions needs a table: use rank")
         self.recalls, self.grows = Recalls(sizes, born, places), grows
         self._num_pending = 0  # tokens fed one by one that are not in the memories yet
         super().__init__(spec, sizes, realigner)
@@ -104,8 +104,8 @@ class MemoryCache(StreamingCache):
         so_far, most = max(self.seen, default=0), self.sizes.first_input_len
         if segment is None and num_new > 1 and so_far and so_far + num_new > most:
             raise UserError(
-                f"a cache with a memory takes one token at a time once it is full, got {num_new}: "
-                "let kvalign.stream_tokens feed them"
+                f"a full cache with a memory takes one token at a time, got {num_new}: feed "
+                "them with kvalign.stream_tokens"
             )
         super()._check_takes(num_rows, num_new, segment)
 
@@ -115,14 +115,14 @@ class MemoryCache(StreamingCache):
         self.recalls.begin(step, [n - self._num_pending for n in step.seen])
         if asking := self.recalls.of_step:
             for memory in (layer.memory for layer in self.asking):
-                asking.lost(memory.num_slots, memory.group, memory.held.keys.device)
+                memory.prepare(asking)
         step = super()._bring(step)
         is_usual = asking is not None and asking.finds_all
         return step if is_usual else replace(step, decode=None)
 
     def _put_aside(self) -> None:
-        """Give the memories what single steps have added to the window: a group of entries at once
-        costs less than each alone, and none is lost before.
+        """Move the entries that single steps have added to the window into the memories. A group at
+        once costs less than one by one, and none is lost before.
         """
         if num := self._num_pending:
             before = [n - num for n in self.seen]
@@ -143,12 +143,13 @@ class MemoryCache(StreamingCache):
         super().reset()
 
     def fill(self, rng: torch.Generator) -> None:
-        """Have full memories, of random entries, as if their tokens had been fed after the others.
+        """Fill the memories with random entries, as if their tokens had been fed after the others.
 
-        A step takes as long as after real ones: this is for who times it, and needs a full window.
+        A step then takes as long as with real entries. This is for measuring time, and needs a full
+        window.
 
         Raises:
-            UserError: they do not fit into what memory is free.
+            UserError: they do not fit into the free memory.
         """
         self.settle()
         first, period = self.asking[0], self.frame.move_size

@@ -1,10 +1,10 @@
-"""A layer that takes back, at each step, the few of its lost entries that the step asks for.
+"""Layer that takes back, at each step, the few evicted entries that match the step's queries.
 
      places  0 1 2 3 | 4 ... R+3  | R+4 ... C-1 | C
              sinks   | taken back | window      | new
 
-What is taken back comes in place of the window's oldest entries, in the order of time, so a step
-sees as many entries as without a memory, and computes its token at the same position.
+They replace the window's oldest entries, in the order of time. So a step sees as many entries as
+without a memory, and computes its token at the same position.
 """
 
 from collections.abc import Sequence
@@ -69,8 +69,8 @@ class MemoryLayer(WindowLayer):
         return found._replace(keys=mark(found.keys, partial(self._attend, step, asking)))
 
     def put_aside(self, seen: list[int], num: int, at: Tensor) -> None:
-        """Write the newest entries of the window, those of `num` tokens of each row after `seen`,
-        which lie at the positions `at` [B, 1, num].
+        """Put the window's newest entries into the memory: those of `num` tokens of each row after
+        `seen`, at the positions `at` [B, 1, num].
         """
         entries, realigner = self.sources.last(num), self.cache.realigner
         if realigner.runs_on:
@@ -79,8 +79,8 @@ class MemoryLayer(WindowLayer):
         self.memory.write(seen, entries)
 
     def _recall(self, block: Block, query: Tensor) -> Recalled:
-        """Return what the scaled queries [B, H, G, T, D] of a block of a segment take back, each
-        what it would alone.
+        """Return the entries that the scaled queries [B, H, G, T, D] of a segment's block take
+        back, each as it would alone.
         """
         asking = self.recalls.of_block(block)
         asked = self.recalls.asked(query, asking)
@@ -96,8 +96,8 @@ class MemoryLayer(WindowLayer):
         values: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attention of one query a row [B, H, 1, D] over the entries of a step, while what is taken
-        back lies in the place of the window's oldest: [B, 1, H, D].
+        """Attention of one query a row [B, H, 1, D] over the entries of a step, with the recalled
+        ones instead of the window's oldest: [B, 1, H, D].
         """
         asked = self.recalls.asked(query.unflatten(1, (keys.shape[1], -1)) * scale, asking)
         found, realigner = self.memory.find(asked, asking), self.cache.realigner
@@ -113,8 +113,8 @@ class MemoryLayer(WindowLayer):
         return given
 
     def _bias(self, asking: Asking, found: Found, keys: Tensor) -> Tensor | None:
-        """[B, H, S] float32, what is added to the scores of a step's entries while what was found
-        is among them; None: nothing.
+        """Bias [B, H, S] float32 for the scores of a step's entries, recalled ones among them;
+        None: nothing.
         """
         of_found = self.recalls.bias(found)
         if of_found is None:

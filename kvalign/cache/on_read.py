@@ -1,9 +1,9 @@
-"""Position tables that are placed on read: entries stay as they were written, without their
-position, and attention gives them the present one.
+"""Position tables applied on read: entries stay as they were written, without their position, and
+attention gives them their present one.
 
 With k = m[p] + s[p] k' and k' stored, the scores of a query are (q k') s[p] + q m[p], and the
-output for weights w is (w s[p]) v' + w m[p]: nothing is written again. It is the formula of
-`TableAligner`, taken apart so that no key of a position is ever made.
+output for weights w is (w s[p]) v' + w m[p]. Nothing is written again. It is the formula of
+`TableAligner`, rearranged so that a key with its position is never computed.
 """
 
 import torch
@@ -22,10 +22,10 @@ from kvalign.models.attention import install
 
 
 class OnRead(Realigner):
-    """Tables on architectures whose attention is a function of transformers' registry.
+    """Tables on architectures whose attention is a function in transformers' registry.
 
     Args:
-        moving: what does the same by writing entries anew.
+        moving: gives the same result by rewriting entries.
     """
 
     reads = True
@@ -50,7 +50,7 @@ class OnRead(Realigner):
         return running(sizes, self.rotation, context_len) if self.rotation else sizes
 
     def prepare(self, num_layers: int) -> None:
-        """Have the mean keys of all layers in `step_means`, those of the table as it is now."""
+        """Compute the mean keys of all layers into `step_means`, from the present tables."""
         install(self.config)
         means = self.table.key
         version = 0 if means.is_inference() else means._version  # such a tensor counts no changes
@@ -62,8 +62,8 @@ class OnRead(Realigner):
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        """Return the entries to keep; of a rotary model the mean is turned to where the keys are,
-        so that they stay there.
+        """Return the entries to store. On a rotary model the mean is rotated to the position of the
+        keys, which stay there.
         """
         table = self.table
         if self.rotation is None:
@@ -74,7 +74,7 @@ class OnRead(Realigner):
         return keys, table.anchor(layer, values, values, birth)[1]
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """Stored keys of a rotary model lie at positions that are moved back."""
+        """Stored keys of a rotary model, at positions that are moved back."""
         return (self.rotation.at(layer).shift(keys, move.shift) if self.rotation else keys), values
 
     def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
@@ -107,7 +107,7 @@ class OnRead(Realigner):
         scale: float,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Sinks lie at their places; rows may be of unequal lengths."""
+        """Attention with sinks at their own positions; rows may have unequal lengths."""
         half, tables = keys.dtype != torch.float32, self._tables(layer, self.step_means[layer])
         query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3) * scale  # [B, H_kv, G, D]
         placed = query
@@ -126,7 +126,7 @@ class OnRead(Realigner):
         return out.flatten(1, 2)[:, None]
 
     def _turned_means(self, layer: int) -> Tensor:
-        """Mean keys [H, P, D], of a rotary model turned to their positions."""
+        """Mean keys [H, P, D], rotated to their positions on a rotary model."""
         means = self.table.key[layer]
         if self.rotation is None:
             return means
@@ -142,8 +142,8 @@ def _alike(
     bias: Tensor | None,
     places: slice,
 ) -> tuple[Tensor, Tensor]:
-    """The weights of what is stored [B, H, G, S'], and the part of the output that is of positions
-    [B, H, G, D]. The places of a window are a slice of the tables; scores are overwritten.
+    """Weights of stored entries [B, H, G, S'], and the part of the output from positions [B, H, G,
+    D]. The positions of a window are a slice of the tables; scores are overwritten.
     """
     window = scores[..., num_sinks:]
     window.mul_(tables.key_scales[:, None, places])
@@ -165,7 +165,7 @@ def _uneven(
     bias: Tensor | None,
     rows: UnevenRows,
 ) -> tuple[Tensor, Tensor]:
-    """The same for rows that find their entries at places of their own."""
+    """Same for rows whose entries have their own positions."""
     # [B, 1, 1, S'] each; `places` is 0 and `inside` false at sinks and at what a row lacks.
     places, inside, visible = (
         x[:, None, None].to(scores.device) for x in (rows.places, rows.inside, rows.visible)
@@ -188,8 +188,8 @@ def _uneven(
 
 
 def _by_head(x: Tensor, table: Tensor) -> Tensor:
-    """x [B, H, G, M] @ table [H, M, N], which the rows of a batch share: [B, H, G, N]. One product
-    a head; broadcast, the table would be copied for each row.
+    """x [B, H, G, M] @ table [H, M, N], shared by the rows of a batch: [B, H, G, N]. It is one
+    product for each head; with broadcasting the table would be copied for each row.
     """
     num_rows, num_heads, num_groups, _ = x.shape
     product = x.transpose(0, 1).flatten(1, 2) @ table  # [H, B * G, N]

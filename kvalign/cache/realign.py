@@ -1,11 +1,12 @@
-"""Realigners that write entries anew, and which realigner fits a model.
+"""Realigners that rewrite entries, and the choice of a realigner for a model.
 
-- `Rotating`: rotary keys stay as they were written, since scores depend on differences of positions
-  alone. The sinks are turned to follow; once in a long while all keys are turned back.
-- `FromBirth`: entries without their position are kept beside those that attention sees, which are
-  placed anew from them: one rounding, however often an entry moves.
-- `Recursive`: entries are moved from their own last output, as the paper's network needs it.
-- `OnRead` (`on_read.py`): entries stay without their position, and attention gives them one.
+- `Rotating`: rotary keys stay as they were written, since scores depend only on differences of
+  positions. The sinks are rotated to follow. Rarely, all keys are rotated back.
+- `FromBirth`: entries without their position are stored beside those that attention sees, which are
+  computed anew from them. So an entry is rounded once, however often it moves.
+- `Recursive`: entries are moved from the aligner's own last output, as the paper's network needs
+  it.
+- `OnRead` (`on_read.py`): entries stay without their position, and attention adds it.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ from kvalign.models.rope import Rotation
 
 
 class Rotating(Realigner):
-    """Xiao et al. 2024 turn every key to its place at each step; here the sinks alone turn."""
+    """Rotation of the sinks at each step. Xiao et al. 2024 rotate every key instead."""
 
     rotation: Rotation
 
@@ -44,8 +45,8 @@ class Rotating(Realigner):
 
 
 class Returning(Realigner):
-    """Keys are turned back to position 0 and from there to their place, at each step: one rounding
-    where the context leaves no frame worth the name.
+    """Rotation of all keys at each step: back to position 0 and from there to their present
+    position. Each key is rounded once. For a context length that leaves no frame worth the name.
     """
 
     moves = True
@@ -64,8 +65,9 @@ class Returning(Realigner):
 
 
 class FromBirth(Realigner):
-    """Keys of a rotary model are turned back to position 0 and from there to where they are; values
-    carry no position. The aligner works between the two rotations.
+    """Realignment from the original form. Keys of a rotary model are rotated back to position 0,
+    and from there to their present position; values carry no position. The aligner works between
+    the two rotations.
     """
 
     moves = True
@@ -94,7 +96,7 @@ class FromBirth(Realigner):
 
 
 class Recursive(Realigner):
-    """An aligner applied to its own output, after the rotation if there is one."""
+    """Aligner that is applied to its own output, after the rotation if there is one."""
 
     moves = recursive = True
     is_relative = False
@@ -119,8 +121,8 @@ class Recursive(Realigner):
 
 @lasting()
 def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Realigner | None:
-    """Return what keeps a model's entries right: without an aligner what StreamingLLM does,
-    rotation for rotary positions and nothing elsewhere.
+    """Return the realigner for a model's entries. Without an aligner it is StreamingLLM's: rotation
+    for rotary positions and nothing elsewhere.
     """
     if aligner is None:
         rotation = rotation_of(model)
@@ -131,7 +133,7 @@ def realigner_of(model: PreTrainedModel, aligner: Aligner | None = None) -> Real
 
 
 def check_realign_every(sizes: CacheSizes, realigner: Realigner) -> None:
-    """Raise UserError where it is not the sizes that say when entries are moved."""
+    """Raise UserError if realign_every is set where the sizes do not decide when entries move."""
     if sizes.realign_every > 1 and realigner.frame(sizes, None) != sizes:
         raise UserError(
             f"realign_every must be 1 for a table on rotary keys, which moves nothing, "

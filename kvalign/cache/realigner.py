@@ -1,8 +1,8 @@
-"""Realigners, as a cache and its layers see them: they make entries right for their new positions.
+"""Interface of realigners for a cache and its layers: they correct entries for their new positions.
 
 Positions run on for a while, a *frame*, before entries are moved back in it (`CacheSizes`). A
-realigner says what is stored of an entry, what becomes of it when it moves, and how attention reads
-it; `realign.py` and `on_read.py` have those that do anything.
+realigner decides the stored form of an entry, how it changes when it moves, and how attention reads
+it. `realign.py` and `on_read.py` have the realigners that change anything.
 """
 
 from dataclasses import replace
@@ -23,25 +23,25 @@ from kvalign.models.rope import Rotation
 
 LONG_RUN = 256  # positions that rotary keys run on for, or the cache's size if that is more
 MASKED = ("bloom",)
-"""Architectures whose attention is in no registry, but takes a mask of ours."""
+"""Architectures whose attention is not in the registry, but accepts our mask."""
 
 
 class Realigner:
-    """Leaves entries as they were written. One instance serves all layers and has no state.
+    """Realigner that leaves entries unchanged. One instance serves all layers and has no state.
 
     Attributes:
-        rotation: what turns the model's keys, if anything does.
-        aligner: what corrects entries besides.
+        rotation: of the model's keys; None if they do not rotate.
+        aligner: corrects entries further; None: nothing does.
     """
 
     moves = False
-    """Whether attention sees copies of the entries, placed anew from what `anchor` returned."""
+    """Whether attention sees copies of the entries, computed again from the output of `anchor`."""
     reads = False
-    """Whether entries are stored as `anchor` returns them, and `attend` places them."""
+    """Whether entries are stored in the form of `anchor`, and `attend` places them."""
     recursive = False
-    """Of those that move: `place` is given its own last output, in float32."""
+    """Whether the input of `place` is its own last output, in float32."""
     is_relative = True
-    """Whether what a query sees of an entry depends on their two tokens alone."""
+    """Whether an entry's form for a query depends only on their two tokens."""
     aligner: Aligner | None = None
 
     def __init__(self, rotation: Rotation | None = None):
@@ -49,49 +49,45 @@ class Realigner:
 
     @property
     def runs_on(self) -> bool:
-        """Return whether keys stay where they were computed, and only differences of positions
-        matter.
-        """
+        """Return whether keys keep their original positions; only differences matter."""
         return self.rotation is not None and not self.moves
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
-        """Return a realigner for caches of these sizes, whose frames may be too short for
-        this one.
-        """
+        """Return a realigner for these sizes, whose frames may be too short for this one."""
         return self
 
     def from_birth(self) -> "Realigner":
-        """Return a realigner that writes entries anew from their birth, wherever each one lies;
+        """Return a realigner that rewrites entries from their original form, for any position;
         UserError if there is none.
         """
         return self
 
     def frame(self, sizes: CacheSizes, context_len: int | None) -> CacheSizes:
-        """The sizes with the number of steps after which entries are moved back."""
+        """The sizes, with the number of steps after which entries are moved back."""
         return sizes
 
     def prepare(self, num_layers: int) -> None:
-        """Have what `attend` needs before a pass begins."""
+        """Prepare `attend` before a pass begins."""
 
     def anchor(
         self, layer: int, keys: Tensor, values: Tensor, birth: Birth, at: Birth
     ) -> KeysValues:
-        """Return what is kept of new entries [B, H, S, D], which have the places `birth` in the
-        cache and were computed at the positions `at`: the same, while positions do not run on.
+        """Return the stored form of new entries [B, H, S, D] with the cache slots `birth`, computed
+        at the positions `at`. The two are equal unless positions run on.
         """
         return keys, values
 
     def place(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """The entries [B, H, S, D] after the sinks at their new places, from what was kept."""
+        """Entries [B, H, S, D] after the sinks at new positions, from their stored form."""
         return keys, values
 
     def unturned(self, layer: int, keys: Tensor, values: Tensor, move: Move) -> KeysValues:
-        """The same as `place`, before what is rotary turns."""
+        """Same as `place`, before the rotation."""
         return keys, values
 
     def read(self, layer: int, keys: Tensor, values: Tensor, now: Tensor, at: Tensor) -> KeysValues:
-        """Stored entries [B, H, S, D] as attention sees them: at the places `now` [S], computed for
-        the positions `at` [S].
+        """Stored entries [B, H, S, D] as attention sees them: in the slots `now` [S], for the
+        positions `at` [S].
         """
         return keys, values
 
@@ -105,8 +101,8 @@ class Realigner:
         scale: float,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query [B, H, 1, D] over all that a layer stores, with a bias [B, H_kv,
-        S] float32 added to its scores: [B, 1, H, D].
+        """Attention of one query [B, H, 1, D] over all entries that a layer stores, with a bias [B,
+        H_kv, S] float32 added to its scores: [B, 1, H, D].
         """
         mask = None if step.uneven is None else step.uneven.visible[:, None].to(keys.device)
         if bias is not None:
@@ -118,14 +114,14 @@ class Realigner:
         return out.transpose(1, 2)
 
     def tables(self, layer: int) -> Tables | None:
-        """Means and scales that attention in a segment places entries by."""
+        """Means and scales with which attention in a segment places entries."""
         return None
 
 
 def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> CacheSizes:
-    """The frame of keys that only differences of positions matter to: so long that turning all keys
-    back costs less than an entry a step, and within the context length where that leaves room or
-    the rotation changes beyond it. Small positions keep float32 angles exact.
+    """Frame of keys for which only differences of positions matter. It is so long that rotating all
+    keys back costs less than one entry per step. It stays within the context length if that leaves
+    room, or if the rotation changes beyond it. Small positions keep float32 angles exact.
     """
     run = max(sizes.cache_size, LONG_RUN)
     if context_len is not None:
@@ -136,14 +132,14 @@ def running(sizes: CacheSizes, rotation: Rotation, context_len: int | None) -> C
 
 
 def is_short(realigner: Realigner, sizes: CacheSizes, context_len: int | None) -> bool:
-    """Return whether frames are so short that keys are turned, and in half precision rounded, more
-    than a few times while they stay.
+    """Return whether frames are so short that a key is rotated, and in half precision rounded, more
+    than a few times in its life.
     """
     return realigner.frame(sizes, context_len).realign_every < sizes.cache_size // 4
 
 
 def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | None) -> bool:
-    """Return whether segments (`segments.py`) give what stepping gives."""
+    """Return whether segments (`segments.py`) give the same result as decode steps."""
     if model.config.model_type not in REGISTERED + MASKED:
         return False
     window = window_of(model.config)
@@ -153,7 +149,7 @@ def is_exact(model: PreTrainedModel, cache_size: int, realigner: Realigner | Non
 
 
 def positions_of(at: Birth) -> int | Tensor:
-    """Positions that were given as a slice or as a tensor; of one entry as a number."""
+    """Positions from a slice or a tensor; of one entry from a number."""
     if not isinstance(at, slice):
         return at
     return at.start if at.stop == at.start + 1 else torch.arange(at.start, at.stop)

@@ -4,6 +4,7 @@ A query asks as if what it asks for lay right before its window. What is found i
 place, and stands for the window's oldest entries.
 """
 
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from kvalign.cache.recalled import Recalled
 from kvalign.cache.segments import Block
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
+from kvalign.foundation.lasting import lasting
 from kvalign.models.rope import Turn
 
 COMPARED = 2
@@ -47,13 +49,11 @@ class Lost:
         num_slots, group: of the ring, and of a group of it.
 
     Attributes:
-        worth: [B, 1, T, S] float32, added to the score of an entry; -inf: it is not lost.
         newest: [B, 1, 1, 1] int64, the slot of the newest entry, in a ring without an end.
         since: [B, 1, T, 1] int64, tokens after it.
-        of_groups: [B, 1, T, S / group] float32, the most of it in each group of slots.
+        oldest: [B, 1, T, 1] int64, the age of the oldest entry that is lost; 0: none is.
+        worths: [A] float32, added to the score of an entry, by its age.
         are_many: whether each has lost as many as are compared.
-        newer: [M, M] float32, of M entries in the order of time 0 for those newer than each, -inf
-            for the others.
     """
 
     def __init__(
@@ -65,19 +65,35 @@ class Lost:
         num_slots: int,
         group: int,
     ):
-        self.num_slots, self.group = num_slots, group
+        assert sizes.num_recalled is not None
+        self.num_slots, self.group, self.near = num_slots, group, sizes.num_in_sight
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         self.newest, self.since = newest - sizes.num_sinks, seen - newest
-        ages = self.ages(torch.arange(num_slots, device=seen.device))
-        near, is_there = sizes.num_in_sight, ages <= seen - sizes.num_sinks
-        lost = is_there & (ages > near) & (ages <= near + sizes.memory)
-        lost &= seen >= sizes.first_input_len
-        self.worth = torch.where(lost, -recency * ages.clamp_min(1).float().log(), -torch.inf)
-        self.of_groups = self.worth.unflatten(-1, (-1, group)).amax(-1)
-        assert sizes.num_recalled is not None
-        num = min(COMPARED * sizes.num_recalled, num_slots)
-        self.are_many = bool((lost.sum(-1) >= num).all())
-        self.newer = self.worth.new_full((num, num), -torch.inf).tril()
+        oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
+        self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
+        self.worths = _worths(self.near + sizes.memory + 1, recency, seen.device)
+        self._num_compared = min(COMPARED * sizes.num_recalled, num_slots)
+        self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
+
+    @cached_property
+    def worth(self) -> Tensor:
+        """What is added to the score of an entry [B, 1, T, S] float32; -inf: it is not lost."""
+        ages = self.ages(torch.arange(self.num_slots, device=self.newest.device))
+        worths = self.worths[ages.clamp(0, len(self.worths) - 1)]
+        return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
+
+    @cached_property
+    def of_groups(self) -> Tensor:
+        """The most of it in each group of slots, [B, 1, T, S / group] float32."""
+        return self.worth.unflatten(-1, (-1, self.group)).amax(-1)
+
+    @cached_property
+    def newer(self) -> Tensor:
+        """Of M entries in the order of time 0 for those newer than each, -inf for the others:
+        [M, M] float32.
+        """
+        num = self._num_compared
+        return self.worths.new_full((num, num), -torch.inf).tril()
 
     def ages(self, slots: Tensor, queries: slice = slice(None)) -> Tensor:
         """Return ages of the entries in slots [B, H, T, R], or [R] for all: tokens to a query."""
@@ -91,6 +107,13 @@ class Lost:
             firsts = torch.arange(num_rows * num, device=groups.device) * num_groups
             groups = groups + firsts.view(num_rows, 1, num, 1)
         return worth.flatten(0, 3).index_select(0, groups.flatten()).view(*groups.shape[:3], -1)
+
+
+@lru_cache(maxsize=4)
+@lasting()
+def _worths(num: int, recency: float, device: torch.device) -> Tensor:
+    """How much less a score counts for ages from 0 on, [num] float32."""
+    return -recency * torch.arange(num, device=device).clamp_min(1).float().log()
 
 
 class Asking:

@@ -1,4 +1,4 @@
-"""The rows of a cache, each a stream of its own: which of them stay, and which join."""
+"""Rows of a cache, each a stream of its own: selecting and joining them."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,20 +17,20 @@ from kvalign.models.input_ids import rows_of
 
 
 class Rows(NotPickled, ABC):
-    """Operations on the rows of a cache, by our names and by those of transformers.
+    """Operations on the rows of a cache, under our names and under those of transformers.
 
     Attributes:
-        seen: tokens that each row has been fed.
+        seen: number of tokens that each row has been fed.
     """
 
-    instead = "a cache is not pickled: state() gives its tensors, restore() takes them up"
+    instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     seen: list[int]
     layers: list[Any]
     attention: list[Any]
     realigner: Realigner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another of the same rows, which goes on alone; what places entries is shared."""
+        """Copy with the same rows, which continues alone; the realigner is shared."""
         memo[id(self.realigner)] = self.realigner
         memo[id(self)] = other = object.__new__(type(self))
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -40,7 +40,7 @@ class Rows(NotPickled, ABC):
 
     @abstractmethod
     def changing(self) -> AbstractContextManager[None]:
-        """Around what changes it."""
+        """Context for one change."""
 
     @abstractmethod
     def settle(self) -> Any:
@@ -48,19 +48,19 @@ class Rows(NotPickled, ABC):
 
     @abstractmethod
     def _hold(self, seen: list[int]) -> None:
-        """Have rows of so many tokens each, their entries where the next tokens find them."""
+        """Set up rows of so many tokens each, with entries where the next tokens find them."""
 
     def _parts(self) -> list[Part]:
         """Return the parts that hold rows."""
         return [*self.layers]
 
     def check_rows(self, num_rows: int) -> None:
-        """Raise UserError unless a pass can be over so many rows."""
+        """Raise UserError unless a pass can have so many rows."""
         if self.seen and num_rows != len(self.seen):
             raise UserError(f"this cache has {len(self.seen)} rows, got ids of {num_rows}")
 
     def select(self, rows: Sequence[int] | Tensor) -> None:
-        """Keep these rows, in this order; one may come several times."""
+        """Keep these rows, in this order; one may occur several times."""
         if not self.seen:
             return
         rows = rows_of(rows, len(self.seen))
@@ -71,7 +71,7 @@ class Rows(NotPickled, ABC):
             self._hold([self.seen[row] for row in rows])
 
     def join(self, others: Sequence[Self]) -> None:
-        """Add the rows of caches made alike, each fed something, after those that are here."""
+        """Append the rows of caches with the same arguments, each of which was fed something."""
         caches = [cache for cache in (self, *others) if cache.seen]
         if caches == [self] or not caches:
             return

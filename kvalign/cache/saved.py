@@ -1,4 +1,4 @@
-"""Tensors of a saved stream, checked as they are read."""
+"""Tensors of a saved stream, checked when they are read."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from kvalign.foundation.errors import UserError
 
 ReadTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""Of a saved state the tensor of this name: [B, H, ...], of this shape from there on, and dtype."""
+"""Tensor of a saved state by name: [B, H, ...], then of this shape and dtype."""
 
 
 def expect_tensor(
     state: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of a state; UserError unless it is there with this shape and dtype."""
+    """Tensor of a state; UserError unless it exists with this shape and dtype."""
     tensor = state.get(name)
     if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
         what = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

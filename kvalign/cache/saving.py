@@ -1,4 +1,4 @@
-"""All that a cache holds as tensors by name, and how one made alike takes it up."""
+"""State of a cache as named tensors, to be restored in a cache made with the same arguments."""
 
 from abc import abstractmethod
 from typing import Any
@@ -24,7 +24,9 @@ class Saving(Rows):
         """Forget everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that it holds, by name; `restore` of a cache made alike goes on with it."""
+        """State of the cache as tensors by name; `restore` of a cache made with the same arguments
+        continues from it.
+        """
         if not self.seen:
             return {}
         with self.changing():
@@ -35,7 +37,7 @@ class Saving(Rows):
         return tensors
 
     def restore(self, state: dict[str, Tensor], model: PreTrainedModel) -> None:
-        """Take up what `state` gave; UserError if it does not fit this cache or this model."""
+        """Restore a `state`; UserError if it does not fit this cache or this model."""
         self.reset()
         if not state:
             return
@@ -46,7 +48,7 @@ class Saving(Rows):
         num_rows = state["seen"].numel() if "seen" in state else 0
         seen = expect_tensor(state, "seen", (num_rows,), torch.int64).tolist()
         if not all(0 < n < 2**62 for n in seen) or not seen:
-            raise UserError("a stream's rows must have seen a token at least")
+            raise UserError("each row of a stream must have at least one token")
         spec = spec_of(model.config)
         restore_states(self.layers, state, num_rows, model)
         for layer in self.attention:

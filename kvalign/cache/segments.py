@@ -1,7 +1,7 @@
-"""Segments: many tokens in one banded attention, each of which counts as fed alone.
+"""Segments: many tokens in one banded attention, with the same results as feeding them one by one.
 
-What the query of token t sees of the entry of token j depends on t and j alone: with E(t) entries
-dropped and moved by M(t) places before step t, the entry lies at position j - M(t), and
+The entry of token j looks the same to the query of token t however the input was cut. With E(t)
+entries evicted and moved by M(t) positions before step t, the entry lies at position j - M(t), and
 
     logit(t, j) = q_t . place(anchor(k_j), j - M(t))      for sinks: q_t . k_j
     visible(t, j): j <= t, and j is a sink or j >= num_sinks + E(t)
@@ -10,9 +10,9 @@ Rotation and tables split place() into a part of the entry and a part of the pos
 
     q . (m[p] + s[p] k') = q . m[p] + s[p] (q . k')
 
-So entries that were written once are read at every later position, and a segment gives what
-stepping gives: how an input is cut does not matter. That needs no code for a single architecture
-(`kvalign.models.attention`; BLOOM: through its mask).
+So entries that were written once can be read at every later position, and a segment gives the same
+results as decode steps. This needs no code for a single architecture (`kvalign.models.attention`;
+BLOOM: through its mask).
 """
 
 from collections.abc import Callable
@@ -42,24 +42,25 @@ class Tables(NamedTuple):
 
 
 TablesOf = Callable[[int], Tables | None]
-"""Those of a layer; None where entries lie where they are read."""
+"""Tables of a layer; None if entries are read where they lie."""
 
 Recall = Callable[["Block", Tensor], Recalled]
-"""Of the scaled queries [B, H, G, T, D] of a block."""
+"""Recalled entries for the scaled queries [B, H, G, T, D] of a block."""
 
 
 class Segment:
-    """Places of the queries and entries of one forward pass; rows are of equal length.
+    """Positions of the queries and entries of one forward pass; rows have equal lengths.
 
     Args:
         sizes, frame, rotation, tables: of the cache and its realigner.
         num_seen: tokens before the segment.
 
     Attributes:
-        birth: [T] int64, the position that each token is computed at: its place in the cache.
-        at: [T] int64, its position in the frame of the entries before: rotary keys turn there.
-        behind: [T] int64, the difference: 0 where nothing rotates.
-        dropped: [T] int64, entries gone before each query.
+        birth: [T] int64, each token's original position: its cache slot.
+        at: [T] int64, its position in the frame of the entries before it, to which rotary keys are
+            rotated.
+        behind: [T] int64, the difference; 0 without rotation.
+        dropped: [T] int64, entries evicted before each query.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Segment:
         recall: Recall | None = None,
     ) -> Tensor:
         """Attention of a query [B, H, T, D] over kept entries [B, H_kv, S', D], sinks first, and
-        over what is recalled: [B, T, H, D].
+        over recalled ones: [B, T, H, D].
         """
         num_heads, tables, found = keys.shape[1], self.tables(layer), []
         turned, num_recalled = self.turned(layer, query), (recall and self.sizes.num_recalled) or 0
@@ -140,8 +141,8 @@ class Segment:
         return torch.cat(found, 2).transpose(1, 2)
 
     def alibi_mask(self, model: PreTrainedModel) -> Tensor:
-        """Return what BLOOM adds to its scores [1, H, T, S']: its own bias goes by index among the
-        entries handed in, which is right in the window and wrong by E(t) - E(t0) for a sink.
+        """Return a correction for BLOOM's scores [1, H, T, S']. BLOOM adds a bias by index among
+        the given entries. That is right in the window, and wrong by E(t) - E(t0) for a sink.
         """
         turn, dtype = self.dropped - self.dropped[0], model.dtype
         visible = Block(self, 0, len(self.t), 0).visible
@@ -156,10 +157,10 @@ class Block:
     """Some queries of a segment, and the entries that any of them sees.
 
     Attributes:
-        queries: which of the segment.
-        window: which of its entries after the sinks.
+        queries: their slice of the segment.
+        window: slice of its entries after the sinks.
         visible: [T, S'] bool, entries (sinks first) that each query sees.
-        now: [T, S] int64, where each query finds each entry after the sinks.
+        now: [T, S] int64, the position of each entry after the sinks for each query.
     """
 
     def __init__(self, segment: Segment, start: int, stop: int, num_recalled: int):
@@ -182,18 +183,18 @@ class Block:
         self._mask: Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """[T, S'], added to scores: 0 where visible, -inf elsewhere; the same for all layers."""
+        """Mask [T, S'], added to scores: 0 if visible, -inf elsewhere; the same for all layers."""
         if self._mask is None or self._mask.dtype != dtype:
             self._mask = self.visible.to(dtype).log()
         return self._mask
 
     def entries(self, x: Tensor) -> Tensor:
-        """Return the entries of the segment's [B, H, S', D] that the block sees, sinks first."""
+        """Return the segment's entries [B, H, S', D] that the block sees, sinks first."""
         window = x[:, :, self.window]
         return torch.cat([x[:, :, : self.num_sinks], window], 2) if self.num_sinks else window
 
     def scales(self, tables: Tables) -> tuple[Tensor, Tensor]:
-        """Return the scales of keys and of values where each query finds them: [H, 1, T, S]."""
+        """Return the scales of keys and values at their positions for each query: [H, 1, T, S]."""
         return tables.key_scales[:, None, self.now], tables.value_scales[:, None, self.now]
 
     def read(
@@ -207,8 +208,8 @@ class Block:
         value_scales: Tensor,
         recalled: Recalled | None,
     ) -> Tensor:
-        """Attention of queries [B, H, G, T, D], as they see the sinks and as they see the window,
-        over entries [B, H, 1, S', D], each placed where each query finds it.
+        """Attention of queries [B, H, G, T, D], in one form for the sinks and one for the window,
+        over entries [B, H, 1, S', D], each at its position for each query.
         """
         now, sizes = self.now, [self.num_sinks, self.now.shape[1]]
         of_sinks, of_window = self.scores(placed, turned, keys).split(sizes, -1)
@@ -225,17 +226,17 @@ class Block:
         return _by_head(weights, values) + places @ value_means + given
 
     def scores(self, placed: Tensor, turned: Tensor, keys: Tensor) -> Tensor:
-        """[B, H, G, T, S'] of queries as of `read`, for entries that lie where they are."""
+        """Scores [B, H, G, T, S'] of queries as of `read`, for entries that are not moved."""
         sinks, window = keys.tensor_split([self.num_sinks], -2)
         return torch.cat([_by_head(placed, sinks.mT), _by_head(turned, window.mT)], -1)
 
     def give(self, scores: Tensor, values: Tensor, recalled: Recalled | None) -> Tensor:
-        """Return what attention gives [B, H, G, T, D] for scores as of `scores`."""
+        """Return the output of attention [B, H, G, T, D] for scores as of `scores`."""
         weights, given = self.weights(scores, recalled)
         return _by_head(weights, values) + given
 
     def weights(self, scores: Tensor, recalled: Recalled | None) -> tuple[Tensor, Tensor | float]:
-        """Those of entries [B, H, G, T, S'], and what the recalled give [B, H, G, T, D]."""
+        """Weights of entries [B, H, G, T, S'], and the output of recalled ones [B, H, G, T, D]."""
         scores = scores.masked_fill(~self.visible, -torch.inf)
         if recalled is None:
             return scores.softmax(-1), 0.0
@@ -245,5 +246,5 @@ class Block:
 
 
 def _by_head(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, H, G, T, M] @ y [B, H, 1, M, N] as one product a head: broadcast, y would be copied."""
+    """x [B, H, G, T, M] @ y [B, H, 1, M, N], a product for each head: broadcasting would copy y."""
     return (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])

@@ -1,4 +1,4 @@
-"""The first entries of each row, which are never evicted."""
+"""Sinks: the first entries of each row, which are never evicted."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from kvalign.foundation.lasting import lasting
 
 
 class Sinks(Part):
-    """Keys and values as they were computed, those of all layers stacked: one rotation turns them
-    to follow the window.
+    """Keys and values in their original form, stacked over all layers, so that one rotation makes
+    them follow the window.
 
     Attributes:
-        held: by device, [L, B, H, num_sinks, D]: a layer's own lie on its device.
+        held: by device, [L, B, H, num_sinks, D]; a layer's sinks are on its device.
     """
 
     def __init__(self, num_layers: int, num_sinks: int):
@@ -24,7 +24,7 @@ class Sinks(Part):
 
     @lasting()
     def make(self, like: KV) -> None:
-        """Have room for those of a layer whose entries [B, H, ?, D] are like these."""
+        """Allocate the sinks of a layer whose entries [B, H, ?, D] are like these."""
         num_layers, num_sinks = self.num_layers, self.num_sinks
         if like.keys.device not in self.held:
             self.held[like.keys.device] = like.map(
@@ -32,11 +32,11 @@ class Sinks(Part):
             )
 
     def of(self, layer: int, device: torch.device) -> KV:
-        """Those of a layer [B, H, num_sinks, D]."""
+        """Sinks of a layer [B, H, num_sinks, D]."""
         return self.held[device].map(lambda x: x[layer])
 
     def add(self, layer: int, step: Step, new: KV) -> None:
-        """Take those among new entries [B, H, T, D]."""
+        """Add the sinks among new entries [B, H, T, D]."""
         if min(step.seen) >= self.num_sinks:
             return
         own = self.of(layer, new.keys.device)

@@ -1,4 +1,4 @@
-"""Sizes of a streaming cache, and the one place of its arithmetic.
+"""Sizes of a streaming cache, and the only place of its arithmetic.
 
 places  0 1 2 3 | 4 5 6 ... C-1      C = cache_size entries are stored between two steps
         sinks   | window
@@ -25,44 +25,44 @@ Positions = Literal["compact", "keep"]
 RecallBy = Literal["age", "rank"]
 OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
 OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
-"""Sizes of what keeps its entries in a cache."""
+"""Sizes of methods that keep entries in a cache."""
 MOST_RECALLED = 32
-"""Unless asked for more, which gains next to nothing (eval/results/memory.md)."""
+"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
 
 
 def usual_recalled(cache_size: int, num_sinks: int) -> int:
-    """Entries that a step takes back where nobody says: a quarter of the cache, `MOST_RECALLED` at
-    most; the window keeps one.
+    """Default number of entries that a step takes back: a quarter of the cache, at most
+    `MOST_RECALLED`. The window keeps at least one entry.
     """
     return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of a cache: how many entries it keeps and drops, and which.
+    """Sizes of a cache: how many entries it keeps and evicts, and which.
 
     Attributes:
         cache_size: entries stored between two steps, sinks included; a step sees one more.
         num_sinks: first entries, never evicted.
         num_evicted: entries evicted at once, right after the sinks, when the cache is full.
-        realign_every: evicted entries after which those that stay are moved; until then positions
-            run on. Several evictions at once are as many of these steps.
+        realign_every: number of evicted entries after which the others are moved; until then
+            positions run on. Several entries evicted at once count as many of these steps.
         policy: key of `kvalign.policies.POLICIES`: which entries are evicted.
-        num_recent: newest entries that another policy than `oldest` does not evict, the one that
-            comes included; None: a quarter of the window.
-        positions: `compact`: an entry counts as lying where it is among those that are kept;
-            `keep`: it stays at the position where it was computed.
-        memory: evicted entries that are kept aside, for each step to take back those that its
-            queries ask for; 0: none.
-        num_recalled: of the C entries that a step sees, those that it takes back: the window gives
-            them up; None: a quarter of C and at most 32.
-        recall_places: where what is taken back lies: by `age` or by `rank`; None: by age on rotary
-            positions, by rank on learned ones.
-        recall_layers: layers that take back, counted from 0, as `"7,15-29"`: the others have no
-            memory, and keep their whole window; None: all.
+        num_recent: newest entries, including the new one, that policies other than `oldest` never
+            evict; None: a quarter of the window.
+        positions: `compact`: an entry has the position of its cache slot; `keep`: it keeps its
+            original position.
+        memory: number of evicted entries to store, from which each step takes back those that match
+            its queries; 0: none.
+        num_recalled: entries that each step takes back, in place of window entries; None: a quarter
+            of C, at most 32.
+        recall_places: positions of entries that are taken back: by `age` or by `rank`; None: by age
+            on rotary positions, by rank on learned ones.
+        recall_layers: layers that take entries back, counted from 0, such as `"7,15-29"`. The
+            others have no memory and keep their whole window. None: all.
 
     Raises:
-        UserError: sizes that are no whole numbers, or do not fit together; an unknown policy.
+        UserError: sizes that are not whole numbers or do not fit together; an unknown policy.
     """
 
     cache_size: int
@@ -118,8 +118,8 @@ class CacheSizes:
             )
         if self.realign_every > 1 and not self.is_oldest:
             raise UserError(
-                "realign_every is for policy oldest with compact positions: others place all "
-                f"entries at each step, got {self.realign_every}"
+                "realign_every is for policy oldest with compact positions: other settings "
+                f"place all entries at each step, got {self.realign_every}"
             )
 
     def _check_memory(self) -> None:
@@ -162,13 +162,15 @@ class CacheSizes:
 
     @property
     def num_in_sight(self) -> int:
-        """Newest entries after the sinks that a step sees whatever it asks for."""
+        """Newest entries after the sinks that a step always sees."""
         assert self.num_recalled is not None
         return self.window_size - self.num_recalled
 
     @property
     def is_oldest(self) -> bool:
-        """Return whether a slice of the stream is kept and moved: what a sliding buffer does."""
+        """Return whether the kept entries are a slice of the stream, which a sliding buffer can
+        hold and move.
+        """
         return self.policy == OLDEST and self.positions == "compact"
 
     @property
@@ -178,39 +180,39 @@ class CacheSizes:
 
     @property
     def first_input_len(self) -> int:
-        """Tokens that an empty cache takes in before anything is evicted: C + 1."""
+        """Tokens that an empty cache reads before anything is evicted: C + 1."""
         return self.cache_size + 1
 
     def num_dropped(self, num_entries: N) -> N:
         """Return how many of so many entries (a number, or an int64 tensor of any shape) are
-        dropped so that the rest can be stored: a multiple of `num_evicted`.
+        evicted so that the rest can be stored: a multiple of `num_evicted`.
         """
         dropped = -(-(num_entries - self.cache_size) // self.num_evicted) * self.num_evicted
         return dropped * (dropped > 0)
 
     def num_stored(self, num_seen: int) -> int:
-        """Entries that are kept of so many tokens."""
+        """Number of entries stored after so many tokens."""
         return num_seen - self.num_dropped(num_seen)
 
     def num_moved(self, num_entries: N) -> N:
-        """Places by which kept entries have been moved once so many have been fed: all that were
-        dropped, or those up to the last multiple of `realign_every`.
+        """Positions by which kept entries have been moved after so many tokens: all that were
+        evicted, or those up to the last multiple of `realign_every`.
         """
         dropped = self.num_dropped(num_entries)
         return dropped // self.move_size * self.move_size
 
     def num_behind(self, num_entries: N) -> N:
-        """Places by which positions have run on since."""
+        """Positions by which the stream has run on since the last move."""
         return self.num_dropped(num_entries) - self.num_moved(num_entries)
 
     @property
     def move_size(self) -> int:
-        """Places of a move: `realign_every`, in whole evictions."""
+        """Positions of a move: `realign_every`, in whole evictions."""
         return -(-self.realign_every // self.num_evicted) * self.num_evicted
 
     @property
     def last_position(self) -> int:
-        """The highest position that a token gets that is fed alone."""
+        """The highest position of a token that is fed alone."""
         return self.cache_size + self.move_size - self.num_evicted
 
     def check_fits(self, spec: ModelSpec) -> None:
@@ -231,7 +233,7 @@ class CacheSizes:
 
 
 def num_evicted_of(asked: int | str, window_size: int) -> int:
-    """Entries to evict at once, given as a number or as `half` of the window, which is what LLM
+    """Number of entries to evict at once, from a number or `half` of the window, which is what LLM
     runtimes discard; UserError for anything else.
     """
     if asked == "half":

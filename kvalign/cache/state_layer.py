@@ -1,5 +1,5 @@
-"""A layer of a hybrid model that has a state in place of entries: a convolution's last inputs, or a
-recurrence. Nothing of it is evicted; it goes on as the stream does.
+"""Layer of a hybrid model that has a state instead of entries: a convolution's last inputs, or a
+recurrence. Nothing of it is evicted; it continues with the stream.
 """
 
 from collections.abc import Sequence
@@ -32,15 +32,15 @@ class StateLayer(LinearAttentionLayer, Part):
             self._take(name, torch.cat([state[name] for state in states]))
 
     def state(self) -> dict[str, Tensor]:
-        """Its tensors [B, ...] by name."""
+        """State tensors [B, ...] by name."""
         return _states(self)
 
     def restore(self, state: dict[str, Tensor], num_rows: int, like: LinearAttentionLayer) -> None:
-        """Take up what `state` gave of so many rows; a layer of the same model that has been fed
-        says what such tensors are.
+        """Restore `state` for so many rows. A layer of the same model that has been fed provides
+        the expected shapes.
 
         Raises:
-            UserError: they are others.
+            UserError: the tensors differ from these.
         """
         for name, x in _states(like).items():
             found = expect_tensor(state, name, (num_rows, *x.shape[1:]), x.dtype)
@@ -64,7 +64,7 @@ def _states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
 
 
 def with_states(attention: Sequence[Any], num_layers: int) -> list[Any]:
-    """List of so many layers by their index: these, and layers with a state in all other places."""
+    """List of so many layers by index: the given ones, and layers with a state elsewhere."""
     layers: list[Any] = [StateLayer() for _ in range(num_layers)]
     for layer in attention:
         layers[layer.layer_idx] = layer
@@ -75,8 +75,8 @@ def with_states(attention: Sequence[Any], num_layers: int) -> list[Any]:
 def restore_states(
     layers: Sequence[Any], state: dict[str, Tensor], num_rows: int, model: PreTrainedModel
 ) -> None:
-    """Give those of a cache's layers that have a state what `state` has of them, checked by a cache
-    of transformers after one token.
+    """Restore the state of the cache's layers that have one from `state`, checked against
+    transformers' own cache after one token.
     """
     if not any(isinstance(layer, StateLayer) for layer in layers):
         return

@@ -1,4 +1,4 @@
-"""One forward pass: what it adds to a cache, and where; the same for all layers."""
+"""Forward pass: what it adds to a cache, and where; the same for all layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from kvalign.models.architectures import ModelSpec, window_of
 
 @dataclass(frozen=True)
 class UnevenRows:
-    """Places of the entries of rows that are not alike.
+    """Positions of the entries of rows that differ in length.
 
     Attributes:
         visible: [B, S] bool, the entries that a row has; the last of S is the newest.
-        inside: [B, S] bool, those of them after its sinks.
-        places: [B, S] int64, where each row finds its entries after the sinks; 0 elsewhere.
+        inside: [B, S] bool, its entries after the sinks.
+        places: [B, S] int64, positions of each row's entries after the sinks; 0 elsewhere.
     """
 
     visible: Tensor
@@ -30,15 +30,15 @@ class UnevenRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The usual pass: one token in rows alike that have their sinks. All of it is said before it
-    begins, so what its layers do is the same from step to step, and can be compiled.
+    """Usual pass: one token in rows of equal length that have their sinks. It is described
+    completely before it begins. So its layers do the same in every step, and it can be compiled.
 
     Attributes:
-        slot: of the buffers, that is written.
-        num_visible: entries that attention gets, the new one the last.
-        birth: the place that the token takes.
-        position_ids: [B, 1] int64, where it is computed.
-        at: [B, 1, 1] int64, the same for what has the rows of a batch.
+        slot: buffer slot to write.
+        num_visible: entries for attention; the new one is the last.
+        birth: the token's cache slot.
+        position_ids: [B, 1] int64, its position.
+        at: [B, 1, 1] int64, the same in another shape.
     """
 
     slot: int
@@ -50,21 +50,21 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass over `num_new` tokens of each row.
+    """Forward pass over `num_new` tokens of each row.
 
     Attributes:
-        device: of the first layer, where what is made for all of them lies.
-        seen: tokens of each row before.
-        stored: entries of each row before.
-        behind: by how much each row's positions have run on.
-        positions: where each row's first new token is computed.
-        births: the place that each row's first new token takes.
+        device: of the first layer, where the tensors for all layers are made.
+        seen: tokens of each row before the pass.
+        stored: entries of each row before the pass.
+        behind: number by which each row's positions have run on.
+        positions: position of each row's first new token.
+        births: cache slot of each row's first new token.
         num_before: entries that the longest row finds.
-        first_place: where rows that are alike find their first entry after the sinks.
-        behind_rows: [B, 1, 1] int64, `behind` for what has the rows of a batch.
-        uneven: None if rows are alike.
-        segment: what is known of each token, if they count as fed one by one.
-        decode: of the usual pass.
+        first_place: position of the first entry after the sinks, in rows of equal length.
+        behind_rows: [B, 1, 1] int64, `behind` in another shape.
+        uneven: None if rows have equal lengths.
+        segment: positions of each token, if the tokens count as fed one by one.
+        decode: description of the usual pass.
     """
 
     sizes: CacheSizes
@@ -94,7 +94,7 @@ class Step:
         segment: Segment | None,
         device: torch.device,
     ) -> "Step":
-        """The pass over `num_new` tokens after those that rows have seen."""
+        """Pass over `num_new` tokens after those that rows have seen."""
         stored, behind = [sizes.num_stored(n) for n in seen], [frame.num_behind(n) for n in seen]
         num_before, uneven = max(stored, default=0), None
         if len(set(stored)) > 1 or len(set(births)) > 1:
@@ -119,7 +119,7 @@ class Step:
         )
 
     def alike_rows(self) -> list[slice]:
-        """All rows where they find their entries alike, else each."""
+        """All rows if their entries have equal positions, else each."""
         num = len(self.seen)
         return [slice(None)] if self.uneven is None else [slice(i, i + 1) for i in range(num)]
 
@@ -140,13 +140,13 @@ class Step:
 
     @property
     def evicts(self) -> bool:
-        """Return whether an entry goes before the next pass."""
+        """Return whether an entry is evicted before the next pass."""
         dropped = self.sizes.num_dropped
         return any(dropped(n + self.num_new) > dropped(n) for n in self.seen)
 
     def inputs_of(self, model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
-        """Return what a model must be told to take one token of rows of unequal lengths: the
-        positions of rows that differ, and a mask over what a shorter one lacks.
+        """Return the model's extra inputs for one token in rows of unequal lengths: the positions
+        of rows that differ, and a mask over the missing entries of shorter rows.
         """
         told: dict[str, Any] = {}
         if len(set(self.positions)) > 1 or not self.is_even:
@@ -159,7 +159,7 @@ class Step:
         return told
 
     def _mask(self, model: PreTrainedModel, spec: ModelSpec, visible: Tensor) -> Tensor:
-        """Return the mask that a model takes for what rows see, [B, S] bool."""
+        """Return the model's mask for the entries that rows see, [B, S] bool."""
         config = model.config
         hidden = ~visible[:, None, None]
         if config.model_type == "mpt":
@@ -172,19 +172,17 @@ class Step:
 
     @property
     def is_single(self) -> bool:
-        """Return whether it is over one token a row, and no segment."""
+        """Return whether it has one token per row, and no segment."""
         return self.num_new == 1 and self.segment is None
 
     @property
     def is_decode(self) -> bool:
-        """Return whether it can be the usual pass: one token in rows alike that have their
-        sinks.
-        """
+        """Return whether it can be the usual pass: one token in alike rows with their sinks."""
         is_alike = self.uneven is None and min(self.seen) >= self.sizes.num_sinks
         return self.is_single and is_alike
 
     def as_decode(self, slot: int) -> DecodeStep:
-        """The usual pass, which writes this slot of the buffers."""
+        """The usual pass that writes this slot of the buffers."""
         position_ids = torch.tensor(self.positions, device=self.device)[:, None]
         return DecodeStep(
             slot=slot,

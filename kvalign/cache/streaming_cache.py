@@ -1,11 +1,11 @@
-"""The streaming cache: attention sinks and a window of fixed size, written once and never moved.
+"""Streaming cache: attention sinks and a window of fixed size, written once and never moved.
 
      places  0 1 2 3 | 4 5 6 ... C-1      C entries are kept between two steps
              sinks   | window
 
-A step hands in the key and value of the new token. Attention gets all C + 1 entries, one slice of a
-sliding buffer; before the next step the `num_evicted` oldest of the window are left out of it and
-the sinks written in front again. The next position stays in range however long the stream is.
+A step passes in the key and value of the new token. Attention gets all C + 1 entries, one slice of
+a sliding buffer. Before the next step the slice begins `num_evicted` entries later, and the sinks
+are written in front of it again. The next position stays in range however long the stream is.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from kvalign.models.attention import install, own_mask
 
 
 class Ahead(NamedTuple):
-    """Entries that a cache has read beyond its last token: they lie after its own, and do not count
+    """Entries that a cache has read beyond its last token. They lie after its own, and do not count
     until their tokens come.
 
     Attributes:
@@ -45,7 +45,7 @@ class StreamingCache(FixedSizeCache):
     """Sinks and a window; arguments and errors as of `FixedSizeCache`.
 
     Attributes:
-        ahead: what `read_ahead` has read, as long as nothing else has come; None: nothing.
+        ahead: result of `read_ahead`, until any other token comes; None: nothing.
     """
 
     attention: list[WindowLayer]
@@ -97,7 +97,7 @@ class StreamingCache(FixedSizeCache):
                 layer.move(step, shifts)
 
     def _write_sinks(self, step: Step) -> None:
-        """Put the sinks in front of the window again, turned to follow it."""
+        """Write the sinks in front of the window again, rotated to follow it."""
         for device, (keys, values) in self.sinks.held.items():
             if self.realigner.rotation is not None:
                 keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
@@ -116,13 +116,13 @@ class StreamingCache(FixedSizeCache):
         super().reset()
 
     def segment(self, num_tokens: int, device: torch.device) -> Segment:
-        """Places of the next tokens of rows of equal length, each as if it was fed alone."""
+        """Positions of the next tokens of rows of equal length, for feeding them as a segment."""
         realigner, num_seen = self.realigner, self.seen[0] if self.seen else 0
         of_cache = (self.sizes, self.frame, realigner.rotation, realigner.tables)
         return Segment(*of_cache, num_seen, num_tokens, device)
 
     def feed_segment(self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Take in ids [B, T], each token as if it was fed alone (`segments.py`); only where
+        """Read ids [B, T] with the same results as feeding them one by one (`segments.py`); only if
         `is_exact`. Memory grows with T * (C + T): cut long inputs.
 
         Returns:
@@ -146,11 +146,11 @@ class StreamingCache(FixedSizeCache):
             ).logits
 
     def read_ahead(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """Take in the first of ids [1, T] and read the others, which are guessed, in the same pass;
-        only where `is_exact`, with at most `most_at_once` of them.
+        """Read the first of ids [1, T] and the others, which are guessed, in the same pass; only if
+        `is_exact`, with at most `most_at_once` of them.
 
-        The cache is then as if the first had been fed alone: what was read lies beyond the end of
-        its buffers. `take_ahead` makes it count, anything else writes over it.
+        The cache is then as if only the first had been fed: the guesses lie beyond the end of its
+        buffers. `take_ahead` makes a guess count; any other token overwrites them.
 
         Returns:
             logits [1, V] after the first.
@@ -165,7 +165,7 @@ class StreamingCache(FixedSizeCache):
         return logits[:, 0]
 
     def take_ahead(self, token: int) -> Tensor | None:
-        """Take in a token that has been read: logits [1, V] after it; None if it has not been."""
+        """Accept a token that was read ahead: logits [1, V] after it; None if it was not."""
         if self.ahead is None or self.ahead.ids[:1] != [token]:
             return None
         ids, logits = self.ahead
@@ -176,15 +176,13 @@ class StreamingCache(FixedSizeCache):
 
     @property
     def most_at_once(self) -> int:
-        """Tokens of a segment that are all stored after it, whatever it evicts; none before the
-        sinks are there.
-        """
+        """Tokens of a segment that stay stored, whatever it evicts; 0 before the sinks are full."""
         sizes = self.sizes
         has_sinks = min(self.seen, default=0) >= sizes.num_sinks
         return (sizes.cache_size + 1 - sizes.num_evicted) * has_sinks
 
     def _count(self, num: int) -> None:
-        """Have seen so many tokens more, or fewer, whose entries are in the buffers."""
+        """Count so many more tokens, or fewer, whose entries are in the buffers."""
         for buffer in self._buffers():
             buffer.end += num
         self.seen = [n + num for n in self.seen]

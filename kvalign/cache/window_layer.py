@@ -1,4 +1,4 @@
-"""A layer of the streaming cache: its buffers, and what attention gets of them."""
+"""Layer of the streaming cache: its buffers, and the slice that attention gets."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +33,7 @@ class WindowLayer(StreamingLayer):
         self.buffers: list[KVBuffer] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make buffers for entries like these."""
+        """Allocate buffers for entries like these."""
         like, realigner = KV(key_states, value_states), self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
         self.source_dtype = torch.float32 if realigner.recursive else self.dtype
@@ -45,13 +45,13 @@ class WindowLayer(StreamingLayer):
 
     @property
     def entries(self) -> KVBuffer:
-        """Entries as they are stored; what attention gets is a slice of it."""
+        """Entries in their stored form; attention gets a slice."""
         return self.buffers[0]
 
     @property
     def sources(self) -> KVBuffer:
-        """Entries that a realigner which moves them places them from: a buffer of its own, or
-        `entries` where nothing moves, or from its last output in the model's precision.
+        """Input of a realigner that moves entries: a buffer of its own; or `entries`, if nothing
+        moves or moves start from the last output in the model's precision.
         """
         return self.buffers[-1]
 
@@ -105,7 +105,7 @@ class WindowLayer(StreamingLayer):
         return found
 
     def pieces(self, step: Step) -> list[KV]:
-        """Return the pieces that attention reads, of rows that are alike: sinks and window, at the
+        """Return the parts that attention reads, for rows of equal length: sinks and window, at the
         positions to which the new ones have run on.
         """
         realigner, num = self.cache.realigner, step.stored[0]
@@ -117,9 +117,7 @@ class WindowLayer(StreamingLayer):
         return [held.slots(0, num_sinks), KV(*window).map(lambda x: x.to(self.dtype))]
 
     def move(self, step: Step, shifts: list[int]) -> None:
-        """Bring the entries after the sinks `shifts` places nearer to the start, row by row where
-        rows differ.
-        """
+        """Move the entries after the sinks by `shifts`, row by row if rows differ."""
         realigner, num_sinks = self.cache.realigner, step.sizes.num_sinks
         alike = len(set(zip(shifts, step.stored, step.behind, strict=True))) == 1
         for rows in [slice(None)] if alike else [slice(i, i + 1) for i in range(len(shifts))]:
@@ -134,7 +132,7 @@ class WindowLayer(StreamingLayer):
                 self.sources.rewrite(KV(*placed), rows)
 
     def write_sinks(self, step: Step, sinks: KV) -> None:
-        """Put sinks [B, H, num_sinks, D] in front of each row's window."""
+        """Write sinks [B, H, num_sinks, D] in front of each row's window."""
         num, end = step.sizes.num_sinks, self.entries.end
         if step.is_even:
             self.entries.put(end - step.num_before, sinks)
@@ -146,7 +144,7 @@ class WindowLayer(StreamingLayer):
             data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(self.dtype)
 
     def _write(self, step: Step, stored: KV, new: KV) -> None:
-        """Append what will still be kept after this pass; with what moves, its source."""
+        """Append the entries that stay after this pass; if they move, also their source."""
         kept, num_new = step.num_before, step.num_new
         if num_new > 1 or step.segment is not None:
             after = step.sizes.num_stored(step.seen[0] + num_new)

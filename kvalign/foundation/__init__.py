@@ -1,1 +1,1 @@
-"""Foundation of all parts, which knows no model: errors, settings, files, runs, progress."""
+"""Foundation, without knowledge of models: errors, settings, registry, files, runs, progress."""

@@ -1,4 +1,4 @@
-"""Ray for work in many processes: here, or on a cluster that shares the folders."""
+"""Ray for work in many processes: on this machine, or on a cluster that shares the folders."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_Z
 @contextmanager
 def ray_session(address: str | None = None) -> Iterator[Any]:
     """The `ray` module, quiet, on the cluster at an address or started on this machine, and shut
-    down at the end. UserError if no cluster is there.
+    down at the end. UserError if no cluster is at the address.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -44,7 +44,7 @@ def ray_session(address: str | None = None) -> Iterator[Any]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise UserError if nothing answers where a cluster should be; Ray would wait for minutes."""
+    """Raise UserError if nothing answers at a cluster's address; Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return  # `auto`, or a name that Ray knows

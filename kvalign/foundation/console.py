@@ -1,4 +1,6 @@
-"""Tables in a terminal, a file or a pipe, by rich; text of models and users acts nowhere."""
+"""Tables in a terminal, a file or a pipe, with rich; text from models and users has no effect on
+the terminal.
+"""
 
 import os
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ ROW_WIDTH = 10_000  # in a file or a pipe a row of a table is one line, however 
 
 @dataclass(frozen=True)
 class Heading:
-    """The heading of a column; numbers are aligned to the right. A column of a given width wraps
-    where it must; the first one does not otherwise.
+    """Heading of a column; numbers are aligned to the right. A column with a width wraps; the first
+    one without a width does not.
     """
 
     text: str = ""
@@ -31,7 +33,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry; the best of a column is marked, and not by colour alone. `more` is less important
+    """Cell of a table; the best of a column has a mark besides its colour. `more` is less important
     than the text: an interval.
     """
 
@@ -41,15 +43,13 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The whole entry in one line."""
         mark = " ★" if self.is_best else ""
         return f"{self.text}{mark} ({self.more})" if self.more else self.text + mark
 
 
 def console_for(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
-    """A console as wide as COLUMNS says, as the terminal is, or as a file or a pipe is taken to
-    be.
-    """
+    """Console as wide as COLUMNS says, the terminal is, or the default for files and pipes."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, pipe_width)
@@ -63,10 +63,10 @@ def print_table(
     title: str = "",
     console: Console | None = None,
 ) -> None:
-    """Print one table, a line a row where the console is wide enough.
+    """Print one table, a line for each row if the console is wide enough.
 
     Args:
-        headings: of the columns; a table whose headings are all empty begins with its first row.
+        headings: of the columns; a table with only empty headings begins with its first row.
         rows: as many entries each.
         title: a line above the table.
         console: where to print; by default stdout, where a row of a file or a pipe is one line.
@@ -96,8 +96,8 @@ def print_table(
 
 
 def print_cards(titles: Sequence[str], rows: Sequence[Sequence[Entry]], console: Console) -> None:
-    """Print a card a row: what it is of, and below it the rest by its titles, without empty ones.
-    For tables that are wider than the console.
+    """Print a card for each row: its first entries as the title, and below it the others by column,
+    without empty ones. For tables that are wider than the console.
     """
     for name, *entries in rows:
         console.print(Text(escape_controls(name.line), "bold"))

@@ -1,4 +1,4 @@
-"""The errors that say something to a user. Anything else that is raised is a fault of ours."""
+"""Errors with a message for the user. Any other exception is a bug of KV-Align."""
 
 import errno
 
@@ -13,31 +13,31 @@ _TOO = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
 def is_of_a_path(error: BaseException) -> bool:
-    """Return whether the error is about a path that the user gave: there is nothing, it is of
-    another kind, it is not theirs, its name is too long, a link leads nowhere.
+    """Return whether the error concerns a path that the user gave: it does not exist, is of another
+    kind, is not accessible, has too long a name, or is a broken link.
     """
     return isinstance(error, _OF_PATHS) or (isinstance(error, OSError) and error.errno in _TOO)
 
 
 class UserError(ValueError):
-    """Something that the user can mend: what came, what was needed and what to do, in one line."""
+    """Error that the user can correct: what came, what was needed and what to do, in one line."""
 
 
 class KeywordError(UserError, TypeError):
-    """A keyword that a function does not have."""
+    """Unknown keyword of a function."""
 
 
 class NotFoundError(UserError, FileNotFoundError):
-    """A file, a folder or a name that does not exist."""
+    """File, folder or name that does not exist."""
 
 
 class ExistsError(UserError, FileExistsError):
-    """A file or a folder that would be overwritten."""
+    """File or folder that would be overwritten."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stopped by Ctrl-C: the message says what was kept, with which the same call goes on, or the
-    command `to_go_on` does.
+    """Stop by Ctrl-C. The message says what was kept for the next identical call, or for the
+    command `to_go_on`.
     """
 
     def __init__(self, kept: str, to_go_on: str = ""):
@@ -46,8 +46,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Killed(KeyboardInterrupt):
-    """Stopped by `kill`, which no one has to be asked about twice."""
+    """Stop by `kill`, which asks for no confirmation."""
 
 
 class RunError(RuntimeError):
-    """Work that failed half-way for a reason that the message gives; what was finished is kept."""
+    """Work that failed half-way, with the reason; what was finished is kept."""

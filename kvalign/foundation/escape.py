@@ -1,4 +1,4 @@
-"""Text of models and users on pages, plots and terminals: every character is seen, none acts."""
+"""Text from models and users on pages, plots and terminals: all visible, without effect."""
 
 import re
 
@@ -10,13 +10,13 @@ _ACTING = re.compile("[\u0080-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff
 
 
 def escape_controls(text: object) -> str:
-    """A text whose every character is seen: NUL as a picture of it, an override as its number."""
+    """Text with every character visible: NUL as its picture, an override as its number."""
     return _ACTING.sub(lambda m: f"[U+{ord(m[0]):04X}]", str(text).translate(_CONTROLS))
 
 
 def check_text(text: str, what: str = "the text") -> None:
-    """Raise UserError for what has no bytes in UTF-8: half of a character, as of JSON's \\ud800 or
-    of a file's name in another encoding.
+    """Raise UserError for text without a UTF-8 form: half of a character, from JSON's \\ud800 or
+    from a file name in another encoding.
     """
     try:
         text.encode()

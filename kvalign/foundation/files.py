@@ -1,5 +1,6 @@
-"""Files that are there whole or not at all: written to a temporary name beside their place, then
-renamed. JSON that is checked as it is read. Folders that one run writes at a time.
+"""Files that exist completely or not at all: they are written under a temporary name beside their
+place, then renamed. JSON that is checked when it is read. Folders that only one run writes at a
+time.
 """
 
 import hashlib
@@ -28,19 +29,20 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file, or a folder, under a temporary name, then give it its own, in a
-    folder that is made if need be; an interrupted write leaves nothing behind, and what a killed
-    one leaves the next removes.
+    """Let `write` make a file, or a folder, under a temporary name, then rename it, in a folder
+    that is made if need be. An interrupted write leaves nothing behind; the leftovers of a killed
+    one are removed by the next.
 
     Raises:
-        OSError: it could not be written (disk full, no permission), whatever `write` made of that.
+        OSError: the file could not be written (disk full, no permission), whatever exception
+            `write` raised.
     """
     write_together(path.parent, lambda partial: write(partial / path.name), path.name)
 
 
 def write_together(folder: Path, write: Callable[[Path], object], last: str) -> None:
-    """Let `write` fill a temporary folder with files, then move them into `folder`. That named
-    `last` says that all are there: it gets its name when nothing else is left to do.
+    """Let `write` fill a temporary folder with files, then move them into `folder`. The file named
+    `last` marks completeness: it is moved when all others are in place.
 
     Raises:
         OSError: as of `write_whole`.
@@ -72,12 +74,12 @@ def write_together(folder: Path, write: Callable[[Path], object], last: str) -> 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text whole."""
+    """Write UTF-8 text completely or not at all."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values that JSON knows, whole and indented."""
+    """Write JSON values, indented, completely or not at all."""
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
@@ -85,8 +87,8 @@ def read_text(path: Path) -> str:
     """The UTF-8 text of a file.
 
     Raises:
-        NotFoundError: there is none.
-        UserError: it is a folder, a pipe or a device, which may have no end, or no UTF-8.
+        NotFoundError: it does not exist.
+        UserError: it is a folder, a pipe or a device, which may have no end, or is not UTF-8.
     """
     if not path.exists():
         raise NotFoundError(f"there is no file {path}")
@@ -99,7 +101,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError, naming the file, if it holds none."""
+    """The JSON object in a file; UserError, naming the file, if it has none."""
     values = parse_json(read_text(path), path)
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold a JSON object, found {type(values).__name__}")
@@ -107,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: object) -> Any:
-    """The values in a JSON text from outside; UserError, beginning with `where`, if it is none."""
+    """The values in a JSON text from outside; UserError, beginning with `where`, if invalid."""
     try:
         values = json.loads(text)
         if "\\ud" in text.lower():  # a half of a character is no text, wherever it would go
@@ -150,14 +152,14 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path, kept: Callable[[], str] = str) -> Iterator[None]:
-    """A folder, made if need be, that no other run writes to; the lock of a killed run is free, and
-    what it was writing when it was killed is removed.
+    """Folder, made if need be, that no other run writes to. The lock of a killed run is free, and
+    its unfinished files are removed.
 
-    A run that is refused within (UserError, a path that cannot be, a package that is not here)
-    leaves nothing of its own, not even the folder, unless `kept` says what of it is of use.
+    A run that is refused within (UserError, an impossible path, a missing package) leaves nothing
+    of its own, not even the folder, unless `kept` names something useful in it.
 
     Raises:
-        UserError: another run writes to it.
+        UserError: another run is writing to it.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,19 +195,19 @@ def held(lock: Path, what: Path) -> Iterator[None]:
 
 
 def check_not_locked(folder: Path) -> None:
-    """Raise UserError if a run that is going on has a folder `locked`."""
+    """Raise UserError if a running command has the folder `locked`."""
     if not (folder / LOCK).exists():
         return
     try:
         with FileLock(folder / LOCK, timeout=0):
             pass
     except Timeout:
-        remedy = "end that, or work on a copy elsewhere"
+        remedy = "end that run, or work on a copy"
         raise UserError(f"{folder} is in use by a run that writes to it: {remedy}") from None
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Files and folders, those of them that there are."""
+    """Remove files and folders that exist."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""The folders that are taken where none is named, below the one in which a command runs.
+"""Default folders for output, below the one in which a command runs.
 
-    kvalign-data/MODEL/caches   what `kvalign gen-data` records of a model
-    kvalign-data/MODEL/KIND     its aligner of a kind, from `kvalign train`
-    kvalign-data/MODEL/sweep-KV a sweep of `kvalign tune`
+    kvalign-data/MODEL/caches   recordings of a model by `kvalign gen-data`
+    kvalign-data/MODEL/KIND     its aligner of a kind, by `kvalign train`
+    kvalign-data/MODEL/sweep-KV a sweep by `kvalign tune`
 
-What is of another corpus than the default has it in its name: `caches-wikitext`, `table-wikitext`.
-MODEL is the last part of the model's name: `distilgpt2` of `distilbert/distilgpt2`, `my-model` of
+A name contains the corpus unless that is the default: `caches-wikitext`, `table-wikitext`. MODEL is
+the last part of the model's name: `distilgpt2` of `distilbert/distilgpt2`, `my-model` of
 `files/my-model.gguf`.
 """
 
@@ -21,25 +21,25 @@ _MOST_CHARS = 80  # of a corpus in a folder's name
 
 
 def folder_of(model: str) -> Path:
-    """The folder of what is made for a model, given its name or its own folder."""
+    """Folder for the outputs of a model, given its name or its own folder."""
     return ROOT / os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
 
 
 def of_corpus(name: str, corpus: Sequence[str]) -> str:
-    """A folder's name with that of the corpus, unless it is the default."""
+    """Folder name with the corpus, unless that is the default."""
     if tuple(corpus) == DEFAULT_CORPUS:
         return name
     return f"{name}-{re.sub(r'[^A-Za-z0-9._]+', '-', '-'.join(corpus))[:_MOST_CHARS].strip('-')}"
 
 
 def beside(recording: Path, name: str) -> Path:
-    """The folder of a name beside a recording, with its corpus where its name has that."""
+    """Folder of a name beside a recording, with the corpus if the recording's name has it."""
     _, _, corpus = recording.name.partition(f"{RECORDING}-")
     return recording.parent / "-".join(filter(None, [name, corpus]))
 
 
 def recording_or_default(data: Path | None, model: str) -> Path:
-    """The folder of a recording: as named, of the newest of a model, or where one would be."""
+    """Folder of a recording: the named one, the newest of a model, or the default."""
     if data is not None:
         return data
     found = newest_first(model, MANIFEST)
@@ -47,6 +47,6 @@ def recording_or_default(data: Path | None, model: str) -> Path:
 
 
 def newest_first(model: str, file_name: str) -> list[Path]:
-    """The files of a name in the folders inside a model's folder, the one written last first."""
+    """Files of a name in the folders inside a model's folder, the newest first."""
     found = folder_of(model).glob(f"*/{file_name}")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)

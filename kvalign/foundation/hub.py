@@ -1,6 +1,4 @@
-"""Test of the Hugging Face hub, made once: without it, its clients retry for half a minute before
-they fail.
-"""
+"""Test of the Hugging Face hub, once. Without it clients retry for half a minute."""
 
 import os
 import re
@@ -14,19 +12,17 @@ _PORTS = {"http": 80, "socks5": 1080, "socks5h": 1080}
 
 
 def why_not() -> str:
-    """Reason why the hub was not asked, in a clause that continues with its name; "" where it
-    was.
-    """
+    """Reason why the hub was not asked, as a clause that continues with its name; "" if it was."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return ", which HF_HUB_OFFLINE keeps from being asked"
+        return ", which was not asked because HF_HUB_OFFLINE is set"
     return "" if is_reachable() else ", which does not answer"
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can be no hub id, or begins with a folder that is here: what it names
-    is then a file or a folder.
+    """Return whether a name cannot be a hub id, or begins with an existing folder: it then names a
+    file or a folder.
     """
     is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
     folder, slash, _ = name.partition("/")
@@ -35,7 +31,7 @@ def is_path(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def is_reachable() -> bool:
-    """True if the hub can be asked: behind a proxy, if that can be; HF_HUB_OFFLINE=1 says no."""
+    """Return whether the hub, or the proxy before it, can be reached; HF_HUB_OFFLINE=1 says no."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

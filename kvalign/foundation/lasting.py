@@ -1,4 +1,4 @@
-"""Tensors that outlive a pass of the model, whoever calls it in whichever mode of autograd."""
+"""Tensors that stay usable after a pass of the model, in every autograd mode of the caller."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ import torch
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Let what is made within, or in a decorated function, be written and read anywhere.
+    """Context or decorator: tensors made within it can be written and read anywhere.
 
-    A tensor that is made within `torch.inference_mode` may not be written outside, nor read where
-    gradients are kept; one that is made where they are holds on to the passes that it comes from.
+    A tensor made within `torch.inference_mode` cannot be written outside it, nor read where
+    gradients are recorded. A tensor made with gradients keeps the graph of its passes alive.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield

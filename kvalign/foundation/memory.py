@@ -1,4 +1,4 @@
-"""Free memory, and whether what is about to be allocated can fit at all."""
+"""Free memory, and whether a planned allocation can fit."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def free_bytes() -> int | None:
-    """Bytes of memory that are free; None where the system does not tell."""
+    """Free bytes of memory; None if the system does not report them."""
     try:
         if _MEMINFO.exists():
             lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
@@ -22,18 +22,18 @@ def free_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Let the system have what was freed. glibc keeps what lies between things in use; where there
-    is no glibc nothing is done.
+    """Return freed memory to the system. glibc keeps memory between blocks in use; without glibc
+    nothing is done.
     """
     with suppress(AttributeError, OSError, TypeError):  # TypeError: of Windows
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_room(num_bytes: int, what: str) -> None:
-    """Raise UserError unless so many bytes are free here; the message begins with `what`."""
+    """Raise UserError unless so many bytes are free; the message begins with `what`."""
     free = free_bytes()
     if free is not None and num_bytes > free:
-        raise UserError(f"{what} need {size(num_bytes)} of memory, {size(free)} are free here")
+        raise UserError(f"{what} need {size(num_bytes)} of memory, but only {size(free)} are free")
 
 
 def size(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Names that are nearly right: which one is meant."""
+"""Names that are nearly right, and the names that were meant."""
 
 import difflib
 import inspect
@@ -45,8 +45,8 @@ _ALIASES = {
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """The known name that is meant, by what other programs call it or else by its letters; None
-    where nothing is near.
+    """The known name that was meant: by its name in other programs, else by its letters; None if
+    nothing is near.
     """
     known = list(known)
     others = [meant for meant, aliases in _ALIASES.items() if name in aliases.split()]
@@ -58,8 +58,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def spelled_out(config: type) -> Callable[[F], F]:
-    """Let the signature of a function name the keys of a typed dictionary beside its `**config`:
-    completion, `check_keywords` and transformers' `generate` read them there.
+    """Let the signature of a function name the keys of a typed dictionary beside its `**config`.
+    Completion, `check_keywords` and transformers' `generate` read them there.
     """
 
     def decorate(function: F) -> F:
@@ -76,7 +76,7 @@ def spelled_out(config: type) -> Callable[[F], F]:
 
 
 def check_keywords(function: Callable, keywords: Iterable[str]) -> None:
-    """Raise KeywordError for the first keyword that is no parameter of the function."""
+    """Raise KeywordError for the first keyword that is not a parameter of the function."""
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for name in keywords:

@@ -1,4 +1,4 @@
-"""Objects that are saved in a way of their own, and not by pickle."""
+"""Objects that are saved in their own way, not by pickle."""
 
 from typing import ClassVar, NoReturn
 
@@ -6,11 +6,10 @@ from kvalign.foundation.errors import UserError
 
 
 class NotPickled:
-    """Base of objects that refuse pickle: they work on a model that is not in their bytes, so
-    pickle would give a part only.
+    """Base of objects that refuse pickle: they need a model that their bytes would not contain.
 
     Attributes:
-        instead: what keeps it, in a line.
+        instead: how to save it, in a line.
     """
 
     instead: ClassVar[str]

@@ -1,11 +1,10 @@
-"""Progress of what takes long, on stderr: one bar over the whole of it, and the phase it is in.
+"""Progress of long work, on stderr: one bar over all of it, with the current phase.
 
-`shown_as` opens the bar. What runs within says how much there is to do (`expect`), what is done of
-it (`advance`) and what is being done (`phase`), and need not know whether anybody is shown it. In a
-terminal or a notebook the bar is tqdm's; in a file, a pipe or CI it is a line every few seconds,
-later more rarely. Where nothing has advanced for so long no time left is said. What ends within a
-second shows nothing; what counts nothing shows its phase and the time.
-`TQDM_DISABLE=1` turns all of it off.
+`shown_as` opens the bar. Code within it reports how much there is to do (`expect`), what is done
+(`advance`) and the current phase (`phase`), whether or not anyone sees it. In a terminal or a
+notebook the bar is tqdm's. In a file, a pipe or CI it is a line every few seconds, later less
+often. After a while without progress no time left is shown. Work that ends within a second shows
+nothing; work without a count shows its phase and the time. `TQDM_DISABLE=1` turns everything off.
 """
 
 import logging
@@ -36,10 +35,10 @@ _in_notebook = tqdm is not tqdm_asyncio
 
 
 class Bar(tqdm):
-    """The bar over one piece of work; it counts nothing until `expect` says how much there is.
+    """Bar over one piece of work; it counts nothing until `expect` says how much there is.
 
-    A thread draws it, once a second or when the next line is due, and nothing else does: it is seen
-    to live where nothing advances, and what is timed is not disturbed. A notebook's draws itself.
+    Only a thread of its own draws it, once a second or when the next line is due. So it shows life
+    without progress, and does not disturb timings. In a notebook the bar draws itself.
     """
 
     def __init__(self, name: str):
@@ -60,7 +59,7 @@ class Bar(tqdm):
             Thread(target=self._draw, daemon=True).start()
 
     def expect(self, amount: int, units: str) -> None:
-        """Add to what is to be done, which has one unit."""
+        """Add to the work to do, in one unit."""
         if self.disable:
             return
         if self.n == self.initial:
@@ -73,29 +72,29 @@ class Bar(tqdm):
             self.reset(self.total)  # its widget has a length of its own
 
     def update(self, amount: float | None = 1) -> bool | None:
-        """Add to what is done."""
+        """Add to the work done."""
         if not self.is_drawn:
             return super().update(amount)
         self.n += amount or 0
         return None
 
     def skip(self, amount: int) -> None:
-        """Add what was done before, which is no part of the speed."""
+        """Add work that was done before and does not count for the speed."""
         if not self.disable:
             self.initial += amount
             self.last_print_n += amount
         self.update(amount)
 
     def phase(self, doing: str) -> None:
-        """Say what is being done."""
+        """Name the current phase."""
         self.set_description_str(f"{self.name}: {doing}", refresh=False)
 
     def note(self, **figures: str) -> None:
-        """Figures to show behind the count."""
+        """Show figures behind the count."""
         self.set_postfix(figures, refresh=False)
 
     def close(self) -> None:
-        """Leave it where it is; nothing of what counted nothing."""
+        """Close the bar and leave it visible, unless it counted nothing."""
         self._ended.set()
         if self.n == self.total:
             self.desc = self.name
@@ -138,7 +137,7 @@ class Bar(tqdm):
 
 @contextmanager
 def _line_of_its_own() -> Iterator[None]:
-    """Within it stderr is at the beginning of a line, also where a bar is drawn."""
+    """Context in which stderr is at the beginning of a line, also while a bar is drawn."""
     if _bar is None or _bar.is_line or not _bar.drawn_at:
         yield
         return
@@ -148,7 +147,7 @@ def _line_of_its_own() -> Iterator[None]:
 
 
 class LogHandler(logging.StreamHandler):
-    """Logs to stderr, on lines of their own where a bar is drawn."""
+    """Handler that logs to stderr, on separate lines while a bar is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with _line_of_its_own():
@@ -160,9 +159,7 @@ _bar: Bar | None = None
 
 @contextmanager
 def shown_as(name: str) -> Iterator[Bar]:
-    """A bar over what runs within; of one that is open already, a phase. It may stand above a
-    function.
-    """
+    """Bar over the work within; if one is open already, a phase of it. Also a decorator."""
     global _bar
     if _bar is not None:
         _bar.phase(name)
@@ -179,13 +176,13 @@ def shown_as(name: str) -> Iterator[Bar]:
 
 
 def expect(amount: int, units: str) -> None:
-    """Add to what is to be done, as `Bar.expect`."""
+    """Add to the work to do, as `Bar.expect`."""
     if _bar is not None:
         _bar.expect(amount, units)
 
 
 def advance(amount: int, **figures: str) -> None:
-    """Add to what is done; figures stand behind the count."""
+    """Add to the work done; figures follow the count."""
     if _bar is not None:
         if figures:
             _bar.note(**figures)
@@ -193,13 +190,13 @@ def advance(amount: int, **figures: str) -> None:
 
 
 def skip(amount: int) -> None:
-    """Add what was done before, as `Bar.skip`."""
+    """Add work that was done before, as `Bar.skip`."""
     if _bar is not None:
         _bar.skip(amount)
 
 
 def phase(doing: str) -> None:
-    """Say what is being done."""
+    """Name the current phase."""
     if _bar is not None:
         _bar.phase(doing)
 

@@ -1,6 +1,6 @@
-"""Registries: names and where the class of each is; it is imported when it is first asked for.
+"""Registries: names, and the location of each class, which is imported at first use.
 
-Names can be listed, in help and at a shell's TAB, without importing what they stand for.
+Names can be listed, in help and at a shell's TAB, without importing the classes.
 """
 
 import importlib
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Registry(UserDict[str, T], Generic[T]):
-    """A mapping from names to what is defined at `module:member`.
+    """Mapping from names to objects at `module:member`.
 
-    A notebook adds to it without a file: `METHODS["mine"] = MyMethod`.
+    A notebook can add to it without a file: `METHODS["mine"] = MyMethod`.
 
     Args:
-        what: what a name names, for messages: `method`.
-        places: `module:member` by name, in the order in which they are listed.
+        what: the kind of thing, for messages: `method`.
+        places: `module:member` by name, in the order of listings.
     """
 
     def __init__(self, what: str, places: Mapping[str, str]):
@@ -36,16 +36,14 @@ class Registry(UserDict[str, T], Generic[T]):
         return value
 
     def find(self, name: str) -> T:
-        """Return what a name stands for; UserError, with the nearest and all known names, if it is
-        unknown.
-        """
+        """Return the object of a name; UserError, with the known names, if it is unknown."""
         if name not in self:
             raise UserError(unknown(self.what, name, self))
         return self[name]
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that is none: `unknown method 'x'; did you mean y? (known: y, z)`."""
+    """Message for an unknown name: `unknown method 'x'; did you mean y? (known: y, z)`."""
     known = list(known)
     near = nearest(name, known)
     hint = f"; did you mean {near}?" if near else ""

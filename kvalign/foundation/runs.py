@@ -1,8 +1,8 @@
-"""A folder that one run fills: what it is stands there first, its result last, so that a run which
-was interrupted is told from one that is finished, and the same run goes on where it stopped.
+"""Folder that one run fills: its description first, its result last. So an interrupted run is
+distinguished from a finished one, and the same command continues it.
 
-    FOLDER/run.json      written first: what the run depends on
-    ...                  what it leaves on its way
+    FOLDER/run.json      written first: everything that the run depends on
+    ...                  intermediate files
     FOLDER/result.json   written last; without it the run is unfinished
 """
 
@@ -21,15 +21,15 @@ State = Literal["new", "unfinished", "finished"]
 
 
 class ResumableRun:
-    """One run in `folder`, which need not exist yet.
+    """Run in `folder`, which need not exist yet.
 
     Args:
-        folder: of this run alone.
-        config: what the run depends on: values that JSON knows, in dicts.
-        free: names of fields in it, at any depth, that may differ between a run and its resumption.
+        folder: of this run only.
+        config: everything that the run depends on: JSON values, in dicts.
+        free: names of fields in it, at any depth, that may differ when the run is resumed.
         config_name, result_name: of the two files.
-        remedy: what to do about a folder with another run, for the message.
-        read_config: reads the first, of earlier versions too, as this version would write it.
+        remedy: for the message about a folder with another run.
+        read_config: reads the first file, also of earlier versions, in the form of this version.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class ResumableRun:
         self.config_path, self.result_path = folder / config_name, folder / result_name
 
     def state(self) -> State:
-        """Return whether the folder has nothing yet, a part of this very run, or all of it.
+        """Return whether the folder has nothing yet, part of this run, or all of it.
 
         Raises:
-            ExistsError: it holds another run, or files that are no run.
+            ExistsError: it has another run, or files of no run.
         """
         if not self.config_path.exists():
             existing = self.folder.iterdir() if self.folder.is_dir() else ()
@@ -60,34 +60,34 @@ class ResumableRun:
                 raise ExistsError(f"{self.folder} holds other files: name another --out")
             return "new"
         if field := self.difference():
-            what = f"a run of other settings ({field})"
+            what = f"a run with other settings ({field})"
             raise ExistsError(f"{self.folder} holds {what}: {self.remedy}")
         return "finished" if self.result_path.exists() else "unfinished"
 
     def difference(self) -> str:
-        """The first field in which the folder's run differs from this one, with both values; ""
-        where they are the same.
+        """The first field in which the folder's run differs from this one, with both values; "" if
+        they are the same.
         """
         return _first_difference(self.read_config(self.config_path), self.config, self.free)
 
     def begin(self) -> None:
-        """Write down what the run is."""
+        """Write the description of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.result_path.unlink(missing_ok=True)
         write_json(self.config_path, self.config)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write down what came of it."""
+        """Write the result of the run."""
         write_json(self.result_path, result)
 
     def result(self) -> dict[str, Any]:
-        """Return what `finish` wrote; empty if the run is unfinished."""
+        """Return the result that `finish` wrote; empty if the run is unfinished."""
         return read_json(self.result_path) if self.result_path.exists() else {}
 
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C say what is kept, with which the same call goes on: `kept`, "" for nothing."""
+    """Context in which Ctrl-C prints what is kept for the same call: `kept`, "" for nothing."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -98,8 +98,8 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def held_back(*stops: signal.Signals) -> Iterator[Event]:
-    """Within it Ctrl-C and `kill`, or the signals given, set the event and stop nothing: in the
-    middle of a step they would leave no state to keep. A second one stops at once.
+    """Context in which Ctrl-C and `kill`, or the given signals, only set the event: in the middle
+    of a step they would leave no usable state. A second signal stops at once.
     """
     interrupted, stops = Event(), stops or (signal.SIGINT, signal.SIGTERM)
     if current_thread() is not main_thread():

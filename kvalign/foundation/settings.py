@@ -1,7 +1,8 @@
-"""Settings: a frozen dataclass whose fields carry default, range and help text.
+"""Settings: a frozen dataclass whose fields have default, range and help text.
 
 A command line, a notebook, a test and a sweep trial all make an instance, or give its fields as
-keywords, and call the same function. They stand beside what they configure and need no torch.
+keywords, and call the same function. Settings are defined beside the code that they configure, and
+need no torch.
 """
 
 import dataclasses
@@ -57,12 +58,12 @@ def option(
     repeats: bool = False,
     writes: Output | None = None,
 ) -> Any:
-    """A dataclass field that the command line offers as `--name`.
+    """Dataclass field that the command line offers as `--name`.
 
-    Whole numbers are at most `MOST` where nothing else is said. A field without a default must be
-    given, a positional one without a flag. A tuple is given comma-separated or by repeating the
-    flag; one that `repeats` by that alone, its commas are its own. A path that is written says what
-    it will be.
+    Whole numbers are at most `MOST` unless the field says otherwise. A field without a default is
+    required; a positional one has no flag. A tuple is given comma-separated or by repeating the
+    flag. If it `repeats`, its values may contain commas. For an output path the field says whether
+    it is a file or a folder.
     """
     limits = dict(at_least=at_least, at_most=at_most, above=above, choices=choices)
     more = dict(help=help, positional=positional, repeats=repeats, writes=writes)
@@ -73,7 +74,7 @@ def option(
 class Settings:
     """Base of all settings. Subclasses are `@dataclass(frozen=True, kw_only=True)`.
 
-    A path may be given as text, several values as a list or, if it is one, as it is.
+    A path may be given as text, several values as a list, and a single one without a list.
 
     Raises:
         UserError: a value of another type or out of range; the message names the command line's
@@ -98,7 +99,7 @@ class Settings:
             object.__setattr__(self, field.name, value)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
+        """The settings as JSON values."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in vars(self).items()}
 
     @classmethod
@@ -112,7 +113,7 @@ class Settings:
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
     def command_line(self, command: str, leave_out: tuple[str, ...] = ()) -> str:
-        """The shell command that makes these settings, with what differs from the defaults."""
+        """Shell command with these settings, without the defaults."""
         words = ["kvalign", *command.split()]
         repeated = {field.name for field in fields(self) if field.metadata["repeats"]}
         for name, value in self.changed().items():
@@ -135,7 +136,7 @@ def flag(name: str) -> str:
 
 
 def without_none(hint: Any) -> Any:
-    """T of `T | None`, any other hint as it is."""
+    """T of `T | None`; any other hint unchanged."""
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     return functools.reduce(operator.or_, arms) if isinstance(hint, types.UnionType) else hint
 
@@ -158,9 +159,9 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """A value that was given for an int, a float, a bool, a text or a path, and is one: True is no
-    number, a whole number is a float, a text a path, too. NumPy's become Python's. Of other types
-    nothing is asked.
+    """Value for an int, a float, a bool, a text or a path, checked: True is not a number, a whole
+    number is a valid float, text a valid path. NumPy's numbers become Python's. Other types are not
+    checked.
 
     Raises:
         UserError: it is of another type, not finite, or a whole number beyond 63 bits; the message
@@ -209,7 +210,7 @@ def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
 
 
 def check_outputs(settings: Settings) -> None:
-    """Raise UserError for a path in settings that cannot be written, before there is any work."""
+    """Raise UserError for an output path in settings that cannot be written, before any work."""
     for field in fields(settings):
         path, output = getattr(settings, field.name), field.metadata["writes"]
         if output and path is not None:
@@ -218,7 +219,7 @@ def check_outputs(settings: Settings) -> None:
 
 def check_output(path: Path, output: Output, name: str = "--out") -> None:
     """Raise UserError if a file or a folder cannot be written; folders above it need not exist. A
-    name that would act on a terminal is none.
+    name with control characters is refused.
     """
     if not str(path).strip() or not str(path).isprintable():
         raise UserError(
@@ -238,15 +239,16 @@ def check_output(path: Path, output: Output, name: str = "--out") -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        reason = f"{there} is not yours to write in ({error.strerror})"
+        reason = f"{there} is not writable for you ({error.strerror})"
         raise UserError(f"{name} {path} cannot be written: {reason}") from None
 
 
 def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Let a function of settings be called with the settings' fields as keywords, too.
+    """Decorator for a function of settings: it can also be called with the settings' fields as
+    keywords.
 
     `function(settings, *, more=...)` becomes `function(**fields, more=...)`; its signature and its
-    docstring say which fields there are. A path may be given as text, a tuple as a list.
+    docstring list the fields. A path may be given as text, a tuple as a list.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -280,14 +282,14 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 OF_WEIGHTS = (
-    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the weights of all products "
-    "were stored in 4 bits, else float32"
+    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the file has the weights "
+    "of all products in 4 bits, else float32"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Base of the settings of what streams: the model."""
+    """Base of the settings with a model."""
 
     model: str = option(DEFAULT_MODEL, help="shipped name, hub id or folder of a causal LM")
     weights: str | None = option(None, help=f"{OF_WEIGHTS} (default: float32)", choices=WEIGHTS)
@@ -307,11 +309,11 @@ POLICY = "which entries are evicted (kvalign policies)"
 NUM_RECENT = (
     "newest entries that are never evicted (default: a quarter of the entries after the sinks)"
 )
-MEMORY = "evicted tokens to keep; each step takes back the entries that its query chooses"
+MEMORY = "evicted tokens to store; each step takes back the entries that match its query"
 NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
 RECALL_LAYERS = "layers with a memory, counted from 0, such as 7,15-29 (default: all)"
-RECALL_PLACES = "placing of the entries taken back (default: age on rotary positions, else rank)"
+RECALL_PLACES = "positions of the entries taken back (default: age on rotary positions, else rank)"
 POSITIONS = (
-    "compact: an entry's position is its place among the kept ones; keep: entries keep their "
-    "original positions, until the context length ends"
+    "compact: an entry has the position of its cache slot; keep: entries keep their original "
+    "positions, until the context length ends"
 )

@@ -1,10 +1,10 @@
-"""Invariants of a streaming cache, measured: the same tokens, another way.
+"""Invariants of a streaming cache, measured: the same tokens, processed in another way.
 
     for outcome in kvalign.verify(model, lambda model: MyCache(...)):
         print(outcome.name, outcome.state, outcome.figure)
 
-A cache is only asked what transformers asks of it, and looked at where it hands entries to
-attention. One that is a file of its own and a line here is found by the command, too.
+`verify` calls a cache only as transformers does, and looks at the entries that it gives to
+attention. An invariant is one file and one line here, and the command finds it, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INVARIANTS: Registry[Invariant] = Registry(
         "kl": "kvalign.invariants.long_run:kl",
     },
 )
-"""Invariants by name, in the order in which they are tried."""
+"""Invariants by name, in the order of testing."""
 
 
 @progress.shown_as("verify")
@@ -59,20 +59,20 @@ def verify(
     invariants: Sequence[str] | None = None,
     seed: int = 0,
 ) -> list[Outcome]:
-    """Put a cache and a model to the invariants.
+    """Test a cache and a model against the invariants.
 
     Args:
-        model: a causal LM of transformers, in eval mode. It is left as it is; what compares
-            precisions works on copies.
-        make: given a model, an empty cache for it, or a method of `kvalign.make_method`; it is
+        model: a causal LM of transformers, in eval mode. It is not changed; comparisons of
+            precision use copies.
+        make: returns, for a model, an empty cache or a method of `kvalign.make_method`. It is
             called many times, once with the model in half precision.
         num_steps: tokens of the long stream after the cache is full.
         half: the precision to compare with float32: bfloat16 or float16.
         invariants: names of `INVARIANTS`; None: all.
-        seed: of the tokens.
+        seed: of the random tokens.
 
     Returns:
-        an outcome for each invariant. What the cache raises is one, too.
+        an outcome for each invariant. An exception of the cache is an outcome, too.
 
     Raises:
         UserError: an unknown invariant, or `make` returns no cache.

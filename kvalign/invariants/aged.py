@@ -1,4 +1,4 @@
-"""A stream long past its first eviction, watched from its first token."""
+"""Stream long past its first eviction, observed from its first token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +17,16 @@ FIRST_INPUT = 5
 
 @dataclass
 class Aged:
-    """A stream that is long past its first eviction.
+    """Stream that is long past its first eviction.
 
     Attributes:
-        fault: entries by which what the cache told and what attention got were apart at most.
-        where: the token at which that was, from 0.
-        num_sinks: first tokens that were all there after the first eviction; None before it.
-        seen: now and then, the tokens [S] that one saw, itself the last; empty where there is no
-            telling, which `no_seen` explains.
-        hidden: of the same, [N] that the first layer gave.
+        fault: largest difference, in entries, between what the cache reported and what attention
+            got.
+        where: the token of that difference, from 0.
+        num_sinks: first tokens that were all present after the first eviction; None before it.
+        seen: for some tokens, the tokens [S] that it saw, itself the last; empty if that is
+            unknown, for the reason in `no_seen`.
+        hidden: for the same tokens, the first layer's output [N].
     """
 
     stream: Stream
@@ -47,7 +48,7 @@ def age(subject: Subject) -> Aged:
     """Feed a stream until entries have been moved back at least once, and keep it."""
     stream = subject.stream(is_watched=True)
     if stream.watched is None:
-        raise NotApplicableError("it re-encodes what it keeps: there is no cache to look at")
+        raise NotApplicableError("it re-encodes the kept tokens: there is no cache to look at")
     capacity = subject.capacity
     num = 2 * capacity + max(capacity, LONG_RUN) + 16 if subject.evicts else capacity
     if isinstance(stream.cache, FixedSizeCache):
@@ -77,7 +78,7 @@ def age(subject: Subject) -> Aged:
 
 @contextmanager
 def first_layer_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that what the first layer gives [B, T, N] is added to."""
+    """List that collects the first layer's output [B, T, N]."""
     outputs: list[Tensor] = []
     handle = first_layer(model).register_forward_hook(
         lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
@@ -89,7 +90,7 @@ def first_layer_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _fault(watched: Watched, num_before: int, num_new: int, has_evicted: bool) -> int:
-    """Entries by which what the cache told is off."""
+    """Entries by which the cache's report is wrong."""
     position, faults = watched.positions[-num_new], []
     for layer, (length, offset) in enumerate(watched.told):
         faults.append(abs(length - watched.found[layer][0].shape[2]))
@@ -107,7 +108,7 @@ def tokens_held(watched: Watched) -> list[int | None]:
 
 
 def _num_sinks(watched: Watched) -> int:
-    """Return how many of the first tokens are all there; 0 if that cannot be told."""
+    """Return how many of the first tokens are all present; 0 if that is unknown."""
     try:
         held = set(tokens_held(watched))
     except NotApplicableError:

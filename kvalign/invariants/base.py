@@ -1,4 +1,4 @@
-"""Invariants, and what comes out of one."""
+"""Invariants and their outcomes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from kvalign.invariants.subject import EXACT, Subject
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured figure.
+    """Measured figure.
 
     Attributes:
-        figure: holds if it is at most `bound`; what it is of is said by the invariant.
-        note: what else is worth knowing.
+        figure: holds if it is at most `bound`; the invariant says what it measures.
+        note: further information.
     """
 
     figure: float
@@ -30,13 +30,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Invariant:
-    """One thing that every cache must keep to.
+    """Property that every streaming cache must have.
 
     Attributes:
-        about: what must hold.
-        unit: what the figure is.
-        look_at: where the fault is most likely if it does not hold.
-        measure: raises NotApplicableError where there is nothing to measure.
+        about: the property in words.
+        unit: of the figure.
+        look_at: the most likely place of the fault if it fails.
+        measure: raises NotApplicableError if there is nothing to measure.
     """
 
     about: str
@@ -48,19 +48,20 @@ class Invariant:
 def invariant(
     about: str, *, unit: str = "sd of logits", look_at: str
 ) -> Callable[[Callable[[Subject], Measured]], Invariant]:
-    """Stands above a function that measures, and makes an invariant of it."""
+    """Decorator that makes an invariant of a function that measures."""
     return partial(Invariant, about, unit, look_at)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An invariant of one cache and model.
+    """Outcome of an invariant for one cache and model.
 
     Attributes:
         name: in `INVARIANTS`.
-        figure, bound: what was measured and what it may be at most; None where nothing was.
-        note: why it does not apply, what was raised, what else was measured.
-        look_at: of one that failed, where the fault is most likely.
+        figure, bound: the measured figure and its largest allowed value; None if nothing was
+            measured.
+        note: why it does not apply, the exception, or another figure.
+        look_at: for a failure, the most likely place of the fault.
     """
 
     name: str
@@ -74,9 +75,7 @@ class Outcome:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors in standard deviations of the second; inf where there
-    is no number.
-    """
+    """Largest difference of two tensors in standard deviations of the second; inf if not finite."""
     if found.shape != expected.shape:
         return float("inf")
     apart = (found.float() - expected.float()).abs().max() / expected.float().std()

@@ -1,6 +1,4 @@
-"""Invariants of the entries: what a cache tells transformers after many evictions, and what it
-holds.
-"""
+"""Invariants of the entries that a cache stores, and of its reports to transformers."""
 
 import torch
 
@@ -15,10 +13,10 @@ from kvalign.invariants.subject import Subject
 
 
 @invariant(
-    "get_mask_sizes and get_seq_length say what attention gets, in every layer",
+    "get_mask_sizes and get_seq_length agree with the entries that attention gets, in every layer",
     unit="entries off",
-    look_at="get_mask_sizes: its length is that of what update returns, its offset makes the "
-    "newest key the newest position's",
+    look_at="get_mask_sizes: its length must be that of the entries that update returns, its "
+    "offset must give the newest key the newest position",
 )
 def masks(subject: Subject) -> Measured:
     aged = age(subject)
@@ -28,7 +26,7 @@ def masks(subject: Subject) -> Measured:
 @invariant(
     "positions stay below the context length however long the stream is",
     unit="position",
-    look_at="get_seq_length, which transformers takes for the next token's position",
+    look_at="get_seq_length, from which transformers takes the next token's position",
 )
 def positions(subject: Subject) -> Measured:
     context_len = subject.context_len
@@ -44,9 +42,9 @@ def positions(subject: Subject) -> Measured:
 
 
 @invariant(
-    "after many evictions each entry is one token's own, and the sinks are there",
+    "after many evictions each entry belongs to one token, and the sinks are there",
     unit="wrong entries",
-    look_at="where sinks are written and entries dropped: entries overwritten, lost or doubled",
+    look_at="the writing of sinks and the eviction: entries overwritten, lost or duplicated",
 )
 def kept(subject: Subject) -> Measured:
     subject.needs_eviction()
@@ -55,9 +53,12 @@ def kept(subject: Subject) -> Measured:
     values = watched.found[0][1][0, :, : watched.num_found]
     born = watched.born()[1][0, :, :-1]
     if isinstance(cache, FixedSizeCache):
-        places, which = aged.stream.places(), "entries, as index() names them"
+        places, which = aged.stream.places(), "entries, as index() reports them"
         if aligner_of(cache) is not None:
-            places, which = places[: cache.sizes.num_sinks], "sinks; of its other entries see moves"
+            places, which = (
+                places[: cache.sizes.num_sinks],
+                "sinks; for its other entries see moves",
+            )
             if not places:
                 raise NotApplicableError(
                     "its aligner changes values, and it has no sinks: see moves"
@@ -74,13 +75,13 @@ def kept(subject: Subject) -> Measured:
     if subject.family == "alibi" and not is_ordered:  # there an entry's place is its position
         num_wrong += sum(place != at for place, at in zip(known, sorted(known), strict=True))
     newest = range(born.shape[1] - len(held) + num_sinks, born.shape[1])
-    note = f"{len(held)} entries: {num_sinks} of the beginning, then "
+    note = f"{len(held)} entries: {num_sinks} from the beginning, then "
     note += "the newest" if {*range(num_sinks), *newest} == set(known) else "not all the newest"
     return Measured(num_wrong, 0, note + ("" if is_ordered else ", in another order"))
 
 
 def aligner_of(cache: FixedSizeCache) -> Realigner | None:
-    """Return what places a streaming cache's entries, if it is more than rotation."""
+    """Return the aligner of a streaming cache's entries, if there is more than rotation."""
     realigner = cache.realigner
     if isinstance(realigner, OnRead):
         return realigner.moving
@@ -88,9 +89,10 @@ def aligner_of(cache: FixedSizeCache) -> Realigner | None:
 
 
 @invariant(
-    "moves add up: after many of them entries are as if placed once",
+    "moves add up: after many moves entries equal those placed once",
     unit="sd",
-    look_at="by how much entries and sinks move at an eviction, and the next token's position",
+    look_at="the number of positions that entries and sinks move at an eviction, and the next "
+    "token's position",
 )
 def moves(subject: Subject) -> Measured:
     subject.needs_eviction()
@@ -100,14 +102,14 @@ def moves(subject: Subject) -> Measured:
         aged.stream.places()  # which are the same in all layers and heads
         if placing.recursive:
             raise NotApplicableError(
-                "a network moves entries from its own last output: by design its moves do not add "
-                "up"
+                "a network moves entries from its own last output: its moves are not meant to "
+                "add up"
             )
         return _placed_once(aged, cache, placing)
     if subject.family is None:
-        raise NotApplicableError("how this model encodes positions is not known")
+        raise NotApplicableError("the position encoding of this model is unknown")
     if subject.family == "learned":
-        raise NotApplicableError("entries stay as they were written, stale on learned positions")
+        raise NotApplicableError("entries keep their original form, stale on learned positions")
     if subject.spec and subject.spec.states:
         raise NotApplicableError("its states have seen evicted tokens")
     if aged.no_seen:
@@ -124,7 +126,7 @@ def moves(subject: Subject) -> Measured:
 
 @torch.no_grad()
 def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measured:
-    """Entries as attention sees them, and as one move from their birth makes them."""
+    """Entries as attention sees them, and the same after one move from their original form."""
     sizes, num = cache.sizes, aged.stream.ids.shape[1]
     behind, index = cache.frame.num_behind(num), cache.index()
     rotation = cache.realigner.rotation
@@ -149,4 +151,4 @@ def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measu
         for found, one in zip((layer.keys, layer.values), expected, strict=True):
             assert found is not None
             worst = max(worst, difference(found, one))
-    return Measured(worst, note=f"entries after {num} tokens and placed once, all layers")
+    return Measured(worst, note=f"entries after {num} tokens and entries placed once, all layers")

@@ -1,5 +1,5 @@
-"""However tokens are fed, the same comes out; so it does of rows that change places, come twice, or
-come back from a file.
+"""Invariants of feeding: the result does not depend on how tokens are fed, nor on rows that change
+places, occur twice, or come back from a file.
 """
 
 import random
@@ -20,7 +20,7 @@ Feed = Callable[[Tensor], Tensor]
 
 
 def _apart(one: Feed, other: Feed, parts: Iterable[Tensor]) -> float:
-    """The largest difference of the logits that two ways of feeding give, part after part."""
+    """Largest difference of the logits of two ways of feeding, part after part."""
     return max((difference(one(part), other(part)) for part in parts), default=0.0)
 
 
@@ -34,8 +34,8 @@ def _parts(ids: Tensor, most: int = 1) -> Iterator[Tensor]:
 
 
 @invariant(
-    "while nothing is evicted it is the model without a cache",
-    look_at="what update returns of the entries before the first eviction, and their number",
+    "while nothing is evicted it equals the model without a cache",
+    look_at="the entries that update returns before the first eviction, and their number",
 )
 def dense(subject: Subject) -> Measured:
     ids, stream = subject.ids(1, subject.num_unevicted), subject.stream()
@@ -45,8 +45,8 @@ def dense(subject: Subject) -> Measured:
 
 
 @invariant(
-    "a row of a batch gives the same as alone",
-    look_at="data shared by rows: sinks, indices or corrections of one row that are used for all",
+    "a row of a batch gives the same result as alone",
+    look_at="data shared by rows: sinks, indices or corrections of one row used for all",
 )
 def rows(subject: Subject) -> Measured:
     alone = [subject.stream() for _ in range(NUM_ROWS)]
@@ -60,11 +60,11 @@ def rows(subject: Subject) -> Measured:
 
 
 @invariant(
-    "tokens fed together, nothing evicted, are the same tokens one by one",
-    look_at="counts of inputs in place of tokens; sinks that come in several inputs",
+    "tokens fed together, without evictions, equal the same tokens one by one",
+    look_at="counts of inputs instead of tokens; sinks that arrive in several inputs",
 )
 def chunks(subject: Subject) -> Measured:
-    """Parts while nothing is evicted, then single tokens."""
+    """chunks: chunks while nothing is evicted, then single tokens."""
     ids, num_in_parts = subject.ids(2, subject.num_tokens), subject.num_unevicted
     parts = [*_parts(ids[:, :num_in_parts], MOST_AT_ONCE), *_parts(ids[:, num_in_parts:])]
     apart = _apart(subject.stream().feed, subject.stream().feed_singly, parts)
@@ -74,11 +74,12 @@ def chunks(subject: Subject) -> Measured:
 
 
 @invariant(
-    "tokens fed together while entries are evicted are the same tokens one by one",
-    look_at="what the first tokens of an input see: entries evicted by its end, or later tokens",
+    "tokens fed together during evictions equal the same tokens one by one",
+    look_at="the entries that the first tokens of an input see: entries evicted by its end, or "
+    "later tokens",
 )
 def evicting_chunks(subject: Subject) -> Measured:
-    """Parts all the way."""
+    """evicting_chunks: chunks throughout."""
     subject.needs_eviction()
     stream = subject.stream()
     if not is_exact(stream):
@@ -90,7 +91,7 @@ def evicting_chunks(subject: Subject) -> Measured:
 
 @invariant(
     "rows that are reordered or selected continue unchanged",
-    look_at="reorder_cache and batch_select_indices: all that has rows must follow, sinks too",
+    look_at="reorder_cache and batch_select_indices: everything with rows must follow, sinks too",
 )
 def reorder(subject: Subject) -> Measured:
     order, some = [2, 0, 0], [2, 1]
@@ -109,8 +110,8 @@ def repeat(subject: Subject) -> Measured:
 
 
 @invariant(
-    "a stream continues after it was saved and loaded",
-    look_at="the saved state: sinks as they were computed, tokens seen, shifts of entries",
+    "a stream continues unchanged after it was saved and loaded",
+    look_at="the saved state: sinks in their original form, tokens seen, shifts of entries",
 )
 def save(subject: Subject) -> Measured:
     (before, after), stream = _before_and_after(subject, 2), subject.stream()
@@ -122,7 +123,7 @@ def save(subject: Subject) -> Measured:
 def _changed(
     subject: Subject, num_rows: int, order: list[int], change: Callable[[Stream], None]
 ) -> float:
-    """Return by how much rows differ from those of a stream that was left alone."""
+    """Return the difference of rows from a stream that was left alone."""
     before, after = _before_and_after(subject, num_rows)
     stream, same = subject.stream(), subject.stream()
     for one in (stream, same):
@@ -130,7 +131,7 @@ def _changed(
     try:
         change(stream)
     except NotImplementedError as error:
-        raise NotApplicableError(f"it does not do that: {error}".rstrip(": ")) from error
+        raise NotApplicableError(f"it does not support that: {error}".rstrip(": ")) from error
     except AttributeError as error:
         if error.name not in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
             raise
@@ -143,7 +144,7 @@ def _changed(
 
 
 def _before_and_after(subject: Subject, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the ids that rows are fed before a change and after it."""
+    """Return the ids for rows before a change and after it."""
     num = subject.capacity + 12 if subject.evicts else max(1, subject.capacity - NUM_AFTER)
     ids = subject.ids(num_rows, num + NUM_AFTER if subject.evicts else subject.capacity)
     return ids[:, :num], ids[:, num:]

@@ -1,4 +1,4 @@
-"""A long stream in half precision beside the same in float32, and beside re-encoding."""
+"""Long stream in half precision, compared with float32 and with re-encoding."""
 
 import math
 import statistics
@@ -25,17 +25,17 @@ _FLOOR = 1e-4  # nats
 
 @dataclass
 class LongRun:
-    """Figures of a long stream: [steps] of the stretches.
+    """Figures of a long stream: [steps] of the parts.
 
     Attributes:
-        first_errors, last_errors: of logits in half precision, by their size, while nothing was
-            evicted and at the end.
+        first_errors, last_errors: of logits in half precision, relative to their size, before the
+            first eviction and at the end.
         entries: [2, S] a step: errors of the first layer's keys and values, the newest last, at the
             end.
         most_apart: the largest error of any value of any layer and head, at the end.
-        first_kl, last_kl: KL(re-encoded || stream) in nats, once nothing born before the first
-            eviction is left but sinks, and at the end.
-        unread_kl: the same of the last token alone, as if nothing was kept.
+        first_kl, last_kl: KL(re-encoded || stream) in nats, once only sinks are older than the
+            first eviction, and at the end.
+        unread_kl: the same for the last token alone, without any context.
         no_kl: why there is none.
     """
 
@@ -53,7 +53,7 @@ class LongRun:
 @once
 @torch.no_grad()
 def long_run(subject: Subject) -> LongRun:
-    """The long stream of a subject."""
+    """Long stream of a subject."""
     subject.needs_eviction()
     half_model = in_precision(subject.model, subject.half)
     full_model = in_precision(half_model, torch.float32)  # the very same weights
@@ -91,13 +91,13 @@ def long_run(subject: Subject) -> LongRun:
 
 
 def _error(found: Tensor, exact: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Root mean square error by root mean square size, over some dimensions."""
+    """Root mean square error relative to root mean square size, over some dimensions."""
     norm = torch.linalg.vector_norm
     return norm(found.float() - exact, dim=over) / norm(exact, dim=over)
 
 
 def _logit_error(logits: Tensor, exact: Tensor) -> float:
-    """The same of logits [B, V] about their mean."""
+    """Same for logits [B, V] around their mean."""
     logits, exact = (x - x.mean(-1, keepdim=True) for x in (logits, exact))
     return float(_error(logits, exact, (0, 1)))
 
@@ -123,16 +123,16 @@ def _kl(target: Tensor, logits: Tensor) -> float:
 
 
 def _error_of(figures: list[float]) -> float:
-    """The standard error of their mean."""
+    """Standard error of their mean."""
     return statistics.stdev(figures) / math.sqrt(len(figures))
 
 
 def _comparable(subject: Subject) -> LongRun:
-    """Values carry no rotation: one that is far off is another token's."""
+    """Values carry no rotation, so one with a large difference belongs to another token."""
     run = long_run(subject)
     if run.most_apart > OTHER:
         raise NotApplicableError(
-            "in half precision it keeps other tokens, so the two runs do not compare"
+            "in half precision it keeps other tokens, so the two runs cannot be compared"
         )
     return run
 
@@ -140,12 +140,13 @@ def _comparable(subject: Subject) -> LongRun:
 @invariant(
     "in half precision old entries are as exact as new ones",
     unit="old by new",
-    look_at="entries rounded at each move: move them seldom, from their birth, or in float32",
+    look_at="entries rounded at each move: move them rarely, from their original form, or in "
+    "float32",
 )
 def half_entries(subject: Subject) -> Measured:
     run = _comparable(subject)
     if not run.entries:
-        raise NotApplicableError("it re-encodes what it keeps: there are no old entries")
+        raise NotApplicableError("it re-encodes the kept tokens: there are no old entries")
     width = min(errors.shape[1] for errors in run.entries)
     errors = torch.stack([errors[:, -width:] for errors in run.entries]).mean(0)  # [2, S]
     ratios = errors / errors[:, -1:]
@@ -165,7 +166,7 @@ def half_entries(subject: Subject) -> Measured:
 def half_logits(subject: Subject) -> Measured:
     run = _comparable(subject)
     if isinstance(subject.stream().cache, MemoryCache):
-        raise NotApplicableError("in half precision it takes back other entries of its memory")
+        raise NotApplicableError("in half precision it takes back other entries from its memory")
     config = subject.model.config
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         raise NotApplicableError("in half precision its tokens go to other experts")
@@ -177,8 +178,7 @@ def half_logits(subject: Subject) -> Measured:
 @invariant(
     "the distance to re-encoding is finite and does not grow with the stream",
     unit="nats",
-    look_at="what adds up from eviction to eviction: moves from moved entries, positions that run "
-    "on",
+    look_at="errors that accumulate at evictions: moves from moved entries, positions that run on",
 )
 def kl(subject: Subject) -> Measured:
     run = long_run(subject)

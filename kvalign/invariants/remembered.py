@@ -1,5 +1,5 @@
-"""Invariants of a memory: what it holds, what a step takes back of it, and that taking back all
-changes nothing.
+"""Invariants of a memory: what it stores, what a step takes back, and that taking everything back
+equals dense attention.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ MOST_LOST = 128  # tokens of the stream after the first eviction: all that is lo
 
 @dataclass
 class Heard:
-    """The attention of a step in one layer.
+    """Attention of a step in one layer.
 
     Attributes:
         query: [B, H, G, D], scaled.
         given: [B, H, G, D].
-        found: what the layer took back.
+        found: the entries that the layer took back.
     """
 
     query: Tensor
@@ -41,12 +41,13 @@ class Heard:
 
 @dataclass
 class Remembered:
-    """A stream that has lost some tokens, to a memory.
+    """Stream that has lost some tokens to a memory.
 
     Attributes:
-        apart: by how much attention was off from that to entries placed from their birth.
-        where: the token at which that was, from 0, and the layer.
-        times: that it was looked at.
+        apart: largest difference between attention and attention over entries placed from their
+            original form.
+        where: its token, from 0, and its layer.
+        times: number of comparisons.
     """
 
     cache: MemoryCache
@@ -64,7 +65,7 @@ def _memory_of(stream: Stream) -> MemoryCache:
 
 @once
 def remember(subject: Subject) -> Remembered:
-    """Feed a stream token by token, and look at what it takes back."""
+    """Feed a stream token by token, and compare what it takes back."""
     subject.needs_eviction()
     _memory_of(subject.stream())
     stream = subject.stream(is_watched=True)
@@ -88,7 +89,7 @@ def remember(subject: Subject) -> Remembered:
 
 @contextmanager
 def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
-    """Record what each layer is asked within it, and gives, for one token."""
+    """Record the queries and outputs of each layer for one token."""
     heard: dict[int, Heard] = {}
     update, asking = cache.update, {layer.layer_idx: layer for layer in cache.asking}
 
@@ -130,8 +131,8 @@ def _heard(cache: MemoryCache) -> Iterator[dict[int, Heard]]:
 
 
 def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values [B, H, N, D] of all tokens without their position, and the place [N] that
-    each had when it was computed.
+    """Keys and values [B, H, N, D] of all tokens without their position, and the original position
+    [N] of each.
     """
     at = torch.tensor(watched.positions)
     place = at
@@ -141,8 +142,8 @@ def _at_birth(cache: MemoryCache, watched: Watched, layer: int) -> tuple[Tensor,
 
 
 def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -> Tensor:
-    """[B, H, G, D] over sinks, what was taken back, and the window: each as it was born, placed
-    once.
+    """Attention [B, H, G, D] over sinks, recalled entries and the window, each placed once from its
+    original form.
     """
     sizes, recalls = cache.sizes, cache.recalls
     num_sinks, rotation = sizes.num_sinks, recalls.born.rotation
@@ -177,7 +178,7 @@ def _attention(cache: MemoryCache, watched: Watched, layer: int, heard: Heard) -
 
 
 @invariant(
-    "a memory holds each evicted entry, up to rounding",
+    "a memory stores each evicted entry, up to rounding",
     unit="other entries",
     look_at="the memory's entries: each once, without its position, in the model's precision",
 )
@@ -200,9 +201,9 @@ def stored(subject: Subject) -> Measured:
 
 
 @invariant(
-    "an entry taken back acts as if it had been computed at its new place",
+    "an entry taken back acts as if it had been computed at its new position",
     unit="sd of attention",
-    look_at="the slot, order, row and head of an entry that is taken back, and its new place",
+    look_at="the slot, order, row and head of an entry that is taken back, and its new position",
 )
 def recalled(subject: Subject) -> Measured:
     remembered = remember(subject)
@@ -212,11 +213,11 @@ def recalled(subject: Subject) -> Measured:
 
 
 @invariant(
-    "a memory of no more entries than are taken back is the window that they were",
-    look_at="lost tokens: each token must be in the window or in the memory, and only in one",
+    "a memory with no more entries than are taken back equals a longer window",
+    look_at="lost tokens: each token must be either in the window or in the memory",
 )
 def all_recalled(subject: Subject) -> Measured:
-    """All is recalled, then, and lies side by side: by rank and by age alike."""
+    """When all is recalled, the entries lie side by side: by rank and by age alike."""
     subject.needs_eviction()
     cache, spec = _memory_of(subject.stream()), subject.spec
     assert spec is not None

@@ -1,4 +1,4 @@
-"""A stream of tokens through a cache, which can be watched at it."""
+"""Stream of tokens through a cache that can be observed."""
 
 import io
 import pickle
@@ -22,20 +22,20 @@ SAME = 1e-4  # of their size, by which values that are the same may be apart
 
 
 class NotApplicableError(Exception):
-    """The question makes no sense for this cache or this model; the message says why."""
+    """Invariant that makes no sense for this cache or this model; the message says why."""
 
 
 class Watched:
-    """A cache that is watched: what it is handed and hands out, by layer with attention.
+    """Cache that is observed: its inputs and outputs, by layer with attention.
 
     Attributes:
-        layers: which of the model's they are; below they are counted from 0.
+        layers: indices of the model's layers with attention; below they are counted from 0.
         births: by layer, the keys and values [B, H, T, D] of each input.
-        positions: where each token was computed, as the cache told the model.
-        told: by layer, what `get_mask_sizes` said before the last input: length and offset.
+        positions: position of each token, as the cache told the model.
+        told: by layer, the result of `get_mask_sizes` before the last input: length and offset.
         found: by layer, the keys and values [B, H, S, D] that attention got last.
-        index: by row, the tokens of the entries that the last input found, where the cache says so;
-            None where they are others in other layers or heads.
+        index: by row, the tokens of the entries that the last input found, if the cache reports
+            them; None if layers or heads differ.
     """
 
     def __init__(self, cache: Cache, layers: list[int]):
@@ -71,13 +71,13 @@ class Watched:
         return self.found[0][0].shape[2] - self.births[0][-1][0].shape[2]
 
     def born(self, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, H, N, D] of all tokens, as they were handed in."""
+        """The keys and values [B, H, N, D] of all tokens, as they were passed in."""
         keys, values = zip(*self.births[layer], strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 class Stream:
-    """Rows of tokens that go through a cache, or one of the methods, in a model."""
+    """Rows of tokens that a model reads with a cache, or with one of the methods."""
 
     def __init__(self, model: PreTrainedModel, held: Cache | Method, is_watched: bool = False):
         self.model, self.held = model, held
@@ -88,14 +88,14 @@ class Stream:
 
     @property
     def cache(self) -> Cache | None:
-        """The cache that the model is called with; None for methods that re-encode."""
+        """The cache of the model's calls; None for methods that re-encode."""
         if not isinstance(self.held, Method):
             return self.held
         return None if isinstance(self.held, Reencoding) else getattr(self.held, "cache", None)
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """Take in ids [B, T]; return the next token's logits [B, V] float32."""
+        """Read ids [B, T]; return the next token's logits [B, V] float32."""
         if self.watched is not None:
             self.watched.before(ids.shape[1])
             self.ids = torch.cat([self.ids.to(ids), ids], 1) if self.ids.numel() else ids
@@ -105,7 +105,7 @@ class Stream:
         return out.logits[:, -1].float()
 
     def feed_singly(self, ids: Tensor) -> Tensor:
-        """The same, one token after the other; logits after the last."""
+        """Same, one token after the other; logits after the last."""
         for i in range(ids.shape[1]):
             logits = self.feed(ids[:, i : i + 1])
         return logits
@@ -119,10 +119,10 @@ class Stream:
         return len(self.held.rows[0]) - 1
 
     def seen(self, row: int = 0) -> Tensor:
-        """The tokens [S] that the last one saw, itself among them.
+        """The tokens [S] that the last one saw, itself included.
 
         Raises:
-            NotApplicableError: there is no telling.
+            NotApplicableError: they are unknown.
         """
         if isinstance(self.held, Reencoding):
             return self.held.rows[row]
@@ -132,8 +132,8 @@ class Stream:
         return self.ids[row, [*places, self.ids.shape[1] - 1]]
 
     def places(self, row: int = 0) -> list[int]:
-        """Return the positions in the stream of the entries that the last token found, in order:
-        each has the value that it had when it was handed in.
+        """Return the positions in the stream of the entries that the last token found, in order.
+        Each has the value with which it was passed in.
         """
         assert self.watched is not None
         values = self.watched.found[0][1][row, :, : self.watched.num_found]
@@ -147,12 +147,12 @@ class Stream:
         born = self.watched.born()[1][row, :, :-1]
         found = matches(values, born)
         if None in found:
-            raise NotApplicableError("values are changed, so its tokens cannot be told")
+            raise NotApplicableError("values are changed, so its tokens cannot be identified")
         return sorted(place for place in found if place is not None)
 
     def take_rows(self, rows: Sequence[int], by: str = "batch_select_indices") -> None:
-        """Rows in another order, as beam search asks for it, or some of them; `by` names the method
-        of transformers' caches.
+        """Rows in another order, as beam search needs it, or some of them; `by` names the method of
+        transformers' caches.
         """
         if self.cache is not None:
             getattr(self.cache, by)(torch.tensor(rows, device=self.model.device))
@@ -162,11 +162,11 @@ class Stream:
 
     def repeat(self, repeats: int) -> None:
         if self.cache is None:
-            raise NotApplicableError("it has no cache whose rows could be repeated")
+            raise NotApplicableError("it has no cache with rows to repeat")
         self.cache.batch_repeat_interleave(repeats)
 
     def loaded(self, empty: Cache | Method) -> "Stream":
-        """The stream as it comes out of its own bytes: by `state` and `restore` where it has them,
+        """Stream restored from its own bytes: with `state` and `restore` if the cache has them,
         into `empty`, else by pickle.
         """
         held: Any = self.held
@@ -190,7 +190,7 @@ class Stream:
 
 
 def _with_attention(model: PreTrainedModel) -> list[int]:
-    """The layers of a model that hand entries to a cache; all, of one that is not known."""
+    """Layers of a model that pass entries to a cache; for an unknown model all."""
     try:
         return spec_of(model.config).attention
     except UserError:
@@ -204,11 +204,11 @@ def _of_all_heads(index: Tensor) -> list[int] | None:
 
 
 def matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """Numbers of values [H, S, D] among those born [H, N, D]; None for one that is
-    none of them. Heads may hold them in orders of their own: the first one's is given.
+    """Indices of values [H, S, D] among the original ones [H, N, D]; None for a value that is none
+    of them. Heads may have different orders; the result is that of the first.
 
     Raises:
-        NotApplicableError: heads hold different ones.
+        NotApplicableError: heads have different values.
     """
     together = _matches(values.transpose(0, 1).flatten(1), born.transpose(0, 1).flatten(1))
     if None not in together:
@@ -222,7 +222,7 @@ def matches(values: Tensor, born: Tensor) -> list[int | None]:
 
 
 def _matches(values: Tensor, born: Tensor) -> list[int | None]:
-    """Latest of the values born [N, D] that each of values [S, D] can be, no two the same."""
+    """Index of the latest original value [N, D] equal to each of values [S, D], all different."""
     values, born = values.float(), born.float()
     exactly = "donot_use_mm_for_euclid_dist"
     near = torch.cdist(values, born, compute_mode=exactly) <= SAME * born.norm(dim=-1)  # [S, N]
@@ -241,5 +241,5 @@ def _through_bytes(state: dict[str, Tensor], device: torch.device) -> dict[str, 
 
 
 def is_exact(stream: Stream) -> bool:
-    """Return whether an input of several tokens is meant to count as these one by one."""
+    """Return whether an input of several tokens should equal its tokens one by one."""
     return not isinstance(stream.held, Cached) or stream.held.is_exact

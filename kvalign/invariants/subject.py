@@ -1,4 +1,4 @@
-"""Subject of the invariants: what makes a cache, and a model."""
+"""Subject of the invariants: a model and a function that makes a cache."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvalign.models.architectures import Family, ModelSpec, spec_of
 from kvalign.models.packed import PACKED, weights_of
 
 EXACT = 1e-3
-"""What two ways to the same logits may differ by in float32, in standard deviations of them."""
+"""Allowed difference of two computations of the same logits in float32, in standard deviations."""
 ROUNDED = 0.4
 """The same with packed weights, whose products round their inputs: what differs by the last digit
 before may come out a step apart."""
@@ -29,11 +29,11 @@ SAMPLED_LEN = 128  # tokens of a text that the model writes itself
 
 
 class Subject:
-    """A model and what makes a cache for it.
+    """Model and a function that makes a cache for it.
 
     Args:
-        model: a causal LM of transformers; a copy in float32 is used where it is in half precision.
-        make: given a model, an empty cache or method for it.
+        model: a causal LM of transformers; a float32 copy is used if it is in half precision.
+        make: returns, for a model, an empty cache or method.
         num_steps: tokens of the long stream.
         half: the precision to compare with float32.
         seed: of the tokens.
@@ -53,7 +53,7 @@ class Subject:
 
     @cached_property
     def spec(self) -> ModelSpec | None:
-        """The model's specification; None for an architecture that KV-Align does not stream."""
+        """Specification of the model; None for an architecture that KV-Align does not stream."""
         try:
             return spec_of(self.model.config)
         except UserError:
@@ -61,28 +61,28 @@ class Subject:
 
     @property
     def family(self) -> Family | None:
-        """Family of the model's positions; None if it is not known."""
+        """Family of the model's positions; None if it is unknown."""
         return self.spec.family if self.spec else None
 
     @property
     def context_len(self) -> int | None:
-        """Positions that the model was built for; None where nothing limits them."""
+        """Positions that the model was built for; None if nothing limits them."""
         if self.spec:
             return self.spec.context_len
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def exact(self) -> float:
-        """Tolerance between two ways to the same logits, in standard deviations of them."""
+        """Tolerance between two computations of the same logits, in standard deviations of them."""
         return ROUNDED if weights_of(self.model) in PACKED else EXACT
 
     @property
     def room(self) -> int:
-        """Tokens that a cache that keeps all can be fed."""
+        """Tokens that can be fed to a cache that keeps all."""
         return min(self.context_len or MOST_PROBED, MOST_PROBED)
 
     def stream(self, is_watched: bool = False, model: PreTrainedModel | None = None) -> Stream:
-        """A stream that has been fed nothing."""
+        """Stream that has been fed nothing."""
         model = model or self.model
         held = self.make(model)
         if not isinstance(held, Cache | Method):
@@ -95,7 +95,7 @@ class Subject:
 
     @cached_property
     def capacity(self) -> int:
-        """Entries that a token finds at most."""
+        """Most entries that a token can find."""
         stream, most, ids = self.stream(is_watched=True), 0, self.ids(1, self.room)
         for i in range(self.room):
             stream.feed(ids[:, i : i + 1])
@@ -114,7 +114,7 @@ class Subject:
 
     @property
     def num_unevicted(self) -> int:
-        """Tokens that can be fed while nothing is evicted."""
+        """Tokens that can be fed before the first eviction."""
         return self.capacity + 1 if self.evicts else self.capacity
 
     @property
@@ -123,7 +123,7 @@ class Subject:
         return self.capacity + 8 + min(self.capacity, 64) if self.evicts else self.capacity
 
     def ids(self, num_rows: int, num_tokens: int) -> Tensor:
-        """Ids [B, N]; of a row as many different ones as there are come before one comes again."""
+        """Random ids [B, N]; a row has as many different ones as possible before one repeats."""
         rng, words = torch.Generator().manual_seed(self.seed), self._words
         times = -(-num_tokens // len(words))
         rows = [
@@ -134,7 +134,7 @@ class Subject:
 
     @property
     def _words(self) -> Tensor:
-        """The ids that are taken: padding is none."""
+        """Allowed ids, without padding."""
         words = torch.arange(self.model.config.vocab_size)
         return words[words != (self.model.config.pad_token_id or 0)]
 
@@ -162,7 +162,7 @@ class Subject:
 
 
 def once(run: Callable[[Subject], T]) -> Callable[[Subject], T]:
-    """Stands above what is run once for a subject, whoever asks for it."""
+    """Decorator: the function runs once for each subject."""
 
     @wraps(run)
     def found(subject: Subject) -> T:
@@ -174,7 +174,7 @@ def once(run: Callable[[Subject], T]) -> Callable[[Subject], T]:
 
 
 def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy whose weights, and not its rotary frequencies, are in another precision."""
+    """Copy whose weights, except its rotary frequencies, are in another precision."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -183,7 +183,7 @@ def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def first_layer(model: PreTrainedModel) -> nn.Module:
-    """The first of a model's decoder layers."""
+    """First of a model's decoder layers."""
     num = model.config.num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num:

@@ -1,5 +1,5 @@
-"""Streaming methods: one file and one line here each. The command line, reports and tests read this
-registry.
+"""Streaming methods, with one file and one line here each. The command line, reports and tests read
+this registry.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ METHODS: Registry[type[Method]] = Registry(
         "kvalign": "kvalign.methods.kvalign:KVAlign",
     },
 )
-"""Method classes by the name that the command line knows them by."""
+"""Method classes by their names on the command line."""
 
 AUTO = "auto"
-"""In place of a name, and the default: the method that fits the model."""
+"""Default in place of a name: the method that fits the model."""
 AUTO_ABOUT = (
-    "the default: kvalign where an aligner is at hand; without, streaming-llm on rotary and ALiBi "
-    "positions, discard-half on learned ones"
+    "the default: kvalign if an aligner is available; otherwise streaming-llm on rotary and "
+    "ALiBi positions, discard-half on learned ones"
 )
 
 
@@ -52,18 +52,19 @@ def check_name(name: str) -> None:
 
 
 class MethodConfig(TypedDict, total=False):
-    """Settings of a method, beside its name and its cache_size: keywords of whatever streams.
+    """Settings of a method, besides its name and its cache_size: the keywords of everything that
+    streams.
 
     Attributes:
-        num_sinks, num_evicted: see `CacheSizes`; None takes the method's default, and num_evicted
-            may be `"half"`, of what follows the sinks.
+        num_sinks, num_evicted: see `CacheSizes`; None: the method's default. num_evicted may be
+            `"half"`, half of the entries after the sinks.
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
-        policy, num_recent, positions: for what keeps a cache: see `CacheSizes`; None: `oldest`,
+        policy, num_recent, positions: for methods with a cache: see `CacheSizes`; None: `oldest`,
             compact.
         memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
-            `kvalign`: see `CacheSizes`; None: what is evicted is forgotten.
-        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None takes the
-            shipped one.
+            `kvalign`: see `CacheSizes`; None: evicted entries are forgotten.
+        aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the shipped
+            one.
     """
 
     num_sinks: int | None
@@ -90,27 +91,28 @@ def make_method(
     num_streams: int = 1,
     **config: Unpack[MethodConfig],
 ) -> Method:
-    """Make a method ready to stream; everything that can be wrong is said here, before any work.
+    """Make a method that is ready to stream. All errors in the arguments are raised here, before
+    any work.
 
     Args:
-        name: key of `METHODS`; or `auto`, which takes `kvalign` with the aligner that is given or
-            ships, else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned
-            ones, and logs which.
-        model: a causal LM of transformers, or what wraps one: PEFT's adapters of layers (LoRA),
-            `torch.compile`, DDP.
-        cache_size: see `CacheSizes`; None: what the model and the machine allow
-            (`kvalign.cache.default_size`), and logs which.
+        name: key of `METHODS`, or `auto`. `auto` chooses `kvalign` if an aligner is given or ships,
+            else `streaming-llm` on rotary and ALiBi positions and `discard-half` on learned ones.
+            The choice is logged.
+        model: a causal LM of transformers, also wrapped: with adapter layers of PEFT (LoRA), by
+            `torch.compile` or DDP.
+        cache_size: see `CacheSizes`; None: as large as the model and the machine allow
+            (`kvalign.cache.default_size`), which is logged.
         compile: compile the step of a full cache (`Method.compile`).
-        warn: log, once, that a method leaves entries stale on learned positions, and that an input
-            is longer than the cache; False where methods are compared on purpose.
-        num_streams: that a cache_size of None leaves memory for.
+        warn: log, once, if the method leaves entries stale on learned positions, and if an input is
+            longer than the cache. False for deliberate comparisons of methods.
+        num_streams: number of streams for which a cache_size of None leaves memory.
         config: see `MethodConfig`.
 
     Raises:
-        UserError: unknown method, sizes that are no whole numbers or do not fit, no aligner, or
-            another model's; PEFT's prompt tuning.
-        KeywordError: an unknown setting, with the nearest one.
-        TypeError: the model is none.
+        UserError: an unknown method, sizes that are not whole numbers or do not fit, no aligner or
+            one of another model, PEFT's prompt tuning.
+        KeywordError: an unknown setting, with the nearest known one.
+        TypeError: the model is not one of transformers.
     """
     check_keywords(make_method, config)
     from kvalign.cache.default_size import default_size
@@ -127,7 +129,7 @@ def make_method(
     aligner = sizes_asked.pop("aligner", None)
     if name == AUTO:
         name, why = choose(inner, cache_size=cache_size, aligner=aligner)
-        log.info("auto takes %s: %s", name, why)
+        log.info("auto uses %s: %s", name, why)
     cls = METHODS[name]
     for size in cls.not_taken():
         if (value := sizes_asked.pop(size, None)) is not None:
@@ -164,20 +166,19 @@ def make_cache(
     method: str = AUTO,
     **config: Unpack[MethodConfig],
 ) -> StreamingCache:
-    """A `StreamingCache` for a loop of your own: pass it as `past_key_values`, with neither mask
-    nor position ids.
+    """Make a `StreamingCache` for your own loop. Pass it as `past_key_values`, without mask or
+    position ids.
 
     Args:
         model: a causal LM of transformers.
         cache_size: entries stored between steps; None: as in `make_method`. An input may have one
-            more, a longer one is refused: feed it in parts that fit, or let `kvalign.stream_tokens`
-            do it.
-        method: one that keeps entries and moves them: kvalign, streaming-llm or window; auto is the
-            first of them that fits the model.
+            token more. A longer one is refused: feed it in parts, or use `kvalign.stream_tokens`.
+        method: one that keeps and moves entries: kvalign, streaming-llm or window; auto: the first
+            of these that fits the model.
         config: see `MethodConfig`.
 
     Raises:
-        UserError: as in `make_method`, or a method without such a cache; auto on learned positions
+        UserError: as in `make_method`; a method without such a cache; auto on learned positions
             without an aligner.
     """
     check_keywords(make_cache, config)
@@ -191,7 +192,7 @@ def make_cache(
             lack = lack_of_aligner(model, cache_size)
             raise UserError(
                 f"no cache keeps entries correct on {_described(model)}: {lack}; train one "
-                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or take "
+                f"({how_to_train(model, cache_size)}) and give its folder as aligner=, or use "
                 "method streaming-llm, which leaves entries stale"
             )
         cached = [name for name, cls in METHODS.items() if issubclass(cls, Cached)]
@@ -216,9 +217,9 @@ def _load_aligner(aligner: Aligner | str | Path | None, model: PreTrainedModel) 
     name = aligner or checkpoints.default_aligner(model.config.name_or_path)
     if name is None:
         raise UserError(
-            f"no aligner ships for {_described(model)}: take method {choose(model).method}, which "
-            f"needs none, or train one ({how_to_train(model)}) and give its folder (--aligner, "
-            "aligner=)"
+            f"no aligner ships for {_described(model)}: use method {choose(model).method}, "
+            f"which needs none, or train one ({how_to_train(model)}) and give its folder "
+            "(--aligner, aligner=)"
         )
     return Aligner.from_pretrained(name)
 

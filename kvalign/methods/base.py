@@ -1,4 +1,4 @@
-"""Base of every streaming method: take in tokens, give the logits of the next one."""
+"""Base of every streaming method: read tokens, give the logits of the next one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,22 +23,25 @@ from kvalign.models.wrapped import unwrapped
 
 
 class Method(NotPickled, ABC):
-    """One way to stream; an instance is a batch of streams, its rows.
+    """Way to stream; an instance is a batch of streams, its rows.
 
-    Rows that begin together are fed together; streams of other lengths are fed alone and `join`.
+    Rows that begin together are fed together. Streams of other lengths are fed alone and then
+    `join`.
 
     Args:
         model: a causal LM of transformers, which may be wrapped (`unwrapped`).
         sizes: from `sizes_for`.
 
     Attributes:
-        on_tokens: told of a long input how many more of its tokens have been taken in.
+        on_tokens: called during a long input with the number of tokens read since the last call.
 
     Raises:
         UserError: more entries than the model has positions for.
     """
 
-    instead = "a method is not pickled: state() gives its stream's tensors, restore() takes them up"
+    instead = (
+        "a method cannot be pickled: state() returns its stream's tensors, restore() restores them"
+    )
     name: ClassVar[str]
     about: ClassVar[str]
     default_num_sinks: ClassVar[int] = 4
@@ -46,13 +49,13 @@ class Method(NotPickled, ABC):
     takes_aligner: ClassVar[bool] = False
     takes_policy: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Sizes that the method itself sets: `num_sinks`, `num_evicted`."""
+    """Sizes that the method sets itself: `num_sinks`, `num_evicted`."""
     aligner_name: str | None = None
-    """What the aligner is called in a table of results; None for a method without one."""
+    """Name of the aligner in tables of results; None for a method without one."""
     warns: bool = True
-    """Whether a loss that nobody asked for is logged: not where methods are compared."""
+    """Whether unintended losses of quality are logged; not in comparisons of methods."""
     why_size: str = ""
-    """What a cache_size comes from that nobody named."""
+    """Reason for a default cache_size."""
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
@@ -72,7 +75,7 @@ class Method(NotPickled, ABC):
         aligner: Aligner | None = None,
         **more: Any,
     ) -> CacheSizes:
-        """The sizes of a cache, `more` of `CacheSizes` among them; None takes the method's own
+        """Sizes of a cache, with `more` of the fields of `CacheSizes`; None: the method's own
         default, or its aligner's.
         """
         if num_sinks is None:
@@ -85,7 +88,7 @@ class Method(NotPickled, ABC):
 
     @classmethod
     def not_taken(cls) -> tuple[str, ...]:
-        """Arguments of `sizes_for` that have no effect on it."""
+        """Arguments of `sizes_for` without effect on this method."""
         of_aligner = () if cls.takes_aligner else ("realign_every",)
         of_policy = () if cls.takes_policy else OF_POLICY
         return (*cls.fixed, *of_aligner, *of_policy)
@@ -97,7 +100,7 @@ class Method(NotPickled, ABC):
 
     @property
     def in_words(self) -> str:
-        """The method as a command describes it: `kvalign (table), cache of 64 entries, 0 sinks`."""
+        """Description of the method: `kvalign (table), cache of 64 entries, 0 sinks`."""
         sizes = self.sizes
         kept = ", positions kept" if sizes.positions == "keep" else ""
         policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
@@ -107,21 +110,21 @@ class Method(NotPickled, ABC):
 
     @property
     def goes_stale(self) -> bool:
-        """Return whether entries that stay after an eviction are wrong where they are then."""
+        """Return whether entries that stay after an eviction are wrong at their new positions."""
         return False
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens that can still be fed; None: endless."""
+        """Tokens that can still be fed; None: no limit."""
         return None
 
     @property
     def fill(self) -> int:
-        """Entries that the next token finds: at most cache_size, of `dense` all."""
+        """Entries that the next token finds: at most cache_size; for `dense` all."""
         raise NotImplementedError(f"{self.name} does not say how full it is")
 
     def num_forgotten(self, num_tokens: int) -> int:
-        """Return how many tokens of one input are out of reach once it has been read."""
+        """Return how many tokens of one input are forgotten once it has been read."""
         return max(0, self.sizes.num_dropped(num_tokens) - self.sizes.memory)
 
     @abstractmethod
@@ -129,22 +132,24 @@ class Method(NotPickled, ABC):
         """Forget the stream."""
 
     def check_alike(self, others: Sequence["Method"]) -> None:
-        """Raise UserError unless others are methods made alike, as `join` takes them."""
+        """Raise UserError unless others are methods with the same arguments, as `join` needs."""
         expect("others", others, Sequence, "methods made alike")
         for one in others:
             same = isinstance(one, type(self)) and one.model is self.model
             if not same or one.sizes != self.sizes:
-                raise UserError(f"others must be made alike, {self.in_words}, got {one!r:.80}")
+                raise UserError(
+                    f"others must have the same arguments, {self.in_words}, got {one!r:.80}"
+                )
 
     def new(self) -> Self:
-        """A method made alike, which has been fed nothing."""
+        """New method with the same arguments, which has been fed nothing."""
         method = object.__new__(type(self))
         method.__dict__.update(self.__dict__)
         method.reset()
         return method
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another that goes on alone with the same stream, on the same model."""
+        """Copy that continues the same stream alone, on the same model."""
         method = self.new()
         method.restore({name: x.clone() for name, x in self.state().items()})
         return method
@@ -154,17 +159,17 @@ class Method(NotPickled, ABC):
         raise UserError(f"rows of {self.name} cannot be selected")
 
     def join(self, others: Sequence[Self]) -> None:
-        """Add the rows of others made alike, of any lengths, after those that are here."""
+        """Append the rows of other methods with the same arguments, of any lengths."""
         raise UserError(f"rows of {self.name} cannot be joined")
 
     @abstractmethod
     def feed(self, ids: Tensor) -> Tensor:
-        """Take in ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
+        """Read ids [B, T] int64, T >= 1; return the next token's logits [B, V] float32."""
 
     def compile(self, **options: Any) -> Self:
-        """Compile the model for the steps of a full cache, whose shapes never change. The first of
-        them takes long. Inputs of several tokens go through the model as it is; so does all where
-        there is no C++ compiler.
+        """Compile the model for the steps of a full cache, whose shapes never change. The first
+        step then takes long. Inputs of several tokens use the model uncompiled, and so does
+        everything without a C++ compiler.
 
         Args:
             options: of `torch.compile`.
@@ -175,12 +180,12 @@ class Method(NotPickled, ABC):
         return self
 
     def in_eval_mode(self) -> AbstractContextManager[None]:
-        """Around each call of the model: whatever mode it is in, nothing is dropped out."""
+        """Context for each call of the model: whatever its mode, dropout is off."""
         return in_eval_mode(self._modules)
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
-        """One pass over ids [B, T] after what a cache holds: logits as of `feed`."""
+        """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
             is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
             if self.compiled is not None and step.decode is not None and is_full:
@@ -192,7 +197,7 @@ class Method(NotPickled, ABC):
     def forward(
         self, ids: Tensor, cache: Cache, model: PreTrainedModel | None = None, **inputs: Any
     ) -> Tensor:
-        """One pass of the model, or of one made of it, over ids [B, T]: logits as of `feed`."""
+        """Pass of the model, or of its compiled form, over ids [B, T]: logits as of `feed`."""
         with self.in_eval_mode():
             out = (self.model if model is None else model)(
                 input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
@@ -200,13 +205,13 @@ class Method(NotPickled, ABC):
         return out.logits[:, -1].float()
 
     def state(self) -> dict[str, Tensor]:
-        """The stream so far; `restore` of a method made alike goes on with it, to the bit."""
+        """State of the stream; `restore` of a method with the same arguments continues it."""
         raise UserError(f"streams of {self.name} cannot be saved")
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on with the stream of `state`, tensors on the model's device.
+        """Continue the stream of `state`, tensors on the model's device.
 
         Raises:
-            UserError: it is not the state of such a method on such a model.
+            UserError: it is not the state of this method and model.
         """
         raise UserError(f"streams of {self.name} cannot be saved")

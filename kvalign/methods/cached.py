@@ -1,4 +1,4 @@
-"""Methods that keep their entries in a streaming cache."""
+"""Methods that keep entries in a streaming cache."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from kvalign.models.input_ids import check_ids
 
 
 class Cached(Method):
-    """A method that keeps its entries in a streaming cache, right for where they are.
+    """Method that keeps entries in a streaming cache, correct for their positions.
 
     Attributes:
-        cache: what it has of the stream.
-        places_by: what keeps entries right in each of its caches, as `realigner` made it.
-        is_exact: whether segments give what stepping gives.
+        cache: the entries of the stream.
+        places_by: the realigner of each of its caches, as `realigner` made it.
+        is_exact: whether segments give the same result as decode steps.
     """
 
     takes_policy = True
@@ -54,7 +54,7 @@ class Cached(Method):
 
     @abstractmethod
     def realigner(self) -> Realigner | None:
-        """Return what keeps entries right for their positions."""
+        """Return the realigner that keeps entries right for their positions."""
 
     @property
     def goes_stale(self) -> bool:
@@ -67,8 +67,8 @@ class Cached(Method):
         return None if last is None else last - max(self.cache.seen, default=0)
 
     def compile(self, **options: Any) -> Self:
-        """Compile it, and keep it for later starts where that can be (`StoredStep`) and no options
-        are given.
+        """Compile it. The compiled step is kept for later starts if that is possible (`StoredStep`)
+        and no options are given.
         """
         if not self.sizes.is_oldest:
             raise UserError(
@@ -105,9 +105,9 @@ class Cached(Method):
         self.cache.restore(state, self.model)
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Feed ids; where the relative form is exact an input counts as its tokens one by one, and
-        goes in by segments; else the first cache_size + 1 tokens go in at once, more of them by
-        half the window, all of which see what those before them saw.
+        """Read ids. If the relative form is exact, an input counts as its tokens one by one, and is
+        read in segments. Else the first cache_size + 1 tokens are one prefill chunk, and later
+        chunks have half a window each; all tokens of a chunk see the same older entries.
         """
         check_ids(ids, self.model.config.vocab_size)
         self.cache.check_rows(len(ids))
@@ -133,8 +133,8 @@ class Cached(Method):
 
     @torch.no_grad()
     def feed_segment(self, ids: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Take in ids [B, T], each token as if it was fed alone; only where the relative form is
-        exact.
+        """Read ids [B, T] with the same results as feeding them one by one; only if the relative
+        form is exact.
 
         Returns:
             logits [B, T, V] after each of them, or after the last few.
@@ -145,14 +145,12 @@ class Cached(Method):
 
     @property
     def reads_ahead(self) -> bool:
-        """Return whether what is read ahead gives what stepping gives, and can be left out
-        again.
-        """
+        """Return whether reading ahead gives the same result as decode steps, and can be undone."""
         return self.is_exact and not self.sizes.memory
 
     @torch.no_grad()
     def read_ahead(self, ids: Tensor) -> Tensor:
-        """Take in the first of ids [1, T] and read the others, which are guessed, ahead; only where
+        """Read the first of ids [1, T] and the others, which are guessed, ahead; only if
         `reads_ahead`. Logits [1, V] after the first.
         """
         assert isinstance(self.cache, StreamingCache)
@@ -160,8 +158,8 @@ class Cached(Method):
             return self.cache.read_ahead(self.model, ids)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
-        """Return whether the model's own attention does: nothing is dropped between these
-        tokens.
+        """Return whether one pass of the model's own attention is enough: nothing is evicted
+        between these tokens.
         """
         seen = max(self.cache.seen, default=0)
         return (
@@ -185,5 +183,5 @@ class Cached(Method):
 
     @property
     def num_positions(self) -> int | None:
-        """Positions at which an entry may be born; None: any."""
+        """Number of possible original positions of an entry; None: no limit."""
         return self.spec.context_len

@@ -1,4 +1,4 @@
-"""Choice of the method that fits a model: the one of `auto`, and obstacles to others."""
+"""Choice of the method that fits a model: that of `auto`, and obstacles to others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A method for a model.
+    """Chosen method for a model.
 
     Attributes:
         method: key of `METHODS`.
-        why: what speaks for it, in words.
+        why: the reason in words.
     """
 
     method: str
@@ -42,10 +42,10 @@ def choose(
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> Choice:
-    """Choose the method of `auto`: `kvalign` with the aligner that is named, or with the shipped
-    one if it aligns caches of this size (None: of some size); without, the method that needs none
-    and keeps entries right: `streaming-llm` on rotary and ALiBi positions, `discard-half` on
-    learned ones.
+    """Choose the method of `auto`. It is `kvalign` with the named aligner, or with the shipped one
+    if it fits caches of this size (None: of any size). Otherwise it is the method that keeps
+    entries right without an aligner: `streaming-llm` on rotary and ALiBi positions, `discard-half`
+    on learned ones.
     """
     if aligner is not None:
         label = aligner.label if isinstance(aligner, Aligner) else aligner
@@ -65,9 +65,7 @@ def obstacles(
     cache_size: int | None = None,
     aligner: Aligner | str | Path | None = None,
 ) -> dict[str, str]:
-    """The methods that cannot be used on a model, and why, each in a clause; arguments as of
-    `choose`.
-    """
+    """Methods that cannot be used on a model, with reasons; arguments as of `choose`."""
     lack = "" if aligner is not None else lack_of_aligner(model, cache_size)
     return {name: lack for name, cls in METHODS.items() if cls.takes_aligner and lack}
 
@@ -84,7 +82,7 @@ def lack_of_aligner(model: PreTrainedModel, cache_size: int | None = None) -> st
 
 
 def how_to_train(model: PreTrainedModel, cache_size: int | None = None) -> str:
-    """The command that makes an aligner of a model, for caches of this size."""
+    """Command that trains an aligner of a model, for caches of this size."""
     command = f"kvalign train --model {shlex.quote(spec_of(model.config).name or 'NAME')}"
     is_too_large = cache_size is not None and _shipped(model) is not None
     return f"{command} --chunk-len {cache_size + 1}" if cache_size and is_too_large else command
@@ -94,15 +92,15 @@ Merit = Literal["any", "used", "judged"]
 
 
 def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used") -> Path | None:
-    """The folder of the aligner that was trained last for a model, of those in its folder
-    (`kvalign.foundation.folders`); None where there is none. Commands, training and evaluations
-    look there; what takes a model alone, as `kvalign.stream`, does not.
+    """Folder of the aligner that was trained last for a model, in the model's folder
+    (`kvalign.foundation.folders`); None if there is none. Commands, training and evaluations look
+    there. Functions that only get a model, such as `kvalign.stream`, do not.
 
     Args:
-        model: the model itself: one of the same name with other weights is another.
+        model: the model itself: a model of the same name with other weights does not count.
         name: as the user gave it.
-        at_least: pass over those that did not help and were saved as ones that change nothing
-            (`used`), or also those that no stream has judged, which networks are (`judged`).
+        at_least: ignore aligners that did not help and were saved without effect (`used`), or also
+            those that were never judged by streams, as networks may be (`judged`).
     """
     for path in newest_first(name, CONFIG):
         try:
@@ -118,14 +116,16 @@ def trained_here(model: PreTrainedModel, name: str, *, at_least: Merit = "used")
 
 
 def in_figures(folder: Path) -> str:
-    """Return in words how an aligner that was trained here did on held-out text, beside what ships;
-    empty where no stream has judged it.
+    """Return the figures of an aligner that was trained here, beside those of the shipped one, in
+    words; empty if it was never judged by streams.
     """
     for part in _config(folder).training.values():
         try:  # what a config says of training is informative
             said = f"perplexity {math.exp(part['judged']['val_nll']):.4g} of held-out text"
             if shipped := part["judged"].get("shipped"):
-                said += f", {math.exp(shipped['val_nll']):.4g} by the shipped {shipped['aligner']}"
+                said += (
+                    f", {math.exp(shipped['val_nll']):.4g} with the shipped {shipped['aligner']}"
+                )
             return said
         except (TypeError, KeyError, AttributeError, OverflowError):
             continue
@@ -133,21 +133,21 @@ def in_figures(folder: Path) -> str:
 
 
 def warn_if_stale(method: Method) -> None:
-    """Say, once of a method and a model, that the entries which stay are wrong where they are."""
+    """Log, once for a method and a model, that kept entries are wrong at their new positions."""
     if method.goes_stale:
         better = choose(method.model, cache_size=method.sizes.cache_size).method
         _warn_once(
-            f"{method.name}: {method.spec.name or 'this model'} has learned positions, so entries "
-            f"that stay go stale at each eviction and the text with them; auto takes {better}"
+            f"{method.name}: {method.spec.name or 'this model'} has learned positions, so kept "
+            f"entries become stale at each eviction, and the text degrades; auto uses {better}"
         )
 
 
 def warn_if_too_long(method: Method, num_tokens: int) -> None:
-    """Say, once of a size, that an input of so many tokens is longer than the cache."""
+    """Log, once for a size, that an input of so many tokens is longer than the cache."""
     if method.warns and (num := method.num_forgotten(num_tokens)):
         _warn_once(
-            f"{num} of the input's {num_tokens} tokens are out of the cache of "
-            f"{method.sizes.cache_size} once it is read, and forgotten: a larger cache keeps more"
+            f"{num} of the input's {num_tokens} tokens do not fit in the cache of "
+            f"{method.sizes.cache_size} and are forgotten: a larger cache keeps more"
         )
 
 

@@ -1,6 +1,4 @@
-"""`dense`: keep everything, stop at the context length. The reference that needs no eviction; kept
-for tests.
-"""
+"""`dense`: keep everything and stop at the context length. It is the no-eviction baseline."""
 
 from typing import Any, Self
 
@@ -88,8 +86,8 @@ class Dense(Method):
         before, now = [(layer.keys, layer.values) for layer in self.cache.layers], self.model.dtype
         if before and now != self._dtype:
             raise UserError(
-                f"this stream's entries are {self._dtype}, the model is {now} now: "
-                "reset() the stream, or convert the model back"
+                f"this stream's entries are {self._dtype}, but the model is now {now}: reset() "
+                "the stream, or convert the model back"
             )
         self._dtype = now
         try:

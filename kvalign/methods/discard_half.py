@@ -1,12 +1,12 @@
-"""`discard-half`: when the cache is full, drop half of what follows the sinks and re-encode the
-rest once.
+"""`discard-half`: when the cache is full, drop half of the entries after the sinks and re-encode
+the rest once.
 
-LLM Runtime and its successor Neural Speed do so by default, for all models ("discard and
+LLM Runtime and its successor Neural Speed do this by default for all models ("discard and
 re-evaluate": github.com/intel/neural-speed/blob/main/docs/infinite_inference.md). llama.cpp drops
-the same half and re-encodes nothing: its context shift, off by default since 2025
-(github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay. That is `streaming-llm` with
-`num_evicted="half"`. Between two refills the entries of `discard-half` are never stale, but a step
-sees only three quarters of the cache on average.
+the same half but re-encodes nothing. Its context shift, off by default since 2025
+(github.com/ggml-org/llama.cpp/pull/15416), rotates the keys that stay: `streaming-llm` with
+`num_evicted="half"`. The entries of `discard-half` are never stale, but a step sees only three
+quarters of the cache on average.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class DiscardHalf(Reencoding):
         self.cache = self._new_cache()
 
     def _new_cache(self) -> StreamingCache:
-        """One that never evicts: it is filled anew before it is full."""
+        """Cache that never evicts: it is refilled before it is full."""
         unbounded = replace(self.spec, context_len=None)
         return StreamingCache(unbounded, CacheSizes(self.sizes.first_input_len, num_sinks=0))
 
@@ -60,7 +60,7 @@ class DiscardHalf(Reencoding):
         self.rows = rows
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Rows that are full are filled anew, each when it is; the others take their step."""
+        """Read ids. A full row is re-encoded when it is full; the others take their step."""
         seen = self.extend(ids)
         kept = [self.keep(row) for row in seen]
         with self.cache.changing():
@@ -71,7 +71,7 @@ class DiscardHalf(Reencoding):
     def _fed(
         self, ids: Tensor, seen: list[Tensor], kept: list[Tensor]
     ) -> tuple[Tensor, StreamingCache]:
-        """Logits of rows that would see `seen` and see `kept`, and the cache that holds these."""
+        """Logits of rows that see `seen` and keep `kept`, and the cache with the kept ones."""
         full = [i for i, row in enumerate(kept) if row is not seen[i]]
         others = [i for i in range(len(kept)) if i not in full]
         alike = len({len(row) for row in seen}) == 1

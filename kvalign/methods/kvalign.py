@@ -1,6 +1,4 @@
-"""`kvalign`: attention sinks and a window, every kept key and value realigned by a trained aligner
-(KV-Align 2024).
-"""
+"""`kvalign`: sinks and a window whose entries a trained aligner realigns (KV-Align 2024)."""
 
 from transformers import PreTrainedModel
 
@@ -15,15 +13,16 @@ from kvalign.methods.cached import Cached
 class KVAlign(Cached):
     name = "kvalign"
     about = (
-        "keeps sinks and a window; a trained aligner corrects keys and values for their new places"
+        "keeps sinks and a window; a trained aligner corrects keys and values for their new "
+        "positions"
     )
     takes_aligner = True
 
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes, *, aligner: Aligner):
         if sizes.positions == "keep":
             raise UserError(
-                "positions=keep leaves entries where they were computed, so there is nothing to "
-                "align: take method streaming-llm"
+                "positions=keep leaves entries at their original positions, so there is "
+                "nothing to align: use method streaming-llm"
             )
         self.aligner = aligner
         super().__init__(model, sizes)

@@ -1,7 +1,8 @@
-"""`recompute`: re-encode the last C + 1 tokens at every step; exact, and slow by a factor that
-grows with C.
+"""`recompute`: re-encode the last C + 1 tokens at every step. It is exact, and slower by a factor
+that grows with C.
 
-The oracle of both papers. It keeps no sinks (the paper's protocol); `num_sinks` adds them.
+Both papers use it as the reference. It keeps no sinks (the paper's protocol); `num_sinks` adds
+them.
 """
 
 import torch
@@ -18,7 +19,7 @@ class Recompute(Reencoding):
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """Shorter rows are padded on the right, where nothing that counts looks."""
+        """Read ids. Shorter rows are padded on the right, where no counted token looks."""
         rows = [self.keep(row) for row in self.extend(ids)]
         lens = torch.tensor([len(row) for row in rows], device=ids.device)
         ends, which = lens.unique(return_inverse=True)

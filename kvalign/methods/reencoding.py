@@ -15,7 +15,7 @@ from kvalign.models.input_ids import check_ids, rows_of
 
 
 class Reencoding(Method):
-    """A method that re-encodes what it keeps: the logits of every step have nothing stale."""
+    """Method that re-encodes the kept tokens, so that no entry is ever stale."""
 
     rows: list[Tensor]
     """[S] int64 of each row: what the last step saw."""
@@ -62,7 +62,7 @@ class Reencoding(Method):
         return list(seen.to(self.model.device).split(lens))
 
     def extend(self, ids: Tensor) -> list[Tensor]:
-        """Return what each row would see with ids [B, T] more, nothing dropped."""
+        """Return the tokens that each row would see with ids [B, T] more, without evictions."""
         check_ids(ids, self.model.config.vocab_size)
         if not self.rows:
             return list(ids)
@@ -71,7 +71,7 @@ class Reencoding(Method):
         return [torch.cat(pair) for pair in zip(self.rows, ids, strict=True)]
 
     def keep(self, ids: Tensor) -> Tensor:
-        """The part of ids [T] that a step sees: all, or the sinks and what is left."""
+        """The part of ids [T] that a step sees: all, or the sinks and the rest after evictions."""
         dropped, num_sinks = self.sizes.num_dropped(len(ids) - 1), self.sizes.num_sinks
         return torch.cat([ids[:num_sinks], ids[num_sinks + dropped :]]) if dropped else ids
 

@@ -1,4 +1,4 @@
-"""The file of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
+"""File of a decode step that is compiled ahead of time: its key, how it is made and loaded."""
 
 import functools
 import hashlib
@@ -46,7 +46,7 @@ def folder() -> Path:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Return whether there is a C++ compiler; where there is none a line is logged, once."""
+    """Return whether there is a C++ compiler; if not, a line is logged, once."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -59,7 +59,7 @@ def has_compiler() -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """Entries that are given, the last of which is written."""
+    """Given entries, the last of which is written."""
 
     def __init__(self, keys: Tensor, values: Tensor, is_marked: bool):
         self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
@@ -87,7 +87,7 @@ class _Layer(CacheLayerMixin):
 
 
 class _Step(nn.Module):
-    """A step as a function of nothing but tensors."""
+    """Step as a function of tensors only."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -102,7 +102,7 @@ class _Step(nn.Module):
 
 
 def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such keys [1, H, S, D] in place of the model's own."""
+    """Return whether our kernel attends to such keys [1, H, S, D] instead of the model."""
     return (
         config.model_type in attention.REGISTERED
         and window_of(config) is None
@@ -115,9 +115,7 @@ def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
 def load_or_make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
 ) -> Run | None:
-    """The step of the file for such a model and such inputs, which is made if need be; None where
-    it cannot be.
-    """
+    """The file's step for this model and these inputs, compiled if need be; None if impossible."""
     if _is_read_by_kernel(model.config, inputs[2]):
         attention.install(model.config)
     about = _about(model, inputs, weights)
@@ -139,7 +137,7 @@ def load_or_make(
 def _made(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], file: Path
 ) -> Run | None:
-    """The step, once a file has it and it gives what the model gives."""
+    """The step, once a file has it and it gives the model's result."""
     step, about = _Step(model), file.with_suffix(".json")
     progress.phase("tracing the step, once; a minute or more, later starts load it")
 
@@ -169,7 +167,7 @@ def _made(
 
 
 def forget_old() -> None:
-    """Remove the files of all but the `KEPT` steps that were used last."""
+    """Remove all files except those of the `KEPT` steps that were used last."""
     for old in sorted(folder().glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         for path in (old.with_suffix(".json"), old, folder() / f".{old.stem}.lock"):
             path.unlink(missing_ok=True)
@@ -210,7 +208,7 @@ def _about(
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that they have in a `_Step`."""
+    """Parameters and buffers by their names in a `_Step`."""
     found = _Step(model)
     named = [
         *found.named_parameters(remove_duplicate=False),

@@ -1,9 +1,9 @@
-"""The decode step, compiled once: ahead of time, by AOTInductor, into a file of the user's cache
-folder that later starts load without a compiler and without tracing anything.
+"""Decode step, compiled once by AOTInductor into a file of the user's cache folder. Later starts
+load it without a compiler and without tracing.
 
-The file has neither weights nor the cache's books in it. A step is a function of a token, its
-position and the entries that attention sees, the last of which it writes; so it holds wherever they
-lie in the buffers, and for all models of one shape.
+The file contains neither weights nor the cache's counts. A step is a function of a token, its
+position and the entries that attention sees; it writes the last of these. So it is valid wherever
+they lie in the buffers, and for all models of one shape.
 """
 
 import functools
@@ -24,9 +24,9 @@ _KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as t
 
 @final
 class StoredStep:
-    """In place of a model, for the steps of a full cache. Those of one stream, an entry of which
-    goes at each step and none is moved or placed, are stored; others, and models that cannot be
-    exported, go through `torch.compile`; without a C++ compiler through the model as it is.
+    """Replacement of a model for the steps of a full cache. Steps of one stream that evict one
+    entry each, and neither move nor place any, are stored. Other steps, and models that cannot be
+    exported, use `torch.compile`; without a C++ compiler they use the model itself.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -37,12 +37,12 @@ class StoredStep:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether a step has been taken that later starts load."""
+        """Return whether a stored step has been used."""
         return self._run is not None
 
     @functools.cached_property
     def otherwise(self) -> Any:
-        """The model that takes the steps that are not stored."""
+        """The model for steps that are not stored."""
         return torch.compile(self.model) if has_compiler() else self.model
 
     def __call__(

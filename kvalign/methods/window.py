@@ -1,6 +1,4 @@
-"""`window`: keep the last C entries and no sinks, the baseline that StreamingLLM is measured
-against.
-"""
+"""`window`: keep the last C entries and no sinks, the baseline of the StreamingLLM paper."""
 
 from kvalign.methods.streaming_llm import StreamingLLM
 

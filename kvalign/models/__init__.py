@@ -1,4 +1,4 @@
-"""Models: load one, and know how it encodes positions and what its KV cache looks like."""
+"""Models: loading them, their position encoding and the form of their KV cache."""
 
 import lazy_loader
 

@@ -1,13 +1,13 @@
-"""Families of language models: how each encodes positions, and what its KV cache looks like.
+"""Families of language models: how each encodes positions, and the form of its KV cache.
 
-A family says what moving a cached entry means:
+The family says how a cached entry is moved:
 
 - `learned`: positions are added to the token embeddings; no closed form moves a key or a value.
-- `rotary`: keys are rotated by their position (RoPE, Su et al. 2021); rotating back moves them
-  exactly. Which layers rotate, and how, is measured (`rotation_trial.py`), so that any architecture
-  whose config tells of RoPE is tried.
-- `alibi`: positions are only in the attention bias, by place (Press et al. 2022); nothing needs to
-  move.
+- `rotary`: keys are rotated by their position (RoPE, Su et al. 2021), and a rotation moves them
+  exactly. Which layers rotate, and how, is measured (`rotation_trial.py`), so any architecture
+  whose config mentions RoPE can be tried.
+- `alibi`: positions are only in the attention bias, by cache slot (Press et al. 2022); nothing
+  needs to move.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ _LENGTH_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts of a model that the cache needs.
+    """Facts of a model for the cache.
 
     Attributes:
         name: as the user gave it: a shipped or fetched name, a hub id, a folder or a file.
-        context_len: positions the model was built for; None where nothing limits them.
-        states: layers without attention, which have a state in place of entries.
+        context_len: positions that the model was built for; None if nothing limits them.
+        states: layers without attention, which have a state instead of entries.
     """
 
     name: str
@@ -113,11 +113,11 @@ class ModelSpec:
 
 
 def spec_of(config: PretrainedConfig, name: str = "") -> ModelSpec:
-    """Describe a model from its config alone.
+    """Description of a model, from its config only.
 
     Raises:
-        UserError: an architecture that is not known and tells of no RoPE, sizes that no model has,
-            or a RoPE scaling that cannot be shifted.
+        UserError: an unknown architecture without RoPE, impossible sizes, or a RoPE scaling that
+            cannot be shifted.
     """
     family = _family(config)
     if family is None:
@@ -159,8 +159,8 @@ def _states(config: PretrainedConfig, name: str) -> tuple[int, ...]:
     states = tuple(i for i, kind in enumerate(kinds) if kind in _STATES)
     if states and config.model_type not in FAMILIES:
         raise UserError(
-            f"{name or 'this model'} is a {config.model_type!r} model, some of whose layers have a "
-            "state in place of attention: only those of lfm2 are known"
+            f"{name or 'this model'} is a {config.model_type!r} model with layers that have a "
+            "state instead of attention: only those of lfm2 are known"
         )
     return states
 
@@ -191,7 +191,7 @@ def _size(config: PretrainedConfig, name: str, default: int | None = None) -> in
 
 
 def window_of(config: PretrainedConfig) -> int | None:
-    """The fewest entries that a layer of the model sees at most; None: all see all."""
+    """The smallest number of entries that a layer of the model sees; None: all layers see all."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
@@ -202,11 +202,11 @@ _rotations: WeakKeyDictionary[PreTrainedModel, Rotation] = WeakKeyDictionary()
 
 
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """Return what moves the keys of a rotary model exactly, measured when it is first asked for;
-    None for other families.
+    """Return the exact rotation of the keys of a rotary model, measured at first use; None for
+    other families.
 
     Raises:
-        UserError: its keys are not moved by turning them.
+        UserError: no rotation moves its keys.
     """
     from kvalign.models import rotation_trial
     from kvalign.models.wrapped import unwrapped
@@ -223,8 +223,8 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
             found = rotation_trial.measured(model, spec.context_len, is_bounded)
         except UserError as error:
             raise UserError(
-                f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be moved: "
-                f"{error}; take method discard-half or recompute, which move none"
+                f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "
+                f"moved: {error}; use method discard-half or recompute, which move none"
             ) from None
         _rotations[model] = found
     return _rotations[model]

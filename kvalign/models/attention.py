@@ -1,9 +1,9 @@
-"""Attention of models: how entries that are placed when they are read enter it.
+"""Attention of models, with entries that are placed when they are read.
 
-A layer of the cache marks the keys that it hands over with a function that reads them
-(`mark`). The attention function of the model is wrapped once (`install`), in the registry of
-transformers: marked keys are read by their function, all others go on to the function that was
-there. So plain calls of the model, several streams and scoring share it, in threads too.
+A layer of the cache marks the keys that it returns with a function that reads them (`mark`). The
+model's attention function is wrapped once (`install`), in the registry of transformers. Marked keys
+are read by their function; all others go to the original function. So plain calls of the model,
+several streams and scoring can share it, also in threads.
 """
 
 import sys
@@ -25,12 +25,12 @@ OWN_ATTENTION = {
     "mpt": "ALiBi in a class of its own",
     "codegen": "a class of its own",
     "falcon": "classes of its own",
-    "gemma2": "scores that are capped",
-    "gpt_oss": "sink logits that are learned",
+    "gemma2": "scores with a cap",
+    "gpt_oss": "learned sink logits",
     "gptj": "a class of its own",
     "lfm2": "convolutions beside it",
 }
-"""Architectures whose attention is more than a function of the registry, or none, and why."""
+"""Architectures whose attention is not a plain function of the registry, with the reason."""
 
 REGISTERED = tuple(kind for kind in FAMILIES if kind not in OWN_ATTENTION)
 """Architectures whose attention is a function of the registry."""
@@ -45,7 +45,7 @@ _mask: ContextVar[Tensor | None] = ContextVar("mask", default=None)
 
 
 def mark(keys: Tensor, read: ReadKeys) -> Tensor:
-    """The same keys, to be read by this function."""
+    """Return the same keys with a mark: the function that reads them."""
     keys._kvalign_read = read  # type: ignore[attr-defined]
     return keys
 
@@ -56,7 +56,7 @@ def read_of(keys: Tensor) -> ReadKeys | None:
 
 
 def install(config: PretrainedConfig) -> None:
-    """Let the attention of the model with this config take marked keys; once is enough."""
+    """Let the attention of the model with this config accept marked keys; once is enough."""
     name = config._attn_implementation or "eager"
     if name.startswith(_PREFIX):
         return
@@ -69,7 +69,7 @@ def install(config: PretrainedConfig) -> None:
 
 @contextmanager
 def own_mask(mask: Tensor) -> Iterator[None]:
-    """Within it, this thread's models take this mask [B, H, T, S] where they would make one."""
+    """Context in which this thread's models use this mask [B, H, T, S] instead of making one."""
     token = _mask.set(mask)
     try:
         yield

@@ -1,10 +1,9 @@
-"""Special tokens by who wrote them: those of a chat template steer the model, in what people say
-they are text, as `<|im_end|>` is here.
+"""Special tokens by author: those of a chat template steer the model, those in users' text are
+plain text, such as `<|im_end|>` here.
 
-What is said goes through the template with a mask, one character, in the place of each special
-token, so that the template can do with it what it does with any text. In what comes out, all
-special tokens are the template's, then; they become tokens that only a copy of the tokenizer knows,
-which takes no other for special.
+Users' text goes through the template with a mask, one character, in place of each special token. So
+the template can process it like any text, and all special tokens in its output are the template's
+own. A copy of the tokenizer with only these special tokens then encodes the output.
 """
 
 import json
@@ -24,11 +23,11 @@ _PRIVATE = 0xF0000  # the first of the characters that mean nothing
 def masked(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], dict[str, str]]:
-    """Texts without special tokens: the masks in their place, and what each stands for; none where
-    there are no special tokens.
+    """Texts without special tokens: the masks in their place, and the token of each; none if the
+    tokenizer has no special tokens.
 
     Raises:
-        UserError: a text that is no Unicode.
+        UserError: a text that is not valid Unicode.
     """
     masks: dict[str, str] = {}
     free = (one for one in map(chr, count(_PRIVATE)) if not any(one in text for text in texts))
@@ -48,8 +47,8 @@ def masked(
 def ids_of_masked(
     text: str, masks: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, special: bool
 ) -> list[int]:
-    """The token ids of a text in which masks are the text that they stand for, and special tokens
-    are special; `special`: with what the tokenizer puts before a text.
+    """Token ids of a text in which masks stand for plain text, and special tokens are special;
+    `special`: with the tokenizer's opening tokens.
     """
     splitter, placeholders = _splitter_of(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     pieces, done = [], 0

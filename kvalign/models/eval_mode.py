@@ -1,4 +1,4 @@
-"""A model that is being trained, or has fresh layers of PEFT, streams without its dropout."""
+"""Eval mode for a model in training, or with fresh PEFT layers: it streams without dropout."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it the modules are in eval mode, afterwards each is in its own again; where that
+    """Context in which the modules are in eval mode. Afterwards each is in its former mode. If that
     changes one, a line is logged, once.
     """
     trained = [module for module in modules if module.training]

@@ -1,8 +1,8 @@
-"""Models that do not ship and can be had from the Python package index: which there are, and where
-one lies that was fetched.
+"""Models that do not ship but can be fetched from the Python package index: a list, and their
+folders.
 
-`kvalign models --fetch NAME` fetches one (`kvalign/app/inventory/fetch.py`); then NAME is a model
-as any.
+`kvalign models --fetch NAME` fetches one (`kvalign/app/inventory/fetch.py`). Then NAME works like
+any model.
 """
 
 import os
@@ -18,13 +18,13 @@ class Source:
     """Source of a model.
 
     Attributes:
-        about: what it is, in a few words.
+        about: a few words on it.
         requirement: the package and its version, as pip names them; it is not installed.
         size: of the download, and of its folder.
         member: the GGUF file in the package's wheel.
-        sha256: that file's.
+        sha256: of that file.
         licence: of the model and the package.
-        home: where the model is at home.
+        home: the model's home page.
     """
 
     about: str
@@ -50,7 +50,7 @@ MODELS = {
 
 
 def cache_dir() -> Path:
-    """The folder of what was fetched: KVALIGN_CACHE, or the user's cache of this platform."""
+    """The folder of fetched models: KVALIGN_CACHE, or the user's cache folder of this platform."""
     if moved := os.environ.get(MOVED_BY):
         return Path(moved).expanduser()
     if sys.platform == "darwin":
@@ -63,13 +63,13 @@ def cache_dir() -> Path:
 
 
 def model_path(name: str) -> Path | None:
-    """The folder of a model that was fetched, or None for any other name."""
+    """The folder of a fetched model, or None for any other name."""
     folder = cache_dir() / name
     return folder if name in MODELS and folder.is_dir() else None
 
 
 def gguf_path(name: str) -> Path | None:
-    """The GGUF file that a fetched model was made of, or None where it is not here."""
+    """The GGUF file from which a fetched model was made, or None if it is missing."""
     file = cache_dir() / name / Path(MODELS[name].member).name if name in MODELS else None
     return file if file and file.is_file() else None
 

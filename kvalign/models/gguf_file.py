@@ -1,8 +1,8 @@
-"""GGUF files, which llama.cpp reads too: a model's weights, mostly quantised, its sizes and its
+"""GGUF files, the format of llama.cpp: a model's weights, usually quantised, its sizes and its
 tokenizer in one file.
 
-transformers reads them, with the packages of `kvalign[gguf]`; quantised weights are unpacked, so
-that a model of one is as any other.
+transformers reads them with the packages of `kvalign[gguf]`. Quantised weights are unpacked, so the
+model works like any other.
 """
 
 import importlib.util
@@ -28,11 +28,11 @@ _SCALING = (".rope.scaling.type", ".rope.scale_linear")
 
 
 def find(source: str) -> Path | None:
-    """The GGUF file that a model's path means: itself, or the only one in a folder that has no
-    other weights; None where it means none.
+    """The GGUF file of a model's path: the path itself, or the only one in a folder without other
+    weights; None if there is none.
 
     Raises:
-        UserError: a folder with several, or no such file.
+        UserError: a folder with several, or a missing file.
     """
     path = Path(source)
     if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -49,7 +49,7 @@ def find(source: str) -> Path | None:
 
 
 def check_readers() -> None:
-    """Raise UserError if a package is missing that reads such files, or too old."""
+    """Raise UserError if a package for reading these files is missing or too old."""
     needed = [name for name in _READERS if importlib.util.find_spec(name) is None]
     if Version(transformers.__version__) < Version(_SINCE):
         needed.append(f"transformers {_SINCE} or later")
@@ -59,11 +59,11 @@ def check_readers() -> None:
 
 
 def config_of(path: Path) -> PretrainedConfig:
-    """The model's config, as transformers would have it.
+    """The model's config, in the form of transformers.
 
     Raises:
-        UserError: a file that is damaged, of an architecture that transformers cannot read, or with
-            a RoPE scaling, which it would leave out.
+        UserError: a damaged file, an architecture that transformers cannot read, or a RoPE scaling,
+            which transformers would ignore.
     """
     check_readers()
     from gguf import GGUFReader
@@ -96,7 +96,7 @@ def read(
         dtype: of the weights, as torch names it.
 
     Raises:
-        UserError: a file without all weights, as one part of several, or without a tokenizer.
+        UserError: a file without all weights, such as one part of several, or without a tokenizer.
     """
     with _reading(path):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -108,7 +108,7 @@ def read(
             **_in_folder(path),
         )
         if missing := sorted(found["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **_in_folder(path))
     # A plain model, which can be saved.
     model.hf_quantizer = model.quantization_method = None

@@ -1,4 +1,4 @@
-"""The token ids of what a stream is given, and the tokenizers that it takes."""
+"""Token ids of a stream's inputs, and the tokenizers that can stream."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ def encoded(
     *,
     special: bool = True,
 ) -> list[int]:
-    """The token ids of an input, which may be them already.
+    """The token ids of an input, which may already be token ids.
 
     Args:
         special: whether the tokenizer adds its special tokens to a text.
 
     Raises:
-        UserError: it is neither, or has ids that the model does not know.
+        UserError: it is neither text nor ids, or has ids that the model does not know.
     """
     if isinstance(text, str):
         ids = ids_of(text, tokenizer, special)
@@ -38,21 +38,21 @@ def encoded(
     size = model.config.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise UserError(
-            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: is the "
-            "tokenizer its own?"
+            f"token ids must be below {size} for this model, got {min(ids)} to {max(ids)}: does "
+            "the tokenizer belong to the model?"
         )
     return ids
 
 
 def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
-    """Raise UserError unless ids are [B, T] int64 or int32, with something in them, below V if that
-    is given. Single tokens on a GPU are not looked at: that would wait for it.
+    """Raise UserError unless ids are [B, T] int64 or int32, not empty, and below V if that is
+    given. Single tokens on a GPU are not checked, since that would wait for the device.
     """
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(f"ids must be a tensor [rows, tokens] of int64, got {found}")
     if ids.layout is not torch.strided or ids.is_meta:
-        raise UserError("ids must be a tensor with numbers in it, got one of device meta or sparse")
+        raise UserError("ids must be a tensor with numbers, got one of device meta or sparse")
     if ids.numel() == 0:
         raise UserError(f"the prompt is empty: give at least one token, got ids {list(ids.shape)}")
     if vocab_size is not None and (ids.shape[1] > 1 or ids.device.type == "cpu"):
@@ -64,10 +64,10 @@ def check_ids(ids: Tensor, vocab_size: int | None = None) -> None:
 
 
 def rows_of(rows: Sequence[int] | Tensor, num_rows: int) -> list[int]:
-    """The rows of a batch that are named by their numbers.
+    """The rows of the batch with these numbers.
 
     Raises:
-        UserError: they are no such numbers.
+        UserError: they are not valid row numbers.
     """
     named = rows.tolist() if isinstance(rows, Tensor) else rows
     is_list = isinstance(named, Sequence) and not isinstance(named, str)

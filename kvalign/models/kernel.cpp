@@ -270,14 +270,14 @@ struct Candidate {
 };
 
 struct Search {
-  const float *queries, *keys, *values, *boxes, *worth, *of_groups;
-  const int64_t *newest, *since;
+  const float *queries, *keys, *values, *boxes, *worths;
+  const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
   bool* visible;
   int64_t num_heads, num_queries, num_tokens, num_slots, group;  // queries of a head of keys, tokens that ask
-  int64_t num_groups, num_compared, num_recalled;
-  bool rows_are_alike;  // one row of `worth` for all
+  int64_t near, num_groups, num_compared, num_recalled;
+  bool rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
 
   // The scores of `num` keys or boxes from x on, in vectors of 16: of each the greatest that a query gives it,
@@ -314,27 +314,38 @@ struct Search {
     Best best;
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
-      const int64_t of_row = (rows_are_alike ? 0 : row) * num_tokens + t;
+      const int64_t of_row = rows_are_alike ? 0 : row, asked = of_row * num_tokens + t;
       const float *query = queries + (head * num_queries * num_tokens + t) * dim, *k = keys + head * num_slots * dim;
+      const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
+      auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
+      auto worth = [&](int64_t age) { return near < age && age <= farthest ? worths[age] : -INFINITY; };
       // 1. The groups whose boxes promise most.
       if (most < all_groups)
         scores<VECTORS, true>(query, boxes + head * all_groups * 2 * dim, all_groups, of_boxes.data());
       else
         std::fill(of_boxes.begin(), of_boxes.end(), 0.0f);
-      add(of_groups + of_row * all_groups, all_groups, of_boxes);
+      for (int64_t g = 0; g < all_groups; g++) {  // a group counts by its youngest that is lost
+        const int64_t slot = g * group, end = slot + group - 1;
+        float most_worth = -INFINITY;
+        if (slot <= last && last < end)  // the ring begins anew within it
+          for (int64_t j = slot; j <= end; j++) most_worth = std::max(most_worth, worth(age(j)));
+        else if (age(slot) > near)
+          most_worth = worth(std::max(age(end), near + 1));
+        of_boxes[g] += most_worth;
+      }
+      std::fill(of_boxes.begin() + all_groups, of_boxes.end(), -INFINITY);
       groups = best.of(of_boxes.data(), of_boxes.size(), most);
       // 2. Their entries of most worth, in the order of time.
       std::fill(of_keys.begin(), of_keys.end(), -INFINITY);
       for (size_t g = 0; g < groups.size(); g++) {
         const int64_t slot = groups[g] * group;
         scores<VECTORS, false>(query, k + slot * dim, group, scored.data());
-        for (int64_t j = 0; j < group; j++) of_keys[g * group + j] = scored[j] + worth[of_row * num_slots + slot + j];
+        for (int64_t j = 0; j < group; j++) of_keys[g * group + j] = scored[j] + worth(age(slot + j));
       }
       found.clear();
-      const int64_t last = newest[rows_are_alike ? 0 : row];
       for (const int32_t j : best.of(of_keys.data(), of_keys.size(), num_compared)) {
-        const int64_t slot = groups[j / group] * group + j % group, age = (last - slot) % num_slots;
-        found.push_back({of_keys[j], slot, age < 0 ? age + num_slots : age});
+        const int64_t slot = groups[j / group] * group + j % group;
+        found.push_back({of_keys[j], slot, age(slot)});
       }
       std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.age > b.age; });
       // 3. Of those, the best that no newer one says again.
@@ -352,17 +363,12 @@ struct Search {
       for (int64_t j = 0; j < num_recalled; j++) {
         const int64_t to = i * num_recalled + j;
         const Candidate one = j < missing ? Candidate{0, 0, 0} : found[kept[j - missing]];
-        ages[to] = one.age + since[of_row];
+        ages[to] = one.age;
         visible[to] = j >= missing;
         std::memcpy(found_keys + to * dim, k + one.slot * dim, dim * sizeof(float));
         std::memcpy(found_values + to * dim, values + (head * num_slots + one.slot) * dim, dim * sizeof(float));
       }
     }
-  }
-
-  static void add(const float* more, int64_t num, std::vector<float>& to) {
-    for (int64_t j = 0; j < num; j++) to[j] += more[j];
-    std::fill(to.begin() + num, to.end(), -INFINITY);
   }
 
   template <int VECTORS>  // the keys of entries less their mean, of length 1
@@ -498,23 +504,25 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   constexpr int GIVEN = 8;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [queries, keys, values, boxes, worth, of_groups, newest, since] = given;
+  const auto [queries, keys, values, boxes, worths, newest, since, oldest] = given;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2), dim = size_of(keys, 3);
-  const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 2];
+  const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
   AtenTensorHandle found[] = {made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
-  Search search{data_of(queries), data_of(keys), data_of(values), data_of(boxes), data_of(worth), data_of(of_groups)};
+  Search search{data_of(queries), data_of(keys), data_of(values), data_of(boxes), data_of(worths)};
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
+  search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
   search.ages = (int64_t*)data_of(found[2]), search.visible = (bool*)data_of(found[3]);
   search.num_heads = heads, search.num_queries = size_of(queries, 2), search.num_tokens = tokens;
   search.num_slots = slots, search.group = slots / size_of(boxes, 2);
-  search.num_groups = (int64_t)stack[GIVEN], search.num_compared = (int64_t)stack[GIVEN + 1];
-  search.num_recalled = num, search.rows_are_alike = size_of(worth, 0) == 1;
+  search.near = (int64_t)stack[GIVEN], search.num_groups = (int64_t)stack[GIVEN + 1];
+  search.num_compared = (int64_t)stack[GIVEN + 2], search.num_recalled = num;
+  search.rows_are_alike = size_of(since, 0) == 1;
   double alike;
-  std::memcpy(&alike, stack + GIVEN + 3, sizeof alike);
+  std::memcpy(&alike, stack + GIVEN + 4, sizeof alike);
   search.alike = alike;
   const auto error = run_for(dim, search, rows);
   give(stack, GIVEN, error, found[0]);

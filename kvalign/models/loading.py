@@ -1,6 +1,4 @@
-"""Load a language model with its tokenizer, wherever it is: shipped, fetched, in a folder or a GGUF
-file, on the hub.
-"""
+"""Loading of a language model with its tokenizer: shipped, fetched, a folder, a file, the hub."""
 
 import logging
 import os
@@ -39,17 +37,17 @@ def load_model(
     """Load a causal LM of transformers with its tokenizer and spec.
 
     Args:
-        name: a shipped name (`gpt2-mini`, `llama-mini`), one that was fetched (`kvalign models`), a
-            hub id, a local folder or a GGUF file.
+        name: a shipped name (`gpt2-mini`, `llama-mini`), a fetched one (`kvalign models`), a hub
+            id, a local folder or a GGUF file.
         device, dtype: as torch names them.
-        weights: how they are held: a dtype, which is then that of the model; `int8` or `int4`,
-            packed (`kvalign.models.packed`), on a CPU, where all else is in float32; `auto`: `int4`
-            if those of all products were stored in 4 bits, as of many GGUF files, else as `dtype`
+        weights: how weights are stored: as a dtype, which is then the model's; packed as `int8` or
+            `int4` (`kvalign.models.packed`), on a CPU, with everything else in float32; or `auto`:
+            `int4` if the file has all products in 4 bits, as many GGUF files do, else as `dtype`
             says, which is the default.
 
     Raises:
-        UserError: a name that is neither, an architecture or RoPE scaling that cannot be shifted,
-            weights that the device or the model cannot have.
+        UserError: an unknown name, an architecture or RoPE scaling that cannot be shifted, or
+            weights that the device or the model does not support.
     """
     typed("model", name, Path)
     name = os.fspath(name)
@@ -82,10 +80,11 @@ def load_model(
 
 
 def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str]:
-    """The dtype that a model is loaded in, and how its weights are held then; as of `load_model`.
+    """The dtype in which a model is loaded, and the form of its weights; as of `load_model`.
 
     Raises:
-        UserError: an unknown name, two that contradict, packed weights elsewhere than on a CPU.
+        UserError: an unknown name, two that contradict each other, or packed weights on another
+            device than a CPU.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
@@ -96,9 +95,11 @@ def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str
     if weights == "auto" and dtype != DTYPES[0]:
         return dtype, dtype
     if dtype not in (DTYPES[0], weights):
-        raise UserError(f"weights {weights} and dtype {dtype} contradict: leave out dtype")
+        raise UserError(
+            f"weights {weights} and dtype {dtype} contradict each other: leave out dtype"
+        )
     if weights in packed.PACKED and not device.startswith("cpu"):
-        raise UserError(f"weights of {weights} are multiplied on a cpu only, got device {device}")
+        raise UserError(f"weights of {weights} need a cpu, got device {device}")
     return (weights if weights in DTYPES else dtype), weights
 
 
@@ -107,7 +108,7 @@ _NO_WORDS = ("Expected one of", "Could not run", "INTERNAL ASSERT", "No module n
 
 
 def check_device(device: str) -> None:
-    """Raise UserError for a device that this machine does not have, or on which nothing is kept."""
+    """Raise UserError for a device that this machine does not have, or that stores nothing."""
     try:
         wanted = torch.device(device)
         if wanted.type == "cpu" and wanted.index:
@@ -119,6 +120,6 @@ def check_device(device: str) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         if device == "meta" or any(words in reason for words in _NO_WORDS):
             reason = (
-                "did you mean cuda?" if device == "gpu" else "it takes cpu, cuda, cuda:1, mps, ..."
+                "did you mean cuda?" if device == "gpu" else "known: cpu, cuda, cuda:1, mps, ..."
             )
         raise UserError(f"device {device!r} is not available here: {reason}") from error

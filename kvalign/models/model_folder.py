@@ -1,5 +1,5 @@
-"""The folder of a model, or its name on the hub, as transformers reads it: what is wrong with it is
-said in one line, before memory is taken for it, and transformers keeps its own words to itself.
+"""Model folders and hub ids, as transformers reads them. Errors are one line, before memory is
+taken, and transformers prints nothing itself.
 """
 
 import os
@@ -30,10 +30,10 @@ _LONGEST = 300  # characters of a reason
 
 
 def config_of(name: str, source: str) -> PretrainedConfig:
-    """The config of the model in a folder or of an id on the hub.
+    """The config of the model in a folder or of a hub id.
 
     Raises:
-        UserError: there is none, or no config that transformers can take.
+        UserError: it is missing, or transformers cannot read it.
     """
     if os.path.isdir(source):
         if not (path := Path(source, "config.json")).is_file():
@@ -52,8 +52,7 @@ def read(
     """The model and its tokenizer.
 
     Raises:
-        UserError: weights that are damaged, lacking or others than the config says, or no
-            tokenizer.
+        UserError: weights that are damaged, missing or differ from the config, or no tokenizer.
     """
     with _reading(name, source):
         if os.path.isdir(source):
@@ -67,7 +66,7 @@ def read(
             **_local(source),
         )
         if missing := sorted(found["missing_keys"]):
-            raise UserError(f"it lacks {len(missing)} weights of the model, as {missing[0]}")
+            raise UserError(f"it lacks {len(missing)} weights of the model, such as {missing[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_local(source))
         if not tokenizer("a")["input_ids"]:
             raise UserError("its tokenizer has no vocabulary: tokenizer.json is missing, or empty")
@@ -75,8 +74,8 @@ def read(
 
 
 def try_step(name: str, source: str, model: PreTrainedModel) -> None:
-    """Raise UserError for a model that cannot take a step where it is: what its config asks for, or
-    its quantised weights, may break there.
+    """Raise UserError for a model that fails at its first step, because of its config or its
+    quantised weights.
     """
     with _reading(name, source), torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
@@ -84,8 +83,8 @@ def try_step(name: str, source: str, model: PreTrainedModel) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for what has a file's name in a model's folder and is none: transformers
-    would leave it out without a word, and with it what it says of sampling or of turns.
+    """Raise UserError for something in a model's folder that has a file's name but is not a file.
+    transformers would silently ignore it, with its settings of sampling or turns.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix in _OF_FILES and path.exists() and not path.is_file():
@@ -97,8 +96,8 @@ def check_files(folder: Path) -> None:
 
 
 def check_layers(num: object, name: str) -> None:
-    """Raise UserError for more layers than any model has: a config may list them one by one, and a
-    model that no memory is taken for is built of them all the same.
+    """Raise UserError for more layers than any model has. A config may list them one by one, and
+    even a model without memory for weights is built from them.
     """
     if isinstance(num, int) and num > MOST_LAYERS:
         raise UserError(f"{name} must be at most {MOST_LAYERS}, got {num:g}")
@@ -106,9 +105,7 @@ def check_layers(num: object, name: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers load and save without words of its own, and without bars, which would be
-    drawn over ours.
-    """
+    """Context in which transformers loads and saves without messages or bars."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -140,7 +137,9 @@ def _check_weights(folder: Path, config: PretrainedConfig) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
     num_needed = sum(x.numel() for x in model.parameters())
     if 0 < num_found < num_needed:
-        raise UserError(f"config.json asks for {num_needed} weights, its files have {num_found}")
+        raise UserError(
+            f"config.json asks for {num_needed} weights, but its files have {num_found}"
+        )
 
 
 @contextmanager
@@ -158,14 +157,14 @@ def _reason(name: str, source: str, error: BaseException) -> str:
     if os.path.isdir(source):
         said = " ".join(str(error).split()) or type(error).__name__
         if "'NoneType' object" in said:
-            said = "transformers has no class for what it names"
+            said = "transformers has no class for its architecture"
         if isinstance(error, KeyError):
             said = f"it lacks {said}"
         return f"cannot load a model from folder {source!r}: {said:.{_LONGEST}}"
     if not isinstance(error, OSError | ValueError):
         return f"cannot load {name!r}: {' '.join(str(error).split()):.{_LONGEST}}"
     if name in fetched.MODELS:
-        return f"{name} is not here: {fetched.how_to_fetch(name)}"
+        return f"{name} is not fetched yet: {fetched.how_to_fetch(name)}"
     if hub.is_path(name):
         return f"no model {name!r}: there is no such folder or file"
     near = nearest(name, [*checkpoints.MODELS, *fetched.MODELS])

@@ -1,13 +1,14 @@
-"""Weights of 4 or 8 bits in memory: a decode step on a CPU does little else than read weights, and
-reads fewer bytes.
+"""Weights of 4 or 8 bits in memory. On a CPU a decode step mostly reads weights, so fewer bytes
+take less time.
 
-int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. That is the
-form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights that were stored so get the same q again; others
-are rounded to the nearest of 16 even levels from the least to the greatest of the group. The head
-has 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as llama.cpp's Q8_0.
+int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. This is the
+form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights stored in these forms keep the same q. Others
+are rounded to the nearest of 16 even levels between the least and the greatest of the group. The
+head has 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as llama.cpp's Q8_0.
 
-Products are a kernel of ours where the CPU and a compiler allow it, which rounds inputs to 8 bits,
-else PyTorch's own, which takes them in bfloat16. Everything between the products stays as it is.
+If the CPU and a compiler allow it, our own kernel computes products and rounds inputs to 8 bits.
+Else it is PyTorch's kernel, with inputs in bfloat16. Everything between the products stays
+unchanged.
 """
 
 import functools
@@ -31,7 +32,7 @@ _CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying t
 
 
 class PackedLinear(nn.Module):
-    """In place of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype.
+    """Replacement of an `nn.Linear`: inputs [..., K] to outputs [..., N], in the inputs' dtype.
 
     Args:
         weight: [N, K], K a multiple of `GROUP`.
@@ -53,15 +54,15 @@ class PackedLinear(nn.Module):
 
     @abstractmethod
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """Buffers by name, made of the `parts` of weights."""
+        """Buffers by name, from the `parts` of weights."""
 
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
-        """Rows [M, K] times the weights, [M, N]."""
+        """Product of rows [M, K] and the weights: [M, N]."""
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weights that are multiplied with, [K, N]."""
+        """The weights used in products, unpacked, [K, N]."""
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bits={self.bits}"
@@ -69,7 +70,7 @@ class PackedLinear(nn.Module):
 
 @final
 class RoundingLinear(PackedLinear):
-    """Products by our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
+    """Product with our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
 
     packed: Tensor  # as of `kernel.packed_of`
 
@@ -89,9 +90,9 @@ class RoundingLinear(PackedLinear):
 
 @final
 class TorchLinear(PackedLinear):
-    """Products by PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
-    of 8 bits are two of 4 that see the same input, w = 16 s high + s low: the kernel takes less
-    time for both than PyTorch's own for 8.
+    """Product with PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
+    of 8 bits are two of 4 bits with the same input, w = 16 s high + s low: for both the kernel
+    takes less time than PyTorch's own for 8 bits.
     """
 
     packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
@@ -127,8 +128,8 @@ class TorchLinear(PackedLinear):
 
 
 def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The packed parts of weights [N, K]: q [N, K] uint8; s and z, of 8 bits s alone,
-    [N, K / GROUP, 2 or 1] bfloat16.
+    """Packed parts of weights [N, K]: q [N, K] uint8; s and z, for 8 bits only s, [N, K / GROUP, 2
+    or 1] bfloat16.
     """
     if bits == 4:
         q, step, low = levels_of(weight)
@@ -140,8 +141,8 @@ def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(model: PreTrainedModel, weights: str) -> None:
-    """Put packed weights in the place of a model's own, in all products but those whose inputs come
-    in no groups of 32. An embedding that shares the head's weights keeps them as they are.
+    """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32.
+    An embedding that shares the head's weights keeps them unpacked.
 
     Args:
         model: with weights in float32, on the CPU.
@@ -163,14 +164,14 @@ def pack(model: PreTrainedModel, weights: str) -> None:
 
 
 def weights_of(model: PreTrainedModel) -> str:
-    """Return how a model's weights are held: int4, int8, or as torch names their dtype."""
+    """Return the form of a model's weights: int4, int8, or their dtype as torch names it."""
     bits = {module.bits for module in model.modules() if isinstance(module, PackedLinear)}
     return f"int{min(bits)}" if bits else str(model.dtype).removeprefix("torch.")
 
 
 def is_of_4_bits(model: PreTrainedModel) -> bool:
-    """Return whether the weights of all products but the head were stored in 4 bits, as far as a
-    few of their groups tell.
+    """Return whether the weights of all products except the head were stored in 4 bits, judged from
+    some of their groups.
     """
     head = model.get_output_embeddings()
     products = [x for x in model.modules() if _fits(x) and x is not head]
@@ -178,10 +179,10 @@ def is_of_4_bits(model: PreTrainedModel) -> bool:
 
 
 def levels_of(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The even levels of each group, and the nearest of them to each weight: w = low + q step.
+    """Even levels of each group, and the level nearest to each weight: w = low + q step.
 
-    Where all weights of a group lie on at most 16 even levels, as those that were stored in 4 bits,
-    these are its levels.
+    If all weights of a group lie on at most 16 even levels, as after storage in 4 bits, these are
+    its levels.
 
     Args:
         weight: [N, K], K a multiple of `GROUP`.
@@ -229,7 +230,7 @@ def _has_levels(weight: Tensor) -> bool:
 
 
 def unpacked_levels(packed: Tensor) -> Tensor:
-    """The levels that were packed, [K, N'] uint8, from [N', K / 2]."""
+    """The packed levels, [K, N'] uint8, from [N', K / 2]."""
     num_rows, num_in = packed.shape[0], 2 * packed.shape[1]
     block = _block_of_kernel()
     bytes_of = packed.view(num_rows // block, num_in, block // 2)
@@ -250,7 +251,7 @@ def _block_of_kernel() -> int:
         found = torch.cat([bytes_of & 15, bytes_of >> 4], -1).transpose(1, 2)
         if torch.equal(found.reshape(_BLOCK, GROUP).int(), q):
             return block
-    raise AssertionError("a layout of 4-bit weights that is not known")
+    raise AssertionError("unknown layout of 4-bit weights")
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""Prefix tokens: what a tokenizer puts before a text, a beginning-of-text or sink token, as entry 0
-of its stream.
+"""Prefix tokens: those that a tokenizer puts before a text, a beginning-of-text or sink token, as
+entry 0 of its stream.
 
-A sink token (Xiao et al. 2024, section 3.3) is one that a model had before every row of its
-training, so that attention which is not needed elsewhere can go there. It is the tokenizer's
-matter: what encodes a text by it has the token, and nothing else must know.
+A sink token (Xiao et al. 2024, section 3.3) stood before every row of a model's training, so that
+attention without another target can go there. Only the tokenizer handles it: every text that it
+encodes has the token.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that a tokenizer puts before a text; most put none."""
+    """The special tokens that a tokenizer puts before a text; for most tokenizers none."""
     plain, whole = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True)
     )
@@ -22,9 +22,9 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def with_prefix(ids: Tensor, prefix: Sequence[int]) -> Tensor:
-    """Tokens from the middle of a text, [..., T] int64, as the beginning of one: the prefix takes
-    the place of the first of them. So a row is as long as without one, and its other tokens, which
-    are the labels, are the same.
+    """Tokens from the middle of a text, [..., T] int64, as the beginning of a text: the prefix
+    replaces the first of them. So a row keeps its length, and its other tokens, which are the
+    labels.
     """
     if not prefix:
         return ids

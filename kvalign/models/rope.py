@@ -1,7 +1,7 @@
-"""The exact move of rotated keys: rotations add up, so turning a key back moves it to the front.
+"""Exact move of rotated keys: rotations add up, so rotating a key back moves it towards the start.
 
-RoPE (Su et al. 2021) turns pairs of numbers; which two of a key make a pair is its layout. A
-model's attention scaling (YaRN, LongRoPE) is in its keys and not applied again.
+RoPE (Su et al. 2021) rotates pairs of numbers. The layout says which two numbers of a key are a
+pair. A model's attention scaling (YaRN, LongRoPE) is already in its keys, and is not applied again.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from torch import Tensor
 from kvalign.foundation.lasting import lasting
 
 NUM_TURNS = 8
-"""Whole numbers of positions whose turns are remembered."""
+"""Number of whole shifts whose turns are cached."""
 
 
 class Layout(NamedTuple):
     """Layout of the pairs among the D numbers of a key.
 
     Attributes:
-        split: keys [..., D] and the number of pairs to both numbers of each pair [..., N], and the
-            rest, which is not turned.
-        join: these three to keys.
+        split: splits keys [..., D], given the number of pairs, into both numbers of each pair [...,
+            N] and the unrotated rest.
+        join: the inverse of split.
     """
 
     split: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
@@ -43,11 +43,11 @@ LAYOUTS = {
         ),
     ),
 }
-"""The layouts that a model is tried with."""
+"""Layouts to try on a model."""
 
 
 class Turn(NamedTuple):
-    """The cosines and sines of a move, [rotary_dim / 2] or [..., S, rotary_dim / 2] float32."""
+    """Cosines and sines of a move, [rotary_dim / 2] or [..., S, rotary_dim / 2] float32."""
 
     cos: Tensor
     sin: Tensor
@@ -72,10 +72,10 @@ class Turn(NamedTuple):
 
 
 class Rotation:
-    """Rotation of the keys of one rotary model along positions: by `rerotate` with its `inv_freq`.
+    """Rotation of the keys of one rotary model along positions, by `rerotate` with its `inv_freq`.
 
     Attributes:
-        is_bounded: whether it is another rotation, or none, beyond the context length.
+        is_bounded: whether the rotation changes or ends beyond the context length.
         layout: key of `LAYOUTS`.
     """
 
@@ -92,7 +92,7 @@ class Rotation:
         return Turn.of(shift, self.inv_freq.to(shift.device, torch.float32), self.layout)
 
     def shift(self, keys: Tensor, shift: int | Tensor) -> Tensor:
-        """Keys [..., S, D] moved `shift` positions towards the start."""
+        """Keys [..., S, D], moved `shift` positions towards the start."""
         if isinstance(shift, Tensor):
             return rerotate(keys, shift, self.inv_freq, self.layout)
         # All layers of a step ask for the same few.
@@ -107,12 +107,12 @@ class Rotation:
         return turn(keys)
 
     def shift_layers(self, keys: Tensor, shift: int | Tensor, dim: int) -> Tensor:
-        """The same for the keys of all layers, which are stacked along `dim`."""
+        """Same for the keys of all layers, stacked along `dim`."""
         return self.shift(keys, shift)
 
 
 class RotationByLayer(Rotation):
-    """Rotation of a model whose layers differ: some turn faster, or not at all."""
+    """Rotation of a model whose layers differ: some rotate faster, or not at all."""
 
     def __init__(self, layers: Sequence[Rotation]):
         self.layers, self.is_bounded = layers, any(layer.is_bounded for layer in layers)
@@ -135,7 +135,8 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor, layout: str = 
     """Move rotated keys `shift` positions towards the start; angles and products in float32.
 
     Args:
-        keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay.
+        keys: [..., S, D], already rotated; dimensions beyond the rotary ones (GPT-NeoX) stay
+            unchanged.
         shift: positions, one number for all entries or [..., S]; negative moves away from the
             start.
         inv_freq: [rotary_dim / 2] float32, the model's own frequencies, scaling included
@@ -143,6 +144,6 @@ def rerotate(keys: Tensor, shift: int | Tensor, inv_freq: Tensor, layout: str = 
         layout: key of `LAYOUTS`.
 
     Returns:
-        [..., S, D] in the dtype of `keys`; a shift of 0 gives the very same numbers.
+        [..., S, D] in the dtype of `keys`; a shift of 0 returns the same numbers.
     """
     return Turn.of(shift, inv_freq.to(keys.device, torch.float32), layout)(keys)

@@ -1,9 +1,9 @@
-"""Rotation of a model's keys, found out by trying it: a pair of tokens is encoded at two offsets,
-and what turns the keys of one into those of another, layer by layer, is the rotation.
+"""Measurement of a model's rotation: a pair of tokens is encoded at two offsets. The rotation is
+what turns the first keys into the second, layer by layer.
 
-The frequencies are the model's own. Which layer turns by which of them, in which layout, or not at
-all, is measured, so no architecture needs to be known by name; one whose keys no rotation moves is
-refused with what differed.
+The frequencies are the model's own. The measurement tells which layer rotates by which frequencies,
+in which layout, or not at all. So no architecture must be known by name. If no rotation moves the
+keys, the model is refused, with the difference.
 """
 
 import torch
@@ -25,7 +25,7 @@ _TABLE = "embed_positions"
 
 
 class Still(Rotation):
-    """Rotation of keys that do not turn."""
+    """Rotation of keys that do not rotate."""
 
     def __init__(self) -> None:
         super().__init__(torch.zeros(0), is_bounded=False)
@@ -35,8 +35,8 @@ class Still(Rotation):
 
 
 def frequencies(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The rotary frequencies [N] float32 that a model has, by name: its own buffers, or what its
-    tables of sines and cosines [P, 2 N] (GPT-J) were made of. Equal ones come once.
+    """Rotary frequencies [N] float32 of a model, by name: its own buffers, or those behind its
+    tables of sines and cosines [P, 2 N] (GPT-J). Equal ones occur once.
     """
     found: dict[str, Tensor] = {}
     for path, buffer in model.named_buffers():
@@ -67,14 +67,14 @@ def _of_table(table: Tensor) -> Tensor:
 
 @lasting()
 def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) -> Rotation:
-    """Measure what moves the keys of a model.
+    """Measured rotation of the keys of a model.
 
     Args:
         context_len: positions that the model was built for.
         is_bounded: see `Rotation`.
 
     Raises:
-        UserError: no rotation by its frequencies does; says by how much it is off, and where.
+        UserError: no rotation by its frequencies fits; the message says by how much, and where.
     """
     most = OFFSETS[-1] if context_len is None else min(OFFSETS[-1], context_len - 2)
     offsets = [min(offset, most) for offset in OFFSETS]
@@ -99,8 +99,9 @@ def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) 
                 break
         else:
             raise UserError(
-                f"a key of layer {i} is not moved by rotation: {min(errors):.2g} of its size off "
-                f"at best, of {len(candidates) - 1} rotations by the model's own frequencies"
+                f"no rotation moves a key of layer {i}: {min(errors):.2g} of its size is the "
+                f"smallest difference, among {len(candidates) - 1} rotations by the model's own "
+                "frequencies"
             )
         if (apart := _apart(layer.values[:, :, 0])) > near:
             raise UserError(

@@ -1,5 +1,6 @@
-"""A chat template is a program from outside: it is tried out once, in a process of its own with
-little time and memory, before it runs in this one, where nothing could stop 9^(9^9).
+"""Trial of chat templates. A template is a program from outside. It is tried once, in its own
+process with little time and memory, before it runs in this process, where nothing could stop
+9^(9^9).
 """
 
 import json
@@ -41,19 +42,19 @@ for messages in ([user], [system, user], [user, answer, user]):
 
 
 def fault_of(template: object, values: Mapping[str, object]) -> str:
-    """Reason why a template cannot be run here: the time, the memory or the text that it makes of a
-    word; "" where nothing is known against it.
+    """Reason not to run a template here: its time, its memory or the length of its output; "" if
+    there is none.
 
     Args:
-        template: as a tokenizer has it, several by name; what is no text is not tried.
-        values: special tokens, by the names that templates have for them.
+        template: as a tokenizer has it, several by name; anything but text is ignored.
+        values: special tokens, by their names in templates.
     """
     templates = template.values() if isinstance(template, dict) else [template]
     asked = [json.dumps([one, dict(values)]) for one in templates if isinstance(one, str)]
     if all(map(_is_small, asked)):
         return ""
     most = f"{SECONDS} s, {MOST_BYTES >> 30} GB or {MOST_CHARACTERS} characters"
-    return f"it takes over {most} for a word"
+    return f"it needs over {most} for a word"
 
 
 @lru_cache(maxsize=16)

@@ -1,5 +1,5 @@
-"""Weights from outside, in a safetensors file: its names, shapes and types are compared with what
-is needed before any number is read, and every number is finite.
+"""Weights from a safetensors file from outside. Names, shapes and types are compared with the
+needed ones before any number is read, and every number must be finite.
 """
 
 import math
@@ -23,12 +23,12 @@ def read_weights(
     """The tensors of a file, in float32.
 
     Args:
-        shapes: what it must hold, no more and no less.
-        where: whose weights they are, for messages.
+        shapes: of exactly the tensors that it must contain.
+        where: owner of the weights, for messages.
 
     Raises:
-        UserError: a file that is damaged or ends before what its header claims, other tensors, or
-            numbers that are not finite in float32.
+        UserError: a file that is damaged or shorter than its header claims, other tensors, or
+            non-finite numbers in float32.
     """
     with opened(path, f"the weights of {where}") as file:
         names = set(file.keys())
@@ -50,10 +50,10 @@ def read_weights(
 
 @contextmanager
 def opened(path: Path, what: str) -> Iterator[Any]:
-    """A safetensors file, whose header is compared with its size; UserError if it is none."""
+    """Safetensors file whose header was compared with its size; UserError if it is invalid."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -61,13 +61,14 @@ def opened(path: Path, what: str) -> Iterator[Any]:
 
 
 def check_header(path: Path, *, any_type: bool = False) -> int:
-    """Return how many numbers a file has, by its header, which is compared with the file's size.
+    """Return how many numbers a file has according to its header, which is compared with the file's
+    size.
 
     Args:
-        any_type: weights are quantised: of any type.
+        any_type: allow any type, for quantised weights.
 
     Raises:
-        UserError: a file that is damaged, or weights of another type than floats.
+        UserError: a damaged file, or weights of another type than floats.
     """
     num = 0
     with opened(path, path.name) as file:
@@ -82,7 +83,7 @@ def check_header(path: Path, *, any_type: bool = False) -> int:
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Raise UserError for the first of these weights that is not finite."""
+    """Raise UserError for the first non-finite weight."""
     for name, x in weights:
         if not torch.isfinite(x).all():
             raise UserError(f"{where}: {name} is not finite")

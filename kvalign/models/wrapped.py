@@ -1,4 +1,4 @@
-"""The model of transformers within what its user wrapped it in: here alone it is taken out."""
+"""Model of transformers inside its wrappers. Only this module unwraps it."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from transformers import PreTrainedModel
 from kvalign.foundation.errors import UserError
 
 _HELD_AS = ("_orig_mod", "module", "model")
-"""What `torch.compile`, wrappers like DDP, and PEFT call the model that they hold."""
+"""Names of the inner model in `torch.compile`, wrappers like DDP, and PEFT."""
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself. Layers of PEFT are inside of it, and stay.
+    """The model itself. Layers of PEFT are inside it, and stay.
 
     Raises:
-        UserError: PEFT puts tokens of its own before each input (prompt and prefix tuning).
-        TypeError: there is no model of transformers in it.
+        UserError: PEFT puts its own tokens before each input (prompt and prefix tuning).
+        TypeError: it contains no model of transformers.
     """
     given = model
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             kind = type(model.active_peft_config).__name__
             raise UserError(
-                f"a model with {kind} puts its own tokens before each input, which a cache does "
-                "not know: use an adapter that changes layers, such as LoRA"
+                f"a model with {kind} puts its own tokens before each input, unknown to a "
+                "cache: use an adapter that changes layers, such as LoRA"
             )
         held = (getattr(model, name, None) for name in _HELD_AS)
         model = next((inner for inner in held if isinstance(inner, nn.Module)), None)

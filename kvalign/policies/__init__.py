@@ -1,4 +1,4 @@
-"""Policies: which entry of a full cache goes. One file and one line here each, as with methods."""
+"""Policies: which entry of a full cache is evicted. Each has one file and one line here."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ POLICIES: Registry[type[Policy]] = Registry(
         "second-chance": "kvalign.policies.second_chance:SecondChance",
     },
 )
-"""Policy classes by the name that the command line knows them by."""
+"""Policy classes by their names on the command line."""

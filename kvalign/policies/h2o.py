@@ -1,9 +1,9 @@
-"""`h2o`: heavy hitters stay: the entry that has drawn the least attention goes (Zhang et al. 2023,
-arXiv:2306.14048).
+"""`h2o`: heavy hitters stay; the entry that has received the least attention is evicted (Zhang et
+al. 2023, arXiv:2306.14048).
 
-The sum of attention decays, by half in C / `HALF_LIVES` steps: without, what drew much of it long
-ago is never let go. A new entry has drawn nothing yet, so the newest ones have to be protected
-(`num_recent`).
+The sum of attention decays by half in C / `HALF_LIVES` steps. Otherwise an entry with much
+attention long ago would never be evicted. A new entry has received none yet, so the newest ones are
+protected (`num_recent`).
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""`key-norm`: keys of small norm draw attention, so the entry whose key is the longest goes (Devoto
-et al. 2024, arXiv:2406.11430).
+"""`key-norm`: keys of small norm receive much attention, so the entry with the longest key is
+evicted (Devoto et al. 2024, arXiv:2406.11430).
 
-Norms are compared to 11 bits. In the first layer of a rotary model all keys of a token have one
-norm but for rounding, which depends on the rows beside it; so the older goes.
+Norms are compared to 11 bits. In the first layer of a rotary model all keys of a token have the
+same norm except for rounding, which depends on neighbouring rows. Then the older one is evicted.
 """
 
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""`keydiff`: keys unlike the others draw attention, so the entry whose key is the most like their
-mean goes (Park et al. 2025, arXiv:2504.15364).
+"""`keydiff`: keys unlike the others receive much attention, so the entry whose key is most like the
+mean key is evicted (Park et al. 2025, arXiv:2504.15364).
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""Presses of kvpress (NVIDIA) as policies: their scores, while eviction and placing stay ours.
+"""Presses of kvpress (NVIDIA) as policies: the press gives the scores, KV-Align evicts and places.
 
-Those of kvpress 0.5.5 that score by keys and values (`KnormPress`, `KeyDiffPress`, `LagKVPress`,
-`CURPress`, `RandomPress`), and `TOVAPress`, which also reads attention weights, have been run.
+Tested with kvpress 0.5.5: the presses that score by keys and values (`KnormPress`, `KeyDiffPress`,
+`LagKVPress`, `CURPress`, `RandomPress`), and `TOVAPress`, which also reads attention weights.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ PROBE = (1, 2, 64, 8)
 
 
 def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
-    """A policy that scores as a press does: `POLICIES["knorm"] = policy_of(KnormPress())`.
+    """Policy with the scores of a press: `POLICIES["knorm"] = policy_of(KnormPress())`.
 
     Args:
         press: a `ScorerPress`; its compression ratio is not used.
-        reads_weights: whether it reads `attentions`. It is given those of the step's queries, the
-            mean of those that share a head of keys.
+        reads_weights: whether it reads `attentions`. It gets those of the step's queries, the mean
+            over those that share a head of keys.
 
     Raises:
-        UserError: it asks for more, as hidden states or the attention module.
+        UserError: it needs more, such as hidden states or the attention module.
     """
     title = type(press).__name__
     keys = torch.rand(PROBE, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def policy_of(press: Any, reads_weights: bool = False) -> type[Policy]:
 
     class Pressed(Policy):
         name = title
-        about = f"evicts the entry that {title} of kvpress scores lowest"
+        about = f"evicts the entry with the lowest score of {title} of kvpress"
 
         def score(self, seen: Seen) -> Tensor:
             rows = [_score_row(press, seen, row) for row in range(len(seen.num_fed))]

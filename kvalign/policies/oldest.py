@@ -1,4 +1,4 @@
-"""`oldest`: first in, first out, as StreamingLLM."""
+"""`oldest`: first in, first out, as in StreamingLLM."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""`random`: any entry goes; what the others must beat."""
+"""`random`: any entry is evicted; the baseline for other policies."""
 
 import torch
 from torch import Tensor

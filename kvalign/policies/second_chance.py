@@ -1,9 +1,9 @@
-"""`second-chance`: the oldest entry goes that draws little attention, as page replacement of that
-name passes over what was used since (Corbato 1968).
+"""`second-chance`: the oldest entry with little attention is evicted, as the page replacement of
+that name skips recently used pages (Corbato 1968).
 
-Attention is summed as by `h2o`; little is less than `SHARE` of the mean of all entries. Where `h2o`
-gives up entries of any age for heavier ones, this gives up old ones alone: less is lost of what
-`oldest` would keep, and less is won beyond.
+Attention is summed as in `h2o`; little means less than `SHARE` of the mean over all entries. `h2o`
+evicts entries of any age for heavier ones. This policy evicts only old ones, so it loses less of
+the entries that `oldest` would keep, and gains less beyond.
 """
 
 import torch

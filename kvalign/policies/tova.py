@@ -1,5 +1,5 @@
-"""`tova`: the entry that the newest query attends to least goes, the same in all heads of a layer
-(Oren et al. 2024, arXiv:2401.06104).
+"""`tova`: the entry that the newest query attends to least is evicted, the same in all heads of a
+layer (Oren et al. 2024, arXiv:2401.06104).
 """
 
 from torch import Tensor

@@ -1,2 +1,1 @@
-"""A stream as its user meets it: tokens and text without end, for one or many, and the loss of a
-text."""
+"""Streams for users: endless tokens and text, for one or many streams, and the loss of a text."""

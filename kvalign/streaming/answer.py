@@ -1,4 +1,4 @@
-"""The text of a stream's tokens, in pieces as they come, and where it ends."""
+"""Text of a stream's tokens, piece by piece, and its end."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,11 +9,11 @@ from kvalign.streaming.sampling import Sampling
 
 
 class Answer:
-    """Answer to an input: tokens, their text, and why it ends.
+    """Answer to an input: tokens, their text, and the reason for its end.
 
     Args:
         tokenizer: a fast one, which decodes token by token.
-        before: ids that came before, so that a word in the middle keeps its space.
+        before: ids before the answer, so that a word in the middle keeps its space.
         sampling: `max_new_tokens` and `stop_strings` end it.
         end_ids: tokens that end it.
 
@@ -36,11 +36,11 @@ class Answer:
         self._decoder = Decoder(tokenizer, before)
 
     def take(self, token: int) -> tuple[str, str]:
-        """Go on with a token.
+        """Append a token.
 
         Returns:
-            The next piece of text, empty where the token is part of a character; and what can be
-            shown of all so far where stop strings, and what may be the beginning of one, are not.
+            The next piece of text, empty while the token is part of a character; and the text so
+            far that can be shown, without stop strings or the possible beginning of one.
         """
         self.token_ids.append(token)
         piece = self._decoder.step(token)
@@ -58,8 +58,8 @@ class Answer:
 
     @property
     def finish(self) -> str:
-        """`stop`: by an end token or a stop string; `length`: by max_new_tokens; empty while it
-        goes on.
+        """Reason for the end: `stop` (an end token or a stop string), `length` (max_new_tokens),
+        empty while it continues.
         """
         if self.has_end_token or self._stops.found:
             return "stop"
@@ -67,10 +67,10 @@ class Answer:
 
 
 class StopStrings:
-    """Looks for texts in a text that comes in pieces; what may be the beginning of one waits.
+    """Search for texts in a text that comes in pieces. The possible beginning of one is held back.
 
     Attributes:
-        found: whether one of them has come.
+        found: whether one of them was found.
     """
 
     def __init__(self, strings: tuple[str, ...]):
@@ -78,7 +78,7 @@ class StopStrings:
         self._longest = max(map(len, strings), default=1)
 
     def read(self, piece: str) -> str:
-        """Return what can be shown now: text up to the first stop string."""
+        """Return the text that can be shown now: up to the first stop string."""
         text, self._held = self._held + piece, ""
         places = [place for string in self._strings if (place := text.find(string)) >= 0]
         if places:
@@ -91,6 +91,6 @@ class StopStrings:
         return text
 
     def rest(self) -> str:
-        """Return what waited, once nothing more comes."""
+        """Return the held-back text when no more comes."""
         text, self._held = self._held, ""
         return text

@@ -1,4 +1,5 @@
-"""Many streams at once: rows of one batch that begin, go on and end independently of one another.
+"""Many streams at once: rows of one batch that begin, continue and end independently of one
+another.
 
 for row, piece in kvalign.stream_batch(model, tokenizer, prompts, max_new_tokens=200):
     print(row, piece)
@@ -39,23 +40,22 @@ def stream_batch(
 ) -> Iterator[tuple[int, str]]:
     """Continue many prompts at once, and yield pieces of text as they come.
 
-    Row i gives the text that `kvalign.stream` of its prompt alone gives with seed + i.
+    Row i gives the text that `kvalign.stream` gives for its prompt alone, with seed + i.
 
     Args:
-        model: a causal LM of transformers, or what wraps one: see `kvalign.make_method`.
+        model: a causal LM of transformers, or a wrapped one: see `kvalign.make_method`.
         tokenizer: its tokenizer.
-        prompts: texts of any lengths; each is read when there is room for it.
+        prompts: texts of any lengths; each is read when there is a free row.
         method, cache_size: as in `kvalign.make_method`.
-        max_rows: rows that are stepped at once; a row that ends makes room for the next prompt.
-            None: all.
-        config: as in `kvalign.stream`; without max_new_tokens rows end where the model ends them.
+        max_rows: most rows in one step; a row that ends makes room for the next prompt. None: all.
+        config: as in `kvalign.stream`; without max_new_tokens a row ends when the model ends it.
 
     Yields:
-        Number of the row and the next piece of its text.
+        The number of the row, and the next piece of its text.
 
     Raises:
         UserError: as in `kvalign.stream`, or an empty prompt.
-        KeywordError: an unknown setting, with the nearest one.
+        KeywordError: an unknown setting, with the nearest known one.
     """
     sampling, rest = Sampling.of(stream_batch, config)
     if sampling.lookup:
@@ -114,18 +114,19 @@ def stream_rows(
     """Continue prompts of any lengths, stepped together; each is fed alone, then joins.
 
     Args:
-        method: from `make_method`; it is left as it is.
+        method: from `make_method`; it stays unchanged.
         prompts: ids of each row, at least one.
         sampling: how tokens are chosen, and how many; row i draws with seed + i.
-        has_ended: asked after each token of a row, by its number, whether it ends there.
-        max_rows: rows that are stepped at once; None: all.
+        has_ended: called after each token with the row's number; returns whether the row ends
+            there.
+        max_rows: most rows in one step; None: all.
 
     Yields:
-        Number of the row and its next token.
+        The number of the row, and its next token.
 
     Raises:
         UserError: an empty prompt, or a method whose rows cannot be joined.
-        RunError: logits that are no numbers; the message says where they come from.
+        RunError: non-finite logits; the message says where they come from.
     """
     if max_rows is not None and typed("max_rows", max_rows, int) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")

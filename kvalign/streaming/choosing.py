@@ -1,4 +1,4 @@
-"""The next token of a stream, of the logits that its method gave: here alone it is chosen."""
+"""Choice of a stream's next token from its method's logits. Only this module chooses tokens."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from kvalign.streaming.health import most_likely, no_token
 
 
 class Chooser:
-    """Chooses the tokens of rows that go side by side, and knows all that came before.
+    """Chooser of tokens for rows that advance together; it knows all tokens before them.
 
     Args:
-        ids: [B, T] int64, what came before.
+        ids: [B, T] int64, the tokens before.
         processors: transformers' logits processors; they see all ids.
         do_sample: draw from the processed distribution; otherwise take the most likely token.
         generator: source of the draws; None: torch's global one.
 
     Attributes:
-        is_bare: whether it takes the most likely token of logits as they are.
+        is_bare: whether it takes the most likely token of unprocessed logits.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Chooser:
 
     @property
     def ids(self) -> Tensor:
-        """All so far [B, T]."""
+        """All ids so far [B, T]."""
         return self._ids[:, : self._len]
 
     def choose(self, logits: Tensor, method: Method) -> Tensor:
-        """The next token of each row [B] int64, of logits [B, V]; RunError where one has none."""
+        """The next token of each row [B] int64, from logits [B, V]; RunError without one."""
         scores = self.processors(self.ids, logits) if self.processors else logits
         token, is_one = most_likely(scores)
         if not is_one.all():
@@ -49,8 +49,8 @@ class Chooser:
         return token
 
     def append(self, token: Tensor | int) -> None:
-        """Go on with a token [B] that was chosen. What holds the ids doubles when it is full: an
-        endless stream is not copied at each token.
+        """Append chosen tokens [B]. The buffer of ids doubles when it is full, so an endless stream
+        is not copied at each token.
         """
         if self._len == self._ids.shape[1]:
             with lasting():

@@ -1,4 +1,4 @@
-"""Tokens become text here alone, one by one, as far as they are whole characters."""
+"""Decoding of tokens to whole characters, one by one. Only this module decodes."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ longest character takes 4."""
 
 
 class Decoder:
-    """The text of tokens that follow others, which never takes back what it gave.
+    """Text of tokens that follow others. It never revises text that it has returned.
 
-    A tokenizer may change its mind: with byte fallback (Llama 2, Mistral), a byte that makes no
-    character turns those before it into none, too. What was given stays, then, and the tokens
-    since are decoded alone.
+    A tokenizer may revise text. With byte fallback (Llama 2, Mistral), a byte that completes no
+    character makes the bytes before it invalid, too. Then the returned text stays, and the later
+    tokens are decoded alone.
 
     Args:
         tokenizer: a fast one.
-        before: ids that came before. Those at their end that make no whole character yet are taken
-            as the first.
+        before: ids before the text. Those at the end that are not yet a whole character are decoded
+            with the first token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]):
@@ -29,7 +29,7 @@ class Decoder:
         self._context, self._waiting = self._cut([*before[-2 * _MOST :]])
 
     def step(self, token: int) -> str:
-        """The text that a token adds: none while it is part of a character."""
+        """The text that a token adds; none while it is part of a character."""
         self._waiting.append(token)
         given, whole = self._text(self._context), self._text(self._context + self._waiting)
         is_whole = whole != given and not whole.endswith(_NO_CHARACTER)

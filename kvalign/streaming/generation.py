@@ -1,4 +1,4 @@
-"""The one generation loop: an iterator of tokens. The command line, the evaluation and
+"""The one generation loop: an iterator of tokens. The command line, the evaluations and
 `model.generate` all use it.
 
     model.generate(
@@ -49,29 +49,29 @@ def stream_tokens(
     mask: Tensor | None = None,
     lookup: int = 0,
 ) -> Iterator[Tensor]:
-    """Feed a prompt and yield new tokens [B] int64 without end, until the criteria say so or every
-    row has ended.
+    """Feed a prompt and yield new tokens [B] int64, without end unless the criteria stop it or
+    every row has ended.
 
     Args:
         method: from `make_method`.
         prompt: [B, T] int64, T >= 1; rows of unequal lengths are padded on the left.
         processors: transformers' logits processors; they see the whole history.
-        criteria: transformers' stopping criteria, asked after each token.
+        criteria: transformers' stopping criteria, checked after each token.
         do_sample: draw from the processed distribution; otherwise take the most likely token.
-        eos_token_ids: tokens that end a row; empty: nothing does.
-        pad_token_id: what an ended row yields; default the first end token.
-        generator: source of the draws; default torch's global one.
-        before: [B, P] int64, what the method has been fed, when the prompt goes on with its stream;
-            processors and criteria see it too. The prompt then begins with the last token that was
-            yielded: that one has not been fed. None begins a new stream.
-        mask: [B, T], 0 where a prompt is padded; None: nowhere.
-        lookup: tokens of one stream that are guessed at most at a time, and read in the same pass
-            (`kvalign.streaming.lookup`): the same tokens, sooner. 0: none.
+        eos_token_ids: tokens that end a row; empty: none.
+        pad_token_id: yielded for an ended row; default: the first end token.
+        generator: source of random numbers; default: torch's global one.
+        before: [B, P] int64, the tokens that the method has been fed, when the prompt continues its
+            stream; processors and criteria see them too. The prompt then begins with the last token
+            that was yielded, which has not been fed. None begins a new stream.
+        mask: [B, T], 0 where a prompt is padded; None: no padding.
+        lookup: most tokens of one stream that are guessed at a time and read in the same pass
+            (`kvalign.streaming.lookup`). The tokens are the same, but come sooner. 0: none.
 
     Raises:
-        UserError: an empty prompt, or one that is padded elsewhere than on the left; lookup for
-            several rows, or a method that cannot take back what was guessed.
-        RunError: logits that are no numbers; the message says where they come from.
+        UserError: an empty prompt, or one with padding other than on the left; lookup for several
+            rows, or with a method that cannot undo guesses.
+        RunError: non-finite logits; the message says where they come from.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(prompt)  # what is fed of it is compared with the vocabulary
@@ -125,19 +125,18 @@ def stream_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: as `generate`
-            hands them over.
+            passes them.
         method, cache_size, compile: as in `kvalign.make_method`.
-        stream_to: a transformers streamer; `streamer=` of `generate` does the same.
+        stream_to: a transformers streamer; the same as `streamer=` of `generate`.
         stop_strings: texts that end a row; they need tokenizer=..., too.
-        keywords: those of `MethodConfig`, the tokenizer, and what `generate` hands over for the
-            model.
+        keywords: those of `MethodConfig`, the tokenizer, and the model's inputs from `generate`.
 
     Returns:
         [B, prompt + new tokens] int64.
 
     Raises:
-        UserError: what streaming cannot do: beams, assistants, padding on the right, embeddings for
-            ids, another cache or one already filled, dictionaries of scores.
+        UserError: anything that streaming does not support: beams, assistants, padding on the
+            right, embeddings instead of ids, another cache or a filled one, dictionaries of scores.
     """
     named = {key: keywords.pop(key) for key in MethodConfig.__annotations__ if key in keywords}
     tokenizer = keywords.pop("tokenizer", None)
@@ -183,10 +182,10 @@ def stream_generate(
 
 
 def end_ids(config: GenerationConfig) -> list[int]:
-    """The tokens that end a text: none, one or several.
+    """Tokens that end a text: none, one or several.
 
     Raises:
-        UserError: they are no token ids.
+        UserError: they are not token ids.
     """
     end = config.eos_token_id
     if isinstance(end, Tensor):
@@ -233,15 +232,15 @@ def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         what = mode.value.replace("_", " ")
         asks = "assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers"
-        raise UserError(f"streaming has no {what}: leave out what asks for it ({asks})")
+        raise UserError(f"streaming has no {what}: leave out {asks}")
     own = model.generation_config.cache_implementation
     if config.cache_implementation not in (None, own):
         got = config.cache_implementation
-        raise UserError(f"streaming has a cache of its own: leave out cache_implementation={got!r}")
+        raise UserError(f"streaming has its own cache: leave out cache_implementation={got!r}")
     if model_kwargs.get("inputs_embeds") is not None:
-        raise UserError("streaming takes the ids of tokens: input_ids in place of inputs_embeds")
+        raise UserError("streaming needs token ids: input_ids instead of inputs_embeds")
     if config.return_dict_in_generate:
-        raise UserError("streaming returns ids alone: return_dict_in_generate must be False")
+        raise UserError("streaming returns only ids: return_dict_in_generate must be False")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UserError("stream_generate begins a new stream: leave past_key_values out")

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: where they come from, in one line."""
+"""Non-finite logits: where they come from, in one line."""
 
 import math
 
@@ -19,22 +19,20 @@ def most_likely(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def no_token(logits: Tensor, method: Method) -> RunError:
-    """Return the error to raise where no token can be chosen, from logits [B, V] that the method
-    gave.
-    """
+    """Return the error for logits [B, V] from which no token can be chosen."""
     if logits.isfinite().all():
         return RunError(
-            "no token is left to choose: penalties or no_repeat_ngram_size rule all of them out"
+            "no token is left to choose: penalties or no_repeat_ngram_size exclude all of them"
         )
     return RunError(f"this stream has ended: {reason(method)}")
 
 
 MOST_LOSS = 300.0
-"""Nats: no model that was trained comes near, and its exp and that of a difference are numbers."""
+"""Nats, far above any trained model's; its exp, and that of a difference, are finite."""
 
 
 def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> None:
-    """Raise RunError unless losses [N] in nats are numbers, by default ones with a perplexity."""
+    """Raise RunError unless losses [N] in nats are finite, by default with their perplexity."""
     if not losses.isfinite().all():
         raise RunError(f"{method.title} cannot be scored: {reason(method)}")
     if (worst := losses.max().item()) > most:
@@ -45,7 +43,7 @@ def check_losses(losses: Tensor, method: Method, most: float = MOST_LOSS) -> Non
 
 
 def perplexity_of(nats: float) -> float:
-    """exp of a mean loss; RunError where that is no number."""
+    """exp of a mean loss; RunError if that is not finite."""
     if not nats <= MOST_LOSS:
         raise RunError(
             f"no perplexity: a token costs {nats:.3g} nats, more than {MOST_LOSS:g}: are these the "
@@ -55,8 +53,8 @@ def perplexity_of(nats: float) -> float:
 
 
 def reason(method: Method) -> str:
-    """Reason why the logits of a method are not finite: weights of the model, of the aligner, or
-    else the precision.
+    """Reason why the logits of a method are non-finite: the model's weights, the aligner's, or else
+    the precision.
     """
     aligner = getattr(method, "aligner", None)
     parts: dict[str, nn.Module] = {f"the model {method.spec.name}".rstrip(): method.model}
@@ -71,4 +69,4 @@ def reason(method: Method) -> str:
     which = " and ".join(parts)
     if method.model.dtype == torch.float32:
         return f"the logits are not finite, though the weights of {which} are: they overflow"
-    return f"the logits are not finite in {dtype}: take another precision, as float32 (--dtype)"
+    return f"the logits are not finite in {dtype}: use another precision, such as float32 (--dtype)"

@@ -1,11 +1,11 @@
-"""Lookup decoding: text that repeats what the stream has said is written several tokens a pass.
+"""Lookup decoding: text that repeats earlier text of the stream is written several tokens per pass.
 
-What followed the last few tokens when they came before is guessed to follow again. The guessed
-tokens go through the model together with the last one, as one segment, and the cache keeps what it
-has read of them beyond its end. Nothing else changes: each token is chosen as ever, from the logits
-after the one before; if it is the one that was guessed, the logits after it are there already. So
-the text is the same, whatever chooses it. (Prompt lookup decoding, Saxena 2023, is a case of
-speculative decoding, Leviathan et al. 2023, whose draft is the stream itself.)
+The last few tokens may have occurred before. Then the tokens that followed them are guessed to
+follow again. The model reads the guesses together with the last token, as one segment, and the
+cache stores them beyond its end. Each token is chosen as usual from the logits after the one
+before. If it equals the guess, the next logits are already there. So the text is the same under any
+sampling. (Prompt lookup decoding, Saxena 2023, is a case of speculative decoding, Leviathan et al.
+2023, with the stream itself as draft.)
 """
 
 from collections.abc import Iterable
@@ -24,19 +24,19 @@ FORGETTING = 0.2
 
 
 class Lookup:
-    """Guesses how a stream goes on.
+    """Guesses of how a stream continues.
 
-    A source is a place in the stream after which came what comes now. It is followed as long as it
-    is right; then the newest place of the last `NGRAM_SIZE` tokens is the next one. As many tokens
-    are guessed as have been the same so far, and none while guesses are mostly wrong, be they used
-    or not: a wrong one costs a pass over several tokens.
+    A source is a place in the stream with the same last tokens. It is followed as long as its
+    guesses are right. Then the newest place of the last `NGRAM_SIZE` tokens becomes the source. The
+    number of guesses is the number of equal tokens so far. While most guesses are wrong, whether
+    they are used or not, there are none: a wrong one costs a pass over several tokens.
 
     Args:
-        most: tokens that are guessed at most.
+        most: most tokens that are guessed at a time.
         ids: of the stream so far.
 
     Attributes:
-        trust: how often a source has told the next token lately, between 0 and 1.
+        trust: recent share of right guesses, between 0 and 1.
     """
 
     def __init__(self, most: int, ids: Iterable[int]):
@@ -49,7 +49,7 @@ class Lookup:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Go on with a token."""
+        """Append a token."""
         if self._source is not None:
             is_right = self._ids[self._source] == token
             self.trust += FORGETTING * (is_right - self.trust)
@@ -62,7 +62,7 @@ class Lookup:
         self._ends[ngram] = len(self._ids)
 
     def guess(self) -> list[int]:
-        """The next tokens, as far as they can be guessed; what comes round goes on coming round."""
+        """The next tokens, as far as they can be guessed; repetitions are guessed to repeat."""
         if self._source is None or self.trust < LEAST_TRUST:
             return []
         num = min(self.most, self._num_same)
@@ -70,9 +70,7 @@ class Lookup:
         return (found * -(-num // len(found)))[:num]
 
     def feed(self, method: Method) -> Tensor:
-        """Return what `method.feed` of the last token gives: logits [1, V] float32 of the
-        next one.
-        """
+        """Return the same logits [1, V] float32 as `method.feed` of the last token."""
         assert isinstance(method, Cached)
         assert isinstance(method.cache, StreamingCache)
         token = self._ids[-1]
@@ -85,9 +83,9 @@ class Lookup:
 
 
 def check_lookup(method: Method) -> None:
-    """Raise UserError unless a method can take back what was guessed."""
+    """Raise UserError unless a method can undo guesses."""
     if not (isinstance(method, Cached) and method.reads_ahead):
         raise UserError(
-            f"lookup is not for {method.in_words}, which cannot take back a wrong guess: it is for "
-            "kvalign with tables, streaming-llm and window, without a memory or another policy"
+            f"lookup does not work with {method.in_words}, which cannot undo a wrong guess: use "
+            "kvalign with tables, streaming-llm or window, without a memory or another policy"
         )

@@ -35,9 +35,9 @@ class NoRepeatedNGrams(transformers.LogitsProcessor):
 
 
 class RepetitionPenalty(transformers.LogitsProcessor):
-    """Same result as `RepetitionPenaltyLogitsProcessor` of transformers: the score of every token
-    that was there before, in the prompt, generated or evicted, is divided by the penalty if it is
-    positive, and multiplied by it if not ([Keskar et al. 2019](https://arxiv.org/abs/1909.05858)).
+    """Same result as `RepetitionPenaltyLogitsProcessor` of transformers: the score of every earlier
+    token, prompt and evicted tokens included, is divided by the penalty if it is positive, else
+    multiplied by it ([Keskar et al. 2019](https://arxiv.org/abs/1909.05858)).
     """
 
     def __init__(self, penalty: float):

@@ -49,7 +49,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class SamplingConfig(TypedDict, total=False):
-    """`Sampling` as keywords: its fields say what each is."""
+    """Keywords of `Sampling`; its fields explain each."""
 
     max_new_tokens: int | None
     do_sample: bool
@@ -66,7 +66,7 @@ class SamplingConfig(TypedDict, total=False):
 
 
 class StreamConfig(MethodConfig, SamplingConfig, total=False):
-    """All that says how text is streamed: `MethodConfig`, `SamplingConfig`, and `compile` as in
+    """All settings of streamed text: `MethodConfig`, `SamplingConfig`, and `compile` as in
     `kvalign.make_method`.
     """
 
@@ -85,14 +85,14 @@ class Sampling:
         top_k: draw from the k most likely; 0: from all.
         top_p: draw from the fewest tokens whose probabilities add up to this; 1: from all.
         min_p: draw from tokens with at least this share of the highest probability; 0: all.
-        repetition_penalty: above 1, what was there before is less likely: in the whole history,
-            prompt and evicted tokens included; 1 for off.
-        no_repeat_ngram_size: over the whole history, 0 for off.
+        repetition_penalty: above 1, all earlier tokens become less likely, prompt and evicted ones
+            included; 1: off.
+        no_repeat_ngram_size: over the whole history; 0: off.
         stop_at_end: end at the model's end token.
-        stop_strings: end with the first of these texts, one or several, that was generated.
-        seed: of the draws; None becomes a random one, which is then read here.
-        lookup: tokens that are guessed at most at a time, from what followed the same words before,
-            and checked in one pass: the same text, sooner where it repeats itself; 0: none.
+        stop_strings: one or several texts; the first that is generated ends the text.
+        seed: of the draws; None: a random one, which can be read here.
+        lookup: most tokens that are guessed at a time, from earlier occurrences of the same words,
+            and checked in one pass. The text is the same, but repetitions come sooner. 0: none.
 
     Raises:
         UserError: a value of another type or out of range.
@@ -131,7 +131,7 @@ class Sampling:
 
     @classmethod
     def of(cls, function: Callable, keywords: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
-        """Return the sampling of a function's keywords, and its other keywords; KeywordError for
+        """Return the sampling in a function's keywords, and its other keywords; KeywordError for
         one that the function does not have.
         """
         check_keywords(function, keywords)
@@ -141,7 +141,7 @@ class Sampling:
 
     @staticmethod
     def of_model(config: transformers.GenerationConfig) -> dict[str, Any]:
-        """Return the sampling that a model's generation_config asks for, by field."""
+        """Return the sampling of a model's generation_config, by field."""
         said = config.to_diff_dict()
         return {name: said[name] for name in OF_MODEL if said.get(name) is not None}
 
@@ -150,7 +150,7 @@ class Sampling:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
 
     def processors(self) -> transformers.LogitsProcessorList:
-        """Those of transformers, in its order, for one stream from its beginning."""
+        """Processors of transformers, in its order, for one stream from its beginning."""
         import transformers
 
         from kvalign.streaming.processors import NoRepeatedNGrams, RepetitionPenalty
@@ -173,7 +173,7 @@ class Sampling:
         return processors
 
     def generator(self, device: torch.device, row: int = 0) -> torch.Generator:
-        """The source of the draws: of row i of a batch, that of seed + i."""
+        """Source of random numbers: for row i of a batch, that of seed + i."""
         import torch
 
         assert self.seed is not None
@@ -187,7 +187,7 @@ class Sampling:
         return Chooser(ids, self.processors(), not self.is_greedy, generator)
 
     def in_flags(self) -> str:
-        """The command line's flags that choose so again, in short: `--top-k 20 --seed 7`."""
+        """Flags of the command line for the same choice, in short: `--top-k 20 --seed 7`."""
         if not self.do_sample:
             words = ["--no-do-sample"]
         elif self.is_greedy:

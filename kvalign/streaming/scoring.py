@@ -1,10 +1,10 @@
-"""The loss of a text's tokens under a streaming method, or another measure of them: step by step,
-or by a faster way with the same figures.
+"""Loss of a text's tokens under a streaming method, or another measure of them: step by step, or by
+a faster way with the same results.
 
 - Methods that re-encode clean windows (`recompute`, `discard-half`): a batch of windows at once.
-- Caches whose entries are placed from birth (`window`, `streaming-llm`, `kvalign` with a table):
-  whole segments in the relative form (`kvalign.cache.segments`).
-- Any other method steps.
+- Caches whose entries are placed from their original form (`window`, `streaming-llm`, `kvalign`
+  with a table): whole segments in the relative form (`kvalign.cache.segments`).
+- Any other method: step by step.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """1 where the label is the most likely token, else 0; nan where there is none."""
+    """hits: 1 if the label is the most likely token, else 0; nan without one."""
     return torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == labels).float())
 
 
@@ -46,9 +46,9 @@ def score(
     measure: Measure = losses,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """Losses of `score_stepwise`, up to rounding, by a faster way where there is one, which takes
-    row after row. Of labels that are not `wanted` [B * (N - cache_size - 1)] bool the measure may
-    be left out: it is then nan.
+    """Losses of `score_stepwise`, up to rounding, by a faster way if there is one, which processes
+    row after row. The measure may be nan for labels that are not `wanted` [B * (N - cache_size -
+    1)] bool.
     """
     expect("method", method, Method, "one of kvalign.make_method")
     check_ids(ids, method.model.config.vocab_size)
@@ -74,17 +74,17 @@ def score_stepwise(
     on_labels: OnLabels = lambda n: None,
     measure: Measure = losses,
 ) -> Tensor:
-    """NLL in nats of every token after the first cache_size + 1, each given those before it in its
-    row; rows go side by side.
+    """NLL in nats of every token after the first cache_size + 1, each given the tokens before it in
+    its row; rows advance together.
 
         ids   0 1 ... C | C+1 C+2 ... N-1
               first input  labels
 
     Args:
-        method: any; its stream begins anew.
+        method: any; its stream begins again.
         ids: [B, N] int64, N >= cache_size + 2.
-        on_labels: told the number of labels scored since the last call, for a progress bar.
-        measure: what is wanted in place of the NLL.
+        on_labels: called with the number of labels scored since the last call, for a progress bar.
+        measure: another measure instead of the NLL.
 
     Returns:
         [B * (N - cache_size - 1)] float32, row by row.
@@ -120,9 +120,9 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
 def score_windows(
     method: Reencoding, ids: Tensor, on_labels: OnLabels, measure: Measure, wanted: Tensor | None
 ) -> Tensor:
-    """Losses of `score_stepwise`. The tokens that a method keeps change only when some are dropped,
-    so all steps between two drops are one causal forward pass, and such periods make a batch; those
-    without a label that is wanted are left out.
+    """Losses of `score_stepwise`. The tokens that a method keeps change only at an eviction. So all
+    steps between two evictions are one causal forward pass, and several such periods make a batch.
+    Periods without a wanted label are left out.
     """
     sizes, vocab_size = method.sizes, method.model.config.vocab_size
     first, k = sizes.first_input_len, sizes.num_evicted

@@ -1,6 +1,6 @@
-"""A stream of text in one safetensors file: a conversation that goes on after a restart.
+"""Stream of text in one safetensors file: a conversation can continue after a restart.
 
-It holds the cache as it is, not the text alone: the entries of what was evicted are in it, and
+The file contains the cache itself, not only the text. Its entries carry traces of evicted ones, so
 re-encoding the text would give another stream.
 """
 
@@ -32,13 +32,13 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class SavedStream(BaseModel):
-    """Information of a file on its stream, beside its tensors.
+    """Information about a stream in its file, beside the tensors.
 
     Attributes:
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
         embedding_fingerprint: of the base model (`probe` in files of version 0.1).
-        weights: how the model's were held, as `load_model` names it; None in files of before.
-        tokenizer: SHA-256 of its vocabulary; None in files of before.
+        weights: form of the model's weights, as `load_model` names it; None in older files.
+        tokenizer: SHA-256 of its vocabulary; None in older files.
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
         notes: see `TextStream`.
@@ -73,10 +73,10 @@ class SavedStream(BaseModel):
 
 
 def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
-    """Write a stream; a file of that name is replaced when the new one is whole.
+    """Write a stream. An existing file is replaced when the new one is complete.
 
     Returns:
-        its checksum, over tokens, cache and what it says of them; see `checksum_of`.
+        its checksum, over tokens, cache and information; see `checksum_of`.
     """
     metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
     metadata[_CHECKSUM] = _checksum(metadata["stream"], tensors)
@@ -85,8 +85,8 @@ def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
 
 
 def checksum_of(path: Path) -> str:
-    """The checksum that a file has of itself, by which it is told from any other; "" if there is no
-    file, or one of before that has none. Its tensors are not looked at: `read` compares them.
+    """Checksum stored in a file, which identifies it; "" without a file, or for an older file
+    without one. Its tensors are not read: `read` compares them.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -98,17 +98,17 @@ def checksum_of(path: Path) -> str:
 
 
 def about(path: Path) -> SavedStream:
-    """Return what a file says of its stream, without its tensors. Raises as `read`."""
+    """Return the information in a file about its stream, without its tensors. Raises as `read`."""
     return read(path, tensors=False)[0]
 
 
 def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tensor]]:
-    """Return what a file says of its stream, fields checked, and its tensors, if they are asked
-    for.
+    """Return the information in a file about its stream, with fields checked, and its tensors, if
+    they are wanted.
 
     Raises:
         NotFoundError: no such file.
-        UserError: it is not a saved stream, or not as it was written.
+        UserError: it is not a saved stream, or was changed after it was written.
     """
     wrong = f"{path} is not a stream that kvalign saved"
     try:
@@ -118,8 +118,8 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
             metadata = file.metadata() or {}
             if metadata.get("format") == _BEFORE:
                 raise UserError(
-                    f"{path} was saved by kvalign 0.1, whose format differs: begin the "
-                    "stream anew from its text"
+                    f"{path} was saved by kvalign 0.1 in another format: start the stream again "
+                    "from its text"
                 )
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
@@ -138,14 +138,14 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
 
 
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raise UserError unless the stream is one of this model, and whole."""
+    """Raise UserError unless the stream belongs to this model and is complete."""
     if not has_fingerprint(model, saved.embedding_fingerprint):
         raise UserError(
             f"it is a stream of {saved.base_model}: the embedding weights of this model differ"
         )
     if saved.weights not in (None, weights := weights_of(model)):
         raise UserError(
-            f"it was made with weights of {saved.weights}, those of this model are {weights}: load "
+            f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
             f"it with weights={saved.weights} (--weights {saved.weights})"
         )
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
@@ -155,7 +155,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
     num_fed, num_new = saved.num_fed, saved.num_new
     has_state = any(name.startswith("method.") for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
-        raise UserError("its numbers of tokens do not fit together")
+        raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):
         raise UserError(f"num_fed must be below the number of its tokens, got {num_fed}")
 
@@ -181,6 +181,6 @@ def aligner_digest(method: Method) -> str | None:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a fast tokenizer's vocabulary; tokens that were added to it do not count."""
+    """SHA-256 of a fast tokenizer's vocabulary; added tokens do not count."""
     vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A stream as text: text in, pieces of text out as tokens come, more text in at any time.
+"""Stream as text: text in, pieces of text out as tokens come, more text in at any time.
 
 stream = kvalign.stream(model, tokenizer, "The history of the island", cache_size=64)
 for piece in stream:
@@ -40,8 +40,8 @@ _SIZES = tuple(field.name for field in fields(CacheSizes))
 
 
 class TextStream(NotPickled):
-    """Iterate over the text that continues what was fed. `feed` more of it at any time and iterate
-    again; leave the loop and come back to it.
+    """Iterator over the text that continues the input. `feed` more at any time and iterate again;
+    you may leave the loop and come back to it.
 
     Args:
         tokenizer: the model's; it must be a fast one, which decodes token by token.
@@ -50,8 +50,8 @@ class TextStream(NotPickled):
 
     Attributes:
         ids: all tokens so far, fed and generated.
-        times_s: seconds that each token since the last input took, the input included in the first.
-        notes: texts by name that are saved with the stream, for whoever goes on with it.
+        times_s: seconds of each token since the last input; the first includes the input.
+        notes: texts by name that are saved with the stream.
     """
 
     instead = (
@@ -69,16 +69,17 @@ class TextStream(NotPickled):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all that was said: the next input begins a text. Draws go on."""
+        """Forget all text: the next input begins a new one. Random numbers continue."""
         self.method.reset()
         self._whole, self.num_fed = Whole(), 0
         self._begin_answer([])
 
     def feed(self, text: str | Sequence[int]) -> None:
-        """Add a text, or its token ids, after what was generated; the next iteration goes on there.
+        """Append a text, or its token ids, after the generated text; the next iteration continues
+        there.
 
         The tokenizer's special tokens (the beginning of a text) are added to a text that begins the
-        stream. UserError if there is nothing in it, or it is neither.
+        stream. UserError if it is empty, or neither text nor ids.
         """
         self._whole.check()
         ids = encoded(text, self.tokenizer, self.method.model, special=not self.ids)
@@ -90,8 +91,8 @@ class TextStream(NotPickled):
             self._begin_answer(self.ids[: len(self.ids) - self._answer.has_end_token] + ids)
 
     def encode_anew(self, ids: list[int]) -> None:
-        """Let the method hold these tokens of the stream alone, at least one, encoded anew when it
-        is iterated next; `ids`, which tell what was said, stay.
+        """Replace the method's entries by those of these tokens alone, at least one, encoded at the
+        next iteration. `ids`, the record of the text, stay.
         """
         with self._whole.change():
             self.method.reset()
@@ -123,19 +124,17 @@ class TextStream(NotPickled):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the model's end token or a stop string ends the stream, until it
-        is fed.
-        """
+        """Return whether an end token or a stop string has ended the stream, until it is fed."""
         return self._answer.finish == "stop"
 
     @property
     def is_cut(self) -> bool:
-        """Return whether max_new_tokens ends the stream here, until it is fed."""
+        """Return whether max_new_tokens has ended the stream, until it is fed."""
         return self._answer.finish == "length"
 
     @property
     def num_evicted(self) -> int:
-        """Tokens that were fed and are out of the cache."""
+        """Tokens that were fed and then evicted."""
         return self.num_fed - self.method.fill if self.num_fed else 0
 
     @property
@@ -149,7 +148,9 @@ class TextStream(NotPickled):
         return self._answer.text
 
     def timing(self) -> dict[str, float]:
-        """Tokens since the last input, seconds to the first and mean milliseconds of each later."""
+        """Number of tokens since the last input, seconds to the first and mean milliseconds of the
+        later ones.
+        """
         later = self.times_s[1:]
         return {
             "num_tokens": len(self.token_ids),
@@ -158,8 +159,8 @@ class TextStream(NotPickled):
         }
 
     def save(self, path: str | Path) -> None:
-        """Write all that going on later needs to one safetensors file; see `load_stream`. A stream
-        without input is one, too, and begins when it is fed.
+        """Write everything needed to continue to one safetensors file; see `load_stream`. A stream
+        without input can be saved, too, and begins when it is fed.
         """
         self._whole.check()
         place = Path(typed("path", path, Path))
@@ -185,9 +186,7 @@ class TextStream(NotPickled):
         stream_file.write(place, saved, tensors)
 
     def resume(self, ids: list[int], num_fed: int, num_new: int) -> None:
-        """Go on where a saved stream of these ids stopped; see `SavedStream`. Its method has been
-        restored.
-        """
+        """Continue a saved stream of these ids; see `SavedStream`. Its method has been restored."""
         before, answer = ids[: len(ids) - num_new], ids[len(ids) - num_new :]
         self._begin_answer(before)
         self.ids, self.num_fed = ids, num_fed
@@ -228,19 +227,19 @@ def stream(
     """Stream the text that continues a prompt, past the context length.
 
     Args:
-        model: a causal LM of transformers, or what wraps one: see `kvalign.make_method`.
+        model: a causal LM of transformers, or a wrapped one: see `kvalign.make_method`.
         tokenizer: its tokenizer.
         prompt: text to continue; empty: `feed` the stream before iterating.
         method, cache_size: as in `kvalign.make_method`.
-        keep: what is never evicted: `prompt`, all of it, or so many of its first tokens; in place
-            of num_sinks.
+        keep: tokens that are never evicted: `prompt` for the whole prompt, or a number of its first
+            tokens; instead of num_sinks.
         config: num_sinks, num_evicted, ...: see `MethodConfig`; `compile`; max_new_tokens,
-            temperature, ...: see `Sampling`. Without max_new_tokens the stream has no end, without
+            temperature, ...: see `Sampling`. Without max_new_tokens the stream has no end. Without
             a seed it draws one: `stream.sampling.seed`.
 
     Raises:
-        UserError: as in `make_method`, a prompt that is no text, a tokenizer that cannot stream.
-        KeywordError: an unknown setting, with the nearest one.
+        UserError: as in `make_method`; a prompt that is not text; a tokenizer that cannot stream.
+        KeywordError: an unknown setting, with the nearest known one.
     """
     sampling, rest = Sampling.of(stream, config)
     if keep is not None:
@@ -274,22 +273,22 @@ def load_stream(
     compile: bool = False,
     **config: Unpack[SamplingConfig],
 ) -> TextStream:
-    """The stream that `TextStream.save` wrote, ready to be fed and iterated.
+    """Load a stream that `TextStream.save` wrote, ready to be fed and iterated.
 
-    It gives the tokens that the saved one would have given, on the same kind of device.
+    It gives the same tokens as the saved stream would have given, on the same kind of device.
 
     Args:
         path: the file.
-        model, tokenizer: those that the stream was made with.
-        aligner: that the stream was made with, if it was another than the shipped default.
+        model, tokenizer: those of the saved stream.
+        aligner: that of the saved stream, unless it was the shipped default.
         compile: as in `kvalign.make_method`.
-        config: what is chosen otherwise from here on: see `Sampling`; the rest is as saved, and
-            draws go on unless the seed is another.
+        config: changes to the choice of tokens: see `Sampling`. Everything else is as saved, and
+            random numbers continue unless the seed changes.
 
     Raises:
         NotFoundError: no such file.
         UserError: it is not a stream, or one of another model, tokenizer, precision or aligner.
-        KeywordError: an unknown setting, with the nearest one.
+        KeywordError: an unknown setting, with the nearest known one.
     """
     for name in ("method", *_SIZES):
         if name in config:
@@ -305,7 +304,7 @@ def load_stream(
         sizes = {name: getattr(saved, name) for name in taken}
         method = make_method(saved.method, model, aligner=aligner, compile=compile, **sizes)
         if stream_file.aligner_digest(method) != saved.aligner:
-            raise UserError("it was made with another aligner: name that one")
+            raise UserError("it was made with another aligner: give that one")
         loaded = TextStream(tokenizer, method, Sampling(**saved.sampling | asked))
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")

@@ -1,6 +1,6 @@
 """Turns of a conversation as text, one after another for one stream.
 
-A model with a chat template gets its own; any other the plain form of StreamingLLM's demo:
+A model with a chat template uses it; any other model uses the plain form of StreamingLLM's demo:
 
     USER: ...
 
@@ -27,7 +27,7 @@ def turn_ids(
     *,
     special_tokens: bool = False,
 ) -> list[int]:
-    """The tokens of `turn_text`, as of `message_ids`."""
+    """Tokens of `turn_text`, as of `message_ids`."""
     messages = _messages(turn, is_first, system)
     return message_ids(tokenizer, messages, goes_on=not is_first, special_tokens=special_tokens)
 
@@ -39,11 +39,11 @@ def message_ids(
     goes_on: bool,
     special_tokens: bool = False,
 ) -> list[int]:
-    """The tokens of `messages_text`. A template writes the beginning of a text itself.
+    """Tokens of `messages_text`. A template writes the beginning of a text itself.
 
     Args:
-        special_tokens: those in contents steer the model, as the template's do; without, they are
-            text: a message cannot end itself and begin another.
+        special_tokens: special tokens in contents steer the model, like the template's. Otherwise
+            they are plain text, so a message cannot end itself and begin another.
     """
     special = not goes_on and not tokenizer.chat_template
     masks: dict[str, str] = {}
@@ -62,7 +62,7 @@ def message_ids(
 def opening_len(
     tokenizer: PreTrainedTokenizerBase, system: str | None, *, special_tokens: bool = False
 ) -> int:
-    """Tokens of a conversation before the user's first word: what sinks should keep."""
+    """Number of tokens before the user's first word: the opening, which sinks should keep."""
     return _num_alike(tokenizer, True, system, special_tokens)
 
 
@@ -73,11 +73,11 @@ def asked_from(
     *,
     special_tokens: bool = False,
 ) -> list[int]:
-    """Place where the user's words begin in turns: behind what asks for them, of the first turn
-    behind the opening.
+    """Position at which the user's words begin in turns: after the tokens that introduce them; for
+    the first turn, after the opening.
 
     Args:
-        turns: the tokens that came before each; the first of a conversation has none.
+        turns: number of tokens before each; for the first of a conversation 0.
     """
     num_opening = opening_len(tokenizer, system, special_tokens=special_tokens)
     num_asking = _num_alike(tokenizer, False, None, special_tokens)
@@ -87,15 +87,15 @@ def asked_from(
 def first_that_fits(
     begins: Sequence[int], num_tokens: int, num_opening: int, size: int, num_answer: int
 ) -> int:
-    """The first of turns from which on a conversation fits in a cache with its last one, or else
-    the last.
+    """First of the turns from which on a conversation fits in a cache with its last turn, or else
+    the last one.
 
     Args:
         begins: of each turn, as of `asked_from`.
         num_tokens: of the conversation, its last turn included.
         num_opening: tokens before the user's first word, which stay.
         size: entries of the cache.
-        num_answer: tokens that may be answered; room is left for them, up to half the cache.
+        num_answer: longest answer in tokens. Room is left for it, up to half the cache.
     """
     room = size - num_opening - min(num_answer, size // 2)
     fits = (i for i, begin in enumerate(begins) if num_tokens - begin <= room)
@@ -117,16 +117,17 @@ def _num_alike(
 def turn_text(
     tokenizer: PreTrainedTokenizerBase, turn: str, is_first: bool, system: str | None = None
 ) -> str:
-    """Return what is fed before the model answers a user's turn; the answer before it has been fed.
+    """Return the text to feed before the model answers a user's turn; the answer before it has been
+    fed.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
         turn: what the user says.
-        is_first: the stream begins with it, so that the template's opening is part of it.
-        system: what the model is told before the first turn.
+        is_first: the stream begins with it, so the template's opening is part of it.
+        system: instructions to the model before the first turn.
 
     Raises:
-        UserError: a template that fails, or takes no such conversation.
+        UserError: a template that fails, or does not accept such a conversation.
     """
     return messages_text(tokenizer, _messages(turn, is_first, system), goes_on=not is_first)
 
@@ -134,15 +135,16 @@ def turn_text(
 def messages_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, goes_on: bool
 ) -> str:
-    """Return what is fed of several messages, the last of which is a user's, before it is answered.
+    """Return the text to feed for several messages, the last of them a user's, before the model
+    answers.
 
     Args:
         tokenizer: of the model, with its chat template if it has one.
-        messages: of `role` (system: the first alone; user, assistant) and `content`.
-        goes_on: an answer has been fed before them.
+        messages: of `role` (system: only the first; user, assistant) and `content`.
+        goes_on: an answer was fed before them.
 
     Raises:
-        UserError: a template that takes no such conversation.
+        UserError: a template that does not accept such a conversation.
     """
     if not tokenizer.chat_template:
         return "\n\n" * goes_on + "".join(map(_plain, messages))

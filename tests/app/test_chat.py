@@ -93,10 +93,10 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert chat("--method", "streaming-llm") == 0
     err = capsys.readouterr().err
     marks = [line for line in err.splitlines() if line.startswith("[the first")]
-    assert marks == ["[the first turn is out of the cache]"]
-    assert "in the cache: 40 tokens, of 40 at most; the first 4 never go\n" in err
-    assert "tokens (the first turn is out of the cache)\nin a memory: none; kvalign chat --m" in err
-    assert "said: 3 turns, " in err and "said: 0 turns, 0 tokens" in err
+    assert marks == ["[the first turn is out of the cache]"]  # no memory works without an aligner
+    assert "in the cache: 40 tokens, at most 40; the first 4 are never evicted\n" in err
+    assert "tokens (the first turn is out of the cache)\n" in err and "--memory" not in err
+    assert "conversation: 3 turns, " in err and "conversation: 0 turns, 0 tokens" in err
     stream = said("talk", load_model("gpt2-mini"))
     begins = list(map(int, stream.notes["turns"].split()))
     gone = [place for place in range(stream.num_fed) if place not in stream.method.cache.index()]
@@ -107,12 +107,25 @@ def test_turns_that_are_out_of_the_cache_are_marked(tmp_path, monkeypatch, capsy
     assert [one["num_forgotten_turns"] for one in document["answers"]] == [2, 3]
 
 
+@pytest.mark.parametrize("evict", ["entries", "turns"])
+def test_the_first_mark_says_what_would_keep_the_turns(evict, monkeypatch, capsys):
+    """Once, and /memory says it again; turns that are evicted as a whole go into no memory."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhy?\nWhen?\nWhere?\n/memory\n"))
+    assert chat("--model", "llama-mini", "--evict", evict) == 0
+    err = capsys.readouterr().err
+    offer = "--memory 100000 keeps evicted tokens and takes back what is asked for"
+    marks = re.findall(r"^\[the first .* out of the cache(.*)\]$", err, re.MULTILINE)
+    first = f"; {offer}" if evict == "entries" else ""
+    assert marks[0] == first and len(marks) > 1 and not any(marks[1:])
+    assert (f"in a memory: none; {offer}" in err) == (evict == "entries")
+
+
 def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhy?\nWhen?\n/memory\n"))
     assert chat("--model", "llama-mini", "--memory", "100") == 0
     err = capsys.readouterr().err
     assert "[the first turn is out of the cache, in the memory]" in err
-    assert re.search(r"in the memory: \d+ tokens, of 100 at most", err)
+    assert re.search(r"in the memory: \d+ tokens, at most 100", err)
 
 
 def test_what_is_kept_never_goes(tmp_path, capsys):
@@ -166,7 +179,7 @@ def test_whole_turns_go_as_in_serve(model, tmp_path, monkeypatch, capsys):
     assert main(["chat", "--state", "talk"]) == 0
     err = capsys.readouterr().err
     assert f"(the first {gone[-1]} turns are out of the cache)" in err
-    assert "said: 0 turns, 0 tokens" in err and err.count("out of the cache)") == 1
+    assert "conversation: 0 turns, 0 tokens" in err and err.count("out of the cache)") == 1
 
 
 def test_answers_are_printed_as_text(capsys):
@@ -261,7 +274,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends():
         os.write(ours, b"Who?\n")
         _read_until(ours, ANSWER_BEGINS)
         process.send_signal(signal.SIGINT)
-        _read_until(ours, rb"(?s)tokens by kvalign.*\n> ")
+        _read_until(ours, rb"(?s)tokens with kvalign.*\n> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=PATIENCE_S) == 0
 
@@ -281,7 +294,7 @@ def test_a_first_ctrl_c_at_an_idle_prompt_warns_and_a_second_one_leaves():
         for typed in ("", "Who?\n"):
             os.write(ours, typed.encode())
             _read_until(ours, rb"\n(\x1b\[\?2004h)?> ")
-            _interrupt(process, ours, rb"(?s)Ctrl-C once more leaves, as Ctrl-D does.*> ")
+            _interrupt(process, ours, rb"(?s)Ctrl-C again leaves, like Ctrl-D.*> ")
         _interrupt(process, ours, rb"kvalign chat: interrupted")
         assert process.wait(timeout=PATIENCE_S) == 130
 
@@ -303,7 +316,7 @@ def test_a_conversation_takes_new_sampling_flags_and_keeps_them(tmp_path, capsys
         assert sampling.top_k == 20 and sampling.stop_at_end
         capsys.readouterr()
         assert main(["chat", *flags, "When?"]) == 0
-        assert "--top-p 0.5 --seed 7; kept in" in capsys.readouterr().err
+        assert "--top-p 0.5 --seed 7; saved in" in capsys.readouterr().err
     assert said(path, loaded).sampling.max_new_tokens == 9
 
 
@@ -324,7 +337,7 @@ def test_a_conversation_samples_as_its_model_says(warm_model, capsys):
     assert chat(*options) == 0
     banner = capsys.readouterr().err.splitlines()[0]
     assert "--temperature 0.6 --top-k 20 --top-p 0.95 --seed 0 --repetition-penalty 1.1" in banner
-    assert "(--temperature, --top-p, --repetition-penalty: of the model's generation_config)" in (
+    assert "(--temperature, --top-p, --repetition-penalty: from the model's generation_config)" in (
         banner
     )
     assert chat(*options, "--top-p", "1", "--json") == 0
@@ -340,7 +353,7 @@ def test_a_cache_that_nobody_sized_is_said_in_a_line(warm_model, capsys):
     for command in (["chat", "--say", "Who?"], ["generate", "--prompt", "Who?"]):
         assert main([*command, "--model", warm_model, "--max-new-tokens", "2"]) == 0
         err = capsys.readouterr().err
-        said = "cache of 511 entries: the room in the context length 512 (--cache-size names"
+        said = "cache of 511 entries: the context length 512 (--cache-size names"
         assert err.count(said) == 1
         assert main([*command, "--max-new-tokens", "2"]) == 0
         err = capsys.readouterr().err
@@ -392,15 +405,15 @@ def test_commands_in_a_conversation(tmp_path, monkeypatch, capsys):
     assert turns == ["> Who?", "> Why?", "> /etc/hosts?", "> When?"]
     assert printed.out.startswith("> Who?\n") and "\n\n> Why?\n" in printed.out
     for line in (
-        "/save [FILE]  keep the conversation in FILE, from now on after each answer",
+        "/save [FILE]  save the conversation to FILE, now and after each answer",
         "34 tokens; in the cache: 33, of 40 at most; evicted: 0; not fed yet: 1",
-        "it is set at the start: kvalign chat --system TEXT",
+        "it can only be set at the start: kvalign chat --system TEXT",
         "\nYou know.\n",
-        "[12 tokens by kvalign (table-kl), cut by --max-new-tokens 12, ",
+        "[12 tokens with kvalign (table-kl), cut by --max-new-tokens 12, ",
         "/save needs a file: /save talk.safetensors",
         "saved: kept; continue it with kvalign chat --state kept",
         "unknown command '/sav'; did you mean /save? (known: /help, /tokens, ",
-        "the conversation begins anew; kept is written after the next answer",
+        "the conversation starts again; kept is written after the next answer",
         "0 tokens; in the cache: 0, of 40 at most; evicted: 0; not fed yet: 0",
         "other exists: name another file",
     ):
@@ -458,7 +471,7 @@ def test_an_answer_that_cannot_be_kept_is_said_below_it(tmp_path, monkeypatch, c
     assert chat("--say", "Who?", "--state", str(tmp_path / "talk")) == 1
     printed = capsys.readouterr()
     assert printed.out.endswith("\n") and len(printed.out) > 10
-    assert "error: this answer was not kept: cannot write talk: no space left\n" in printed.err
+    assert "error: this answer was not saved: cannot write talk: no space left\n" in printed.err
 
 
 def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
@@ -467,12 +480,12 @@ def test_the_banner_says_what_it_is(tmp_path, monkeypatch, capsys):
     assert chat("--state", "talk", "--method", "streaming-llm") == 0
     printed = capsys.readouterr()
     assert printed.err.splitlines()[0] == (
-        "gpt2-mini by streaming-llm, cache of 40 entries, 4 sinks; "
-        "--max-new-tokens 12 --temperature 0.3 --top-k 20 --top-p 0.9 --seed 0; kept in talk"
+        "gpt2-mini with streaming-llm, cache of 40 entries, 4 sinks; "
+        "--max-new-tokens 12 --temperature 0.3 --top-k 20 --top-p 0.9 --seed 0; saved in talk"
     )
     assert "\x1b" not in printed.out.splitlines()[0]
     assert chat("--state", "talk", "--say", "Why?") == 0
-    assert "; kept in talk, " in capsys.readouterr().err
+    assert "; saved in talk, " in capsys.readouterr().err
 
 
 def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monkeypatch, capsys):
@@ -489,7 +502,7 @@ def test_a_file_that_another_chat_went_on_with_is_not_overwritten(tmp_path, monk
         "kvalign.app.sessions.conversation.turns", lambda say: iter(say) if say else lines()
     )
     assert chat("--state", str(path)) == 1
-    error = f"this answer was not kept: {path} was changed by another program since"
+    error = f"this answer was not saved: {path} was since changed by another program"
     assert error in capsys.readouterr().err
     assert [path.read_bytes()] == others
 
@@ -506,6 +519,6 @@ def test_kill_at_an_idle_prompt_is_asked_about_nothing(monkeypatch, capsys):
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         with pytest.raises(KeyboardInterrupt):
             next(turns())
-        return capsys.readouterr().err.count("Ctrl-C once more leaves")
+        return capsys.readouterr().err.count("Ctrl-C again leaves")
 
     assert (stopped(Killed), stopped(KeyboardInterrupt)) == (0, 1)

@@ -142,15 +142,24 @@ WRONG = [
     (["chat", "--say", "Who?", "--state", "."], "--state . is a folder: name a file in it"),
     (["generate", *PROMPT, "--dtype", "int8"], "--dtype must be one of float32"),
     (["chat", "--say", "x", "--weights", "q4_0"], "got 'q4_0': did you mean int4?"),
-    (["chat", "--say", "x", "--weights", "int4", "--dtype", "bfloat16"], "contradict: leave out d"),
-    (["generate", *PROMPT, "--weights", "int4", "--device", "cuda"], "on a cpu only, got device c"),
+    (
+        ["chat", "--say", "x", "--weights", "int4", "--dtype", "bfloat16"],
+        "contradict each other: leave",
+    ),
+    (
+        ["generate", *PROMPT, "--weights", "int4", "--device", "cuda"],
+        "int4 need a cpu, got device c",
+    ),
     (
         ["generate", *PROMPT, "--top-k", "-1"],
         "--top-k must be at least 0 (0 draws from all), got -1",
     ),
     (["generate", *PROMPT, "--temperature", "-1"], "--temperature must be 0, or at least 1e-06"),
     (["generate", *PROMPT, "--lookup", "99"], "--lookup must be at least 0 and at most 64, got 99"),
-    (["generate", *PROMPT, "--lookup", "8", "--memory", "99"], "lookup is not for kvalign (table"),
+    (
+        ["generate", *PROMPT, "--lookup", "8", "--memory", "99"],
+        "lookup does not work with kvalign (table",
+    ),
     (["generate", *PROMPT, "--max-tokens", "5"], "--max-tokens 5; did you mean --max-new-tokens?"),
     (["generate", *PROMPT, "--greedy"], "did you mean --no-do-sample?"),
     (["generate", *PROMPT, "--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
@@ -164,7 +173,7 @@ WRONG = [
     ),
     (
         ["generate", *PROMPT, "--method", "kvalign", "--cache-size", "300"],
-        "at most 255 with the aligner kvalign-gpt2-mini-table-kl (it was made with chunk_len 256)",
+        "at most 255 with the aligner kvalign-gpt2-mini-table-kl (its chunk_len is 256)",
     ),
     (["generate", *PROMPT, "--method", "autoo"], "did you mean auto? (known: auto, dense, window"),
     (
@@ -329,9 +338,9 @@ def test_text_comes_on_stdout_timing_on_stderr(capfd):
         captured = capfd.readouterr()
         assert (
             captured.out.startswith("The island")
-            and "20 tokens by window, cache of 16" in captured.err
+            and "20 tokens with window, cache of 16" in captured.err
         )
-        assert "out of the cache" not in captured.err
+        assert "do not fit in the cache" not in captured.err
         texts.append(captured.out)
     assert texts[0] == texts[1]
 
@@ -341,10 +350,10 @@ def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd, caplog):
     assert main([*argv, "--cache-size", "16"]) == 0
     lines = capfd.readouterr().err.splitlines()
     (said,) = caplog.messages
-    assert re.match(r"\d+ of the input's \d+ tokens are out of the cache of 16 once", said)
+    assert re.match(r"\d+ of the input's \d+ tokens do not fit in the cache of 16 and", said)
     num_evicted, num_prompt, _ = map(int, re.findall(r"\d+", said))
     assert num_prompt >= 100 and num_prompt - num_evicted == 16
-    assert "3 tokens by kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
+    assert "3 tokens with kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
 
 
 def test_interrupt_ends_cleanly(capfd, monkeypatch):
@@ -362,4 +371,4 @@ def test_interrupt_ends_cleanly(capfd, monkeypatch):
     argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16"]
     assert main(argv) == 0
     captured = capfd.readouterr()
-    assert captured.out.startswith("The island") and "10 tokens by streaming-llm" in captured.err
+    assert captured.out.startswith("The island") and "10 tokens with streaming-llm" in captured.err

@@ -11,9 +11,10 @@ from importlib import resources
 from itertools import pairwise, takewhile
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from helpers.browser import DESKTOP, PHONE, faults, watched
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 from helpers.smaller import example
 
 from kvalign.app.cli.main import main
@@ -52,7 +53,9 @@ def address():
     try:
         line = server.stdout.readline()
         assert line.startswith("running on http://127.0.0.1:"), server.stderr.read()
-        yield line.split()[2]
+        url = line.split()[2]
+        until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200)
+        yield url
         server.send_signal(signal.SIGINT)
         _, complaints = server.communicate(timeout=PATIENCE_S)
         assert (server.returncode, complaints.strip()) == (0, "")
@@ -250,7 +253,7 @@ def test_hostile_text_is_seen_as_text(page):
 
 def test_wrong_settings_are_one_line(page):
     for changes, expected in [
-        (dict(methods=[]), "no method is chosen: tick at least one"),
+        (dict(methods=[]), "no method is chosen: select at least one"),
         (dict(prompt=""), "the prompt is empty"),
     ]:
         choose(page, **changes)
@@ -271,11 +274,11 @@ def test_it_opens_on_stale_entries_that_fail(opened):
     stale, aligned, again = map(float, figures)
     assert counts(page) == [600] * 3 and stale > 1.5 * max(aligned, again)
     said = page.locator(".verdict").inner_text()
-    assert said.startswith("Read again, the text of kvalign (table-kl) surprises the model least")
+    assert said.startswith("The text of kvalign (table-kl) surprises the model least")
     assert not any(mark in text for text in texts(page) for mark in ("@-@", "@,@", " ,", "<unk>"))
     assert "seed 3" in page.locator(".legend").inner_text()
-    # As the page says: "They begin alike, until the cache is full."
-    assert "begin alike" in page.locator("#about").inner_text()
+    # As the page says: "their texts are equal until the cache is full."
+    assert "equal" in page.locator("#about").inner_text()
     alike = takewhile(lambda three: len({*three}) == 1, zip(*texts(page), strict=False))
     assert len([*alike]) > len(PROMPT) + 100
     assert faults(page) == []
@@ -350,14 +353,14 @@ def test_policies_and_positions(page):
     """They are taken by methods that have them; a card says which, or why not; so does the lane."""
     pick(page, "Policy", "key-norm")
     run(page, ["streaming-llm", "recompute"], **{"New tokens": 10})
-    assert page.locator(".note").all_inner_texts()[0].endswith("go stale; policy key-norm")
+    assert page.locator(".note").all_inner_texts()[0].endswith("become stale; policy key-norm")
     assert "policy" not in page.locator(".note").all_inner_texts()[1]
     assert counts(page) == [10, 10]
     pick(page, "Positions", "keep")
     run(page, ["window", "kvalign"], **{"New tokens": 10})
     assert page.locator(".note").first.inner_text().endswith("policy key-norm, positions kept")
     line = page.locator(".card [role=alert]").inner_text()
-    assert line.startswith("positions=keep leaves entries where they were computed")
+    assert line.startswith("positions=keep leaves entries at their original positions")
     assert counts(page) == [10]
     page.get_by_role("tab", name="The cache").click()
     page.get_by_text("It shows policy oldest with compact positions.").wait_for()
@@ -437,8 +440,8 @@ def test_phone_has_room(opened):
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["--port", "PORT"], "is taken: name another with --port, or 0"),
-        (["--host", "192.0.2.1", "--without-key"], "cannot listen at --host 192.0.2.1"),
+        (["--port", "PORT"], "is in use: name another with --port, or 0"),
+        (["--host", "192.0.2.1", "--without-key"], "cannot listen on --host 192.0.2.1"),
         (["--aligner", "kvalign-llama-mini-table"], "was made for"),
         (["--memory", "0"], "--memory must be at least 1, got 0"),
         (["--num-recalled", "0"], "--num-recalled must be at least 1, got 0"),

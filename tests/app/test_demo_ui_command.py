@@ -1,11 +1,13 @@
 """`kvalign demo-ui` as a command: whom it lets in, and how it ends."""
 
 import signal
+import socket
 import subprocess
 import sys
 
+import httpx
 import pytest
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
@@ -14,12 +16,16 @@ from kvalign.app.cli.main import main
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
-    served = []
-    monkeypatch.setattr("kvalign.app.commands.demo_ui.free_port", lambda *_: served.append(1) or 1)
+    served, local = [], ("127.0.0.1", 0)
+    monkeypatch.setattr(
+        "kvalign.app.commands.demo_ui.listening",
+        lambda *_: served.append(1) or socket.create_server(local),
+    )
     monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_: served.append(2))
+    monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
     monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: served.append(3))
     assert main(["demo-ui", "--host", host]) == 2
-    assert f"--host {host} lets other machines in" in capsys.readouterr().err and not served
+    assert f"--host {host} lets other machines connect" in capsys.readouterr().err and not served
     assert main(["demo-ui", "--host", host, "--without-key"]) == 0
     assert main(["demo-ui"]) == 0
     assert served == 2 * [1, 2, 3]
@@ -36,7 +42,10 @@ def test_sigint_ends_it_in_the_background():
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     try:
-        assert server.stdout.readline().startswith("running on ")
+        line = server.stdout.readline()
+        assert line.startswith("running on ")
+        url = line.split()[2]
+        until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200)
         server.send_signal(signal.SIGINT)
         _, complaints = server.communicate(timeout=PATIENCE_S)
         assert (server.returncode, complaints.strip()) == (0, "")

@@ -82,7 +82,7 @@ def test_text_has_a_line_each_and_json_the_same(capsys):
         (check["group"], check["state"], check["name"].split()[0]) for check in document["checks"]
     ]
     assert len({lines.splitlines()[0] for lines in groups}) == len(groups)
-    assert last.startswith("all that is required is here; optional, and not ok: ")
+    assert last.startswith("everything required is here; optional, but not ok: ")
 
 
 def test_without_any_extra(monkeypatch, capsys):
@@ -116,7 +116,7 @@ def test_transformers_must_be_in_the_supported_range(monkeypatch, capsys):
         assert check["todo"] == ("" if state == "ok" else f"pip install '{needed}'")
     assert main(["doctor"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("required, and not ok: transformers; optional")
+    assert last.startswith("required, but not ok: transformers; optional")
 
 
 def test_an_extra_outside_its_range_is_wrong_and_no_failure(monkeypatch):

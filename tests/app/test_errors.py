@@ -10,7 +10,7 @@ import torch
 from kvalign.app.cli.main import main
 from kvalign.foundation.errors import ExistsError, Interrupted, NotFoundError, RunError, UserError
 
-OURS = "a fault of ours, not yours"
+OURS = "an error in KV-Align"
 FULL = OSError(errno.ENOSPC, "No space left on device", "data/x.safetensors")
 ERRORS = [
     (UserError("raise\n  --num-lines"), 2, "raise --num-lines"),
@@ -59,7 +59,7 @@ def test_an_error_is_one_line_and_the_exit_code_says_whose_it_is(error, code, me
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("kvalign methods: error: ") and message in captured.err
     assert captured.err.endswith(
-        "please open an issue of KV-Align with what this prints with --debug\n"
+        "please open an issue with the output of the same command with --debug\n"
     ) == (OURS in message)
 
 

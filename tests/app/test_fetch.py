@@ -51,7 +51,7 @@ def source(wheels, tmp_path, monkeypatch):
 
 def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     assert main(["generate", "--model", NAME, "--prompt", "the"]) == 2
-    assert f"{NAME} is not here: kvalign models --fetch {NAME}" in capsys.readouterr().err
+    assert f"{NAME} is not fetched yet: kvalign models --fetch {NAME}" in capsys.readouterr().err
     (before,) = (check for check in checks.models() if check.name == NAME)
     assert before.state == "missing" and before.todo.startswith(f"kvalign models --fetch {NAME}")
     assert listing.fetchable()[0]["how"] == f"kvalign models --fetch {NAME}"
@@ -72,7 +72,7 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     words = ["--cache-size", "32", "--max-new-tokens", "5"]
     assert main(["chat", "--model", NAME, "--say", "the", *words]) == 0
     said = capsys.readouterr()
-    assert f"{NAME} by streaming-llm" in said.err
+    assert f"{NAME} with streaming-llm" in said.err
     (after,) = (check for check in checks.models() if check.name == NAME)
     assert (after.state, after.found) == ("ok", "fetched, llama, rotary positions")
     assert listing.fetchable()[0]["how"] == "is here"

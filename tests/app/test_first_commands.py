@@ -63,9 +63,12 @@ def test_the_three_commands_in_an_empty_folder(tmp_path):
     assert to_stream.endswith(f"next: kvalign train --target value\nnext: {TAKE}\n")
     assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
     assert "perplexity of " in trained and "keys realigned\n" in trained
-    taken = f"{NETWORK}, trained here, is taken: perplexity "
-    assert at_last.startswith(taken) and "by the shipped kvalign-gpt2-mini-table-kl; " in at_last
-    marks = ("[token 129: the cache of 128 entries is full", "[token 513: the context of 512")
+    taken = f"using {NETWORK}, trained here: perplexity "
+    assert at_last.startswith(taken) and "with the shipped kvalign-gpt2-mini-table-kl; " in at_last
+    marks = (
+        "[token 129: the cache of 128 entries is full",
+        "[token 513: the context length of 512",
+    )
     for mark in marks:
         assert mark in at_last
     assert at_last.splitlines()[-1].startswith("next: kvalign eval perplexity ")
@@ -83,7 +86,7 @@ def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
     assert "--data kvalign-data/gpt2-mini/caches" in aligner.config.training["key"]["command"]
     assert kvalign("generate --max-new-tokens 20").out.startswith(PROMPT)
     taken = kvalign(f"generate --max-new-tokens 20 --aligner {NETWORK}")
-    assert "20 tokens by kvalign (network)" in taken.err and "was trained here" not in taken.err
+    assert "20 tokens with kvalign (network)" in taken.err and "was trained here" not in taken.err
 
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     for command, before in (
@@ -104,18 +107,16 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
     written = json.loads(config.read_text())
     judged = {"val_nll": 4.0, "shipped": {"aligner": SHIPPED, "val_nll": 3.0}}
     for judge, said in (
-        (judged, "perplexity 54.6 of held-out text, 20.09 by the shipped"),
+        (judged, "perplexity 54.6 of held-out text, 20.09 with the shipped"),
         ({}, ""),
     ):
         written["training"]["key"]["judged"] = judge
         config.write_text(json.dumps(written))
         printed = kvalign("generate --method kvalign --max-new-tokens 5")
-        assert printed.err.startswith(
-            f"{NETWORK}, trained here, is taken: {said or 'not compared'}"
-        )
-        assert f"--aligner {SHIPPED} takes that\n" in printed.err
-        assert "by kvalign (network)" in printed.err
-    assert "by kvalign (table-kl)" in kvalign("generate --max-new-tokens 5").err
+        assert printed.err.startswith(f"using {NETWORK}, trained here: {said or 'not compared'}")
+        assert f"--aligner {SHIPPED} uses the shipped one\n" in printed.err
+        assert "with kvalign (network)" in printed.err
+    assert "with kvalign (table-kl)" in kvalign("generate --max-new-tokens 5").err
     for part in written["training"].values():
         part["used"] = False
     config.write_text(json.dumps(written))
@@ -125,7 +126,10 @@ def test_what_was_trained_is_taken_where_the_method_is_named(kvalign, tmp_path):
 def test_it_goes_past_the_context_length_unasked_and_marks_where(kvalign):
     printed = kvalign("generate --cache-size 32")
     assert printed.err.count("[token ") == 2 and "[token 33: the cache of 32" in printed.err
-    assert "[token 513: the context of 512 tokens ends here, the stream continues]" in printed.err
+    assert (
+        "[token 513: the context length of 512 tokens ends here, the stream continues]"
+        in printed.err
+    )
     assert "[token" not in kvalign("generate --max-new-tokens 20").err
     assert tokens_past(None, 5) is None is tokens_past(8192, 5)
     assert tokens_past(1024, 24) == 1000 + BEYOND and tokens_past(512, 600) == BEYOND
@@ -184,11 +188,11 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
     to_stream = "generate --method kvalign --model you/mine --aligner kvalign-data/mine/network"
     assert says_next(printed)[-1] == f"next: kvalign {to_stream}"
     printed = kvalign("generate --model you/mine --max-new-tokens 20 --method kvalign")
-    assert "kvalign-data/mine/network, trained here, is taken" in printed.err
-    assert "by kvalign (network)" in printed.err
+    assert "using kvalign-data/mine/network, trained here" in printed.err
+    assert "with kvalign (network)" in printed.err
     assert "network" not in kvalign("generate --model you/mine --method window").err
     idle = kvalign("generate --model you/mine --max-new-tokens 20")
-    assert "by discard-half" in idle.err, "two steps do not help: auto leaves the network"
+    assert "with discard-half" in idle.err, "two steps do not help: auto leaves the network"
 
 
 def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
@@ -197,15 +201,15 @@ def test_auto_takes_what_was_trained_for_this_very_model(kvalign, tmp_path):
     aligner = Aligner.from_pretrained("kvalign-gpt2-mini-table")
     aligner.save_pretrained(trained)
     unjudged = kvalign("generate --model you/mine --max-new-tokens 20")
-    assert "trained here, was not judged by streams and is not taken" in unjudged.err
-    assert "by discard-half" in unjudged.err
+    assert "trained here, was never judged by streams and is not used" in unjudged.err
+    assert "with discard-half" in unjudged.err
     aligner.config.training["key"]["judged"] = {"parts": ["key"]}
     aligner.save_pretrained(trained)
     talk = "chat --model you/mine/ --max-new-tokens 5 --state talk --say Who?"
     for command in ("generate --model you/mine --max-new-tokens 20", talk, talk):
         printed = kvalign(command)
-        assert "kvalign-data/mine/table, trained here, is taken" in printed.err
-        assert "by kvalign (table)" in printed.err and "method " not in printed.err
+        assert "using kvalign-data/mine/table, trained here" in printed.err
+        assert "with kvalign (table)" in printed.err and "method " not in printed.err
     compare = "eval perplexity --model you/mine --num-tokens 8 --json"
     assert "kvalign" in [row["method"] for row in json.loads(kvalign(compare).out)["rows"]]
     shutil.rmtree(tmp_path / "you/mine")
@@ -232,7 +236,7 @@ REFUSED = {
     "train --target key --model llama-mini": "make one with kvalign gen-data --model llama-mini,",
     "gen-data --num-tokens 3000": "num_tokens is 2560 there, 3000 now",
     "train --target key --data data --lr 0.1": "already holds a trained key network",
-    "train --data data --model llama-mini": "data was recorded of gpt2-mini",
+    "train --data data --model llama-mini": "data was recorded with gpt2-mini",
     "generate --prompt-file nothing.txt": "nothing.txt",
 }
 
@@ -255,7 +259,7 @@ def test_what_is_trained_without_a_kind_is_a_table_in_a_folder_of_its_own(kvalig
     assert says_next(printed) == [said]
     assert "kvalign-data/gpt2-mini/table" in kvalign("aligners").out
     again = kvalign("train --num-tokens 6000 --chunk-len 48 --aligner-kind table")
-    assert again.out == printed.out and "holds this already, finished" in again.err
+    assert again.out == printed.out and "already has this, finished" in again.err
     assert "already holds an aligner" in kvalign("train", code=2).err
 
 

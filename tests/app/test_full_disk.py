@@ -76,7 +76,7 @@ def test_it_is_one_line_and_leaves_nothing(name, disk, tmp_path, monkeypatch, ca
     said = capfd.readouterr().err.splitlines()
     assert code == (2 if disk is read_only and name != "a talk" else 1), said  # a talk goes on
     assert len([line for line in said if "error: " in line]) == 1, said
-    assert "a fault of ours" not in said[-1] and "Traceback" not in "".join(said)
+    assert "an error in KV-Align" not in said[-1] and "Traceback" not in "".join(said)
     left = files_in(Path())
     assert before.items() <= left.items()
     assert set(left) - set(before) <= {"o", "results/plots"}  # folders, at most

@@ -213,7 +213,7 @@ def test_results_that_no_page_can_show(change, tmp_path, monkeypatch, capfd):
     (tmp_path / "r" / "p.json").write_text(
         json.dumps(document | {"rows": change(document["rows"])})
     )
-    refused(["report", "r"], "is no document of `kvalign eval --json`: ", capfd)
+    refused(["report", "r"], "is not a document of `kvalign eval --json`: ", capfd)
 
 
 def test_pickles_of_code_are_not_run(tmp_path):

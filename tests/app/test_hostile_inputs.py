@@ -35,7 +35,7 @@ CASES = [
     (["generate", *PROMPT, "--num-evicted", ""], "--num-evicted is empty"),
     (["generate", "--prompt", "The island " * 400, "--method", "dense"], "dense has room for 512"),
     (["generate", "--prompt-file", ""], "--prompt-file is empty"),
-    (["generate", "--prompt-file", "pipe"], "gave no input within"),
+    (["generate", "--prompt-file", "pipe"], "without input for"),
     (["generate", "--prompt-file", "."], ". is not a file but a folder"),
     (["generate", "--prompt-file", "/dev/null"], "/dev/null is not a file"),
     (["generate", "--prompt-file", "halves.txt"], "halves.txt is not UTF-8"),
@@ -87,7 +87,7 @@ CASES = [
     (["lanes", "--out", "l\n.html"], "is blank or has control"),
     (["lanes", "--out", "/dev/null", "--overwrite"], "it is a device or a pipe, not a file"),
     (["lanes", "--out", "loop/l.html"], "loop is a file, not a folder"),
-    (["lanes", "--out", "/proc/l.html"], "/proc is not yours to write in"),
+    (["lanes", "--out", "/proc/l.html"], "/proc is not writable for you"),
     (["lanes", "--out", "/"], "/ is the root folder"),
     (["lanes", "--out", "n" * 300], "File name too long"),
     (["gen-data", "--out", "/"], "--out / is the root folder"),
@@ -96,7 +96,7 @@ CASES = [
     (["generate", *PROMPT, "--model", "n/" * 3000], "File name too long"),
     (["generate", *PROMPT, "--aligner", "n" * 300], "n"),
     (["pretrain", "--tokenizer", "n" * 300, "--corpus", "text:some.txt", "--out", "o"], "too long"),
-    (["chat", "--state", "/proc/talk", "--say", "Hi"], "/proc is not yours to write in"),
+    (["chat", "--state", "/proc/talk", "--say", "Hi"], "/proc is not writable for you"),
     (["chat", "--state", "loop/talk", "--say", "Hi"], "loop is a file, not a folder"),
     (["lanes", "--out", "l.html", "--method", HALF], "--method is not UTF-8"),
     (["import-published", "--keys", "", "--values", "v", "--model", "m", "--out", "o"], "--keys"),
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
     with in_time():
         assert main(argv) == 0
     captured = capfd.readouterr()
-    assert captured.out == "\n" and "0 tokens by kvalign" in captured.err
+    assert captured.out == "\n" and "0 tokens with kvalign" in captured.err
     assert len(parts) == 2 and parts[0] == 512
 
 

@@ -199,5 +199,5 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     except UserError as error:
         said, has_begun = str(error), False
     assert what != ("served otherwise" if has_begun else "cut short")
-    assert said.startswith("not changed: ") or "serve as those there were served" in said
+    assert said.startswith("not changed: ") or "use the former settings" in said
     assert name in said and "\n" not in said

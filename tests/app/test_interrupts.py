@@ -107,7 +107,7 @@ def test_a_table_keeps_nothing(folder):
     assert process.returncode == 130 and not (folder / "table").exists()
     assert (
         line
-        == "kvalign train: interrupted; nothing was kept; give the same command to begin again\n"
+        == "kvalign train: interrupted; nothing was kept; give the same command to start again\n"
     )
 
 
@@ -125,6 +125,6 @@ def test_a_suite_keeps_finished_cells(folder):
     (folder / "two.yaml").write_text(SUITE)
     command = "eval run two.yaml --out results"
     line = stopped(command, folder, "results/short.json")
-    assert line == says(command, "1 of 2 cells are kept in results")
+    assert line == says(command, "1 of 2 cells are finished in results")
     assert finished(command, folder) == "report: results/report.html\n"
     assert (folder / "results" / "long.json").exists()

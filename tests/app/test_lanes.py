@@ -29,7 +29,7 @@ HOSTILE = "</script><script>alert(1)</script>"
         (dict(num_evicted=5), "num_evicted must be between 1 and the window"),
         (
             dict(memory=9, method="streaming-llm"),
-            "memory does not work with streaming-llm on learned positions: take kvalign, or",
+            "memory does not work with streaming-llm on learned positions: use kvalign, or",
         ),
         (
             dict(memory=9, method="kvalign", family="alibi"),

@@ -105,7 +105,7 @@ def test_room_made_before_a_step_is_a_cache_of_one_entry_less(opened):
     assert [token for token, _, _ in shown(tab)] == [0, 1, 2, 4, 5, 6, 7]
     assert "7 entries, the new token's with them" in tab.locator("#about").inner_text()
     assert "--cache-size 6." in tab.locator("#about").inner_text()
-    assert said(tab).endswith("All 7 places are taken: entry 4 has to go before token 8 comes.")
+    assert said(tab).endswith("All 7 slots are full: entry 4 must be evicted before token 8 comes.")
     tab.get_by_role("button", name="Step forward").click()
     assert said(tab).startswith("To make room for token 8, entry 4 is evicted; entries 5 to 7 move")
     found = tab.evaluate(
@@ -192,19 +192,21 @@ def test_memory_is_seen(opened):
     lost = tab.locator("#lost b").all_inner_texts()
     before = lost, said(tab), shown(tab)
     tab.get_by_role("button", name="Step forward").click()
-    assert said(tab).startswith(f"Entry {aside} goes to the memory. What was taken back stays")
+    assert said(tab).startswith(
+        f"Entry {aside} goes to the memory. Entries that were taken back stay"
+    )
     assert tab.locator("#lost b").all_inner_texts() == [*lost, str(aside)][-6:]
     assert tab.locator(".cell.recalled:not(.sinking)").count() == 0
     tab.get_by_role("button", name="Step back").click()
     assert (tab.locator("#lost b").all_inner_texts(), said(tab), shown(tab)) == before
-    assert "depends on its queries" in " ".join(tab.locator("#recalls").inner_text().split())
+    assert "queries choose them" in " ".join(tab.locator("#recalls").inner_text().split())
     assert tab.locator("#buffer:visible").count() == 0
     tab.locator("#speed").fill("4")
     tab.get_by_role("button", name="Restart").click()
-    assert tab.locator("#kept").inner_text() == "nothing is lost yet."
+    assert tab.locator("#kept").inner_text() == "nothing has left the window yet."
     for _ in range(60):
         tab.keyboard.press("ArrowRight")
-    assert "6 tokens, as many as it has room for" in tab.locator("#kept").inner_text()
+    assert "6 tokens, which is all that fits" in tab.locator("#kept").inner_text()
 
 
 def test_memory_where_it_can_be(opened):
@@ -264,7 +266,7 @@ def test_buffer_shows_what_stays(opened):
     assert tab.locator("#buffer .read").inner_text().split() == list("01245678")
     tab.keyboard.press("ArrowRight")
     assert tab.locator("#buffer .read").inner_text().split() == list("0125678")
-    assert tab.locator("#written").inner_text().endswith("again, turned to follow.")
+    assert tab.locator("#written").inner_text().endswith("again, rotated to follow.")
     for name, has_buffer in (("window", 1), ("discard-half", 0), ("kvalign", 1), ("dense", 0)):
         tab.locator("#method").select_option(name)
         assert tab.locator("#buffer:visible").count() == has_buffer, name
@@ -365,7 +367,7 @@ def test_dense_stops_and_begins_anew(opened):
     tab = opened(method="dense", cache_size=3, num_sinks=0)
     assert (
         said(tab)
-        == "Token 4 does not fit: the context length, 4 here, is reached. The stream stops."
+        == "Token 4 does not fit: the context length, here 4, is reached. The stream stops."
     )
     assert tab.get_by_role("button", name="Step forward").is_disabled()
     tab.get_by_role("button", name="Play").click()

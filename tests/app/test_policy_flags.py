@@ -23,7 +23,7 @@ WRONG = [
     (f"{GENERATE} --policy keydiff --realign-every 4", "--realign-every is for policy oldest"),
     (f"{GENERATE} --policy keydiff --compile", "cannot be compiled"),
     (f"{GENERATE} --policy random {NETWORK}", "an aligner of kind network moves all entries by"),
-    (f"{GENERATE} --positions keep", "nothing to align: take method streaming-llm"),
+    (f"{GENERATE} --positions keep", "nothing to align: use method streaming-llm"),
     ("eval perplexity --policy h2o,best", "--policy must be one of .* got 'best'"),
     ("eval perplexity --positions nowhere", "--positions must be one of compact, keep"),
     ("eval recall --policy tova --num-recent 900 --cache-sizes 32", "--num-recent must be between"),
@@ -64,7 +64,9 @@ def test_the_end_of_kept_positions_is_said(capfd):
     )
     assert main([*GENERATE.replace("gpt2-mini", "recall-gpt2").split(), *keep.split()]) == 0
     said = capfd.readouterr().err
-    assert "the stream ends here: the model has no position left\n256 tokens by streaming" in said
+    assert (
+        "the stream ends here: the model has no more positions\n256 tokens with streaming" in said
+    )
 
 
 def test_policies_are_listed(capfd):

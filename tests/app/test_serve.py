@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -364,7 +365,7 @@ def test_whole_turns_go(loaded, monkeypatch):
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "a", "--without-key"], "--without-key and a key contradict"),
         (["--sessions", "held"], "another run is writing to held"),
-        (["--keep-unnamed"], "--keep-unnamed needs a folder to keep them in: --sessions DIR"),
+        (["--keep-unnamed"], "--keep-unnamed needs a folder: --sessions DIR"),
     ],
 )
 def test_wrong_use_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
@@ -397,8 +398,10 @@ def test_others_are_let_in_with_a_key(host, monkeypatch, capsys):
 )
 def test_who_is_let_in(flags, key, monkeypatch):
     served = []
-    monkeypatch.setattr("kvalign.app.commands.demo_ui.free_port", lambda host, port: 1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr("kvalign.app.address.listening", lambda *_: listening)
     monkeypatch.setattr(ServeSettings, "load", lambda settings: None)
+    monkeypatch.setattr("kvalign.app.serve.server.build", lambda *_: None)
     monkeypatch.setattr("kvalign.app.serve.server.serve", lambda *given: served.append(given[0]))
     monkeypatch.delenv("KVALIGN_API_KEY", raising=False)
     if key == "of the environment":

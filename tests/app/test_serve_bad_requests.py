@@ -59,9 +59,9 @@ BODIES = [
     (*chat(messages=[*HELLO, says("system", "x"), *HELLO]), 400, "only the first message may be"),
     (*chat(messages=[says("user", [{"type": "image_url", "image_url": "x"}])]), 400, "messages"),
     (*chat(messages=[says("system", "word " * 100), *HELLO]), 400, "system message takes"),
-    (*chat(tools=[{"type": "function"}]), 400, "tools is not served here"),
-    (*chat(logprobs=True), 400, "logprobs is not served here"),
-    (*chat(frequency_penalty=1.5), 400, "frequency_penalty is not served here"),
+    (*chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
+    (*chat(logprobs=True), 400, "logprobs is not supported"),
+    (*chat(frequency_penalty=1.5), 400, "frequency_penalty is not supported"),
     (*chat(max_tokens=0), 400, "max_tokens"),
     (*chat(max_tokens=10**9), 400, "max_tokens must be at most 2048"),
     (*chat(max_tokens="many"), 400, "max_tokens"),
@@ -73,20 +73,20 @@ BODIES = [
     (*chat(stop=""), 400, "stop"),
     (*chat(session="../../etc/passwd"), 400, "session"),
     (*chat(session="a" * 200), 400, "session"),
-    (*chat(trust_remote_code=True), 400, "trust_remote_code: no such parameter"),
+    (*chat(trust_remote_code=True), 400, "trust_remote_code: unknown parameter"),
     (*text(prompt=""), 400, "the prompt is empty"),
     (*text(prompt=[]), 400, "prompt"),
     (*text(prompt=[[]]), 400, "prompt"),
     (*text(prompt=[1, 10**6]), 400, "token ids must be below 8192"),
     (*text(prompt=[1, -1]), 400, "prompt"),
-    (*text(prompt="a b " * 2000), 400, "a request may bring 1000"),
-    (*text(echo=True), 400, "echo is not served here"),
-    (*text(prompt="word", suffix="end"), 400, "suffix is not served here"),
+    (*text(prompt="a b " * 2000), 400, "for a request are 1000"),
+    (*text(echo=True), 400, "echo is not supported"),
+    (*text(prompt="word", suffix="end"), 400, "suffix is not supported"),
 ]
 HEADERS = [
-    ({}, 401, "no API key"),
-    ({"Authorization": "Bearer wrong"}, 401, "no API key"),
-    ({"Authorization": "Basic secret"}, 401, "no API key"),
+    ({}, 401, "API key missing"),
+    ({"Authorization": "Bearer wrong"}, 401, "API key missing"),
+    ({"Authorization": "Basic secret"}, 401, "API key missing"),
     ({**KEY, "Content-Type": "text/plain"}, 415, "application/json"),
     ({**KEY, **JSON, "Host": "evil.example"}, 403, "is not allowed here"),
     ({**KEY, **JSON, "Host": "[::1"}, 403, "is not allowed here"),
@@ -152,7 +152,7 @@ def test_headers(headers, status, message, post):
 def test_addresses(server):
     with httpx.Client(base_url=server.address, headers=KEY, timeout=PATIENCE_S) as client:
         is_form(client.get("/v1/nothing"), 404, "no such address")
-        is_form(client.get(CHAT), 405, "takes another method")
+        is_form(client.get(CHAT), 405, "needs another HTTP method")
         is_form(client.get("/v1/models/other"), 404, "is not served here")
         for path in ("/docs", "/openapi.json", "/v1/models/../../etc/passwd"):
             assert client.get(path).status_code == 404

@@ -120,7 +120,7 @@ def test_what_is_wrong_for_all_is_one_line(gpt2, changes, expected):
         (dict(num_evicted=22), ["streaming-llm"], "num_evicted must be between 1 and the window"),
         (dict(aligner="nowhere"), ["kvalign"], "no aligner 'nowhere'"),
         (dict(policy="tova", aligner=NETWORK), ["kvalign"], "an aligner of kind network moves"),
-        (dict(positions="keep"), ["kvalign"], "positions=keep leaves entries where they were"),
+        (dict(positions="keep"), ["kvalign"], "positions=keep leaves entries at their original"),
         (dict(policy="newest"), ["kvalign", "window"], "unknown policy 'newest'"),
     ],
 )
@@ -216,7 +216,9 @@ def test_perplexity_is_of_what_was_written(run):
     assert verdict(views[0]) is None
     least, most = (pick(views[-1], key=lambda view: view.perplexity) for pick in (min, max))
     said = verdict([*views[-1], Refusal("dense", "", "no")])
-    assert said.startswith(f"Read again, the text of {least.title} surprises the model least")
+    assert said.startswith(
+        f"The text of {least.title} surprises the model least when it reads it again"
+    )
     times = f"of {most.title} {most.perplexity / least.perplexity:.1f} times as much"
     assert said.endswith(f"{times}: few tokens, so this may be chance.")
 

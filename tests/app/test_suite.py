@@ -155,7 +155,10 @@ def test_killed_run_takes_up_where_it_was(own, tmp_path):
         ("title: a", "suite own.yaml: cells: Field required"),
         ("cells: [{name: a, command: 'eval chat \"'}]", "cell a: No closing quotation"),
         ("cells: [{name: a/b, command: eval chat}]", "letters, digits and -, got 'a/b'"),
-        ("cells: [{name: a, command: eval chat}, {name: a, command: eval chat}]", "of one name"),
+        (
+            "cells: [{name: a, command: eval chat}, {name: a, command: eval chat}]",
+            "with the same name",
+        ),
         ("cells: [{name: a, command: rm -rf /}]", "cell a: unknown command 'rm'"),
         ("cells: [{name: a, command: eval chat --num-turns 0}]", "--num-turns must be at least 1"),
         ("cells: [{name: a, command: eval chat --turns 1}]", "unrecognized arguments: --turns"),

@@ -15,7 +15,7 @@ def test_it_is_the_context_length_less_the_new_token(models):
         assert make_method("auto", models[kind]).sizes.cache_size == CONTEXT_LEN - 1
     assert make_cache(models["llama"]).sizes.cache_size == CONTEXT_LEN - 1
     method = make_method("streaming-llm", models["llama"])
-    assert method.why_size == f"the room in the context length {CONTEXT_LEN}"
+    assert method.why_size == f"the context length {CONTEXT_LEN}"
     assert make_method("streaming-llm", models["llama"], cache_size=30).why_size == ""
 
 
@@ -35,11 +35,11 @@ def test_it_is_at_most_what_the_aligner_is_for(models):
 @pytest.mark.parametrize(
     ("context_len", "free", "num_streams", "size", "why"),
     [
-        (100_000, None, 1, MOST, "the most that is taken unasked"),
-        (100_000, 2**40, 1, MOST, "the most that is taken unasked"),
-        (100_000, 4_000_000, 1, 2083, "the room in a quarter of the free memory"),
-        (100_000, 4_000_000, 4, 520, "the room in a quarter of the free memory"),
-        (100_000, 1, 1, 128, "the room in a quarter of the free memory"),
+        (100_000, None, 1, MOST, "the largest default"),
+        (100_000, 2**40, 1, MOST, "the largest default"),
+        (100_000, 4_000_000, 1, 2083, "a quarter of the free memory"),
+        (100_000, 4_000_000, 4, 520, "a quarter of the free memory"),
+        (100_000, 1, 1, 128, "a quarter of the free memory"),
     ],
 )
 def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monkeypatch):

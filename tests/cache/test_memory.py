@@ -211,7 +211,7 @@ def test_a_loop_of_ones_own_feeds_single_tokens(large, ids):
     model = large["llama"]
     cache = make_cache(model, method="streaming-llm", **SIZES)
     model(input_ids=ids[:, :17], past_key_values=cache)
-    with pytest.raises(UserError, match="one token at a time once it is full, got 2"):
+    with pytest.raises(UserError, match="takes one token at a time, got 2"):
         model(input_ids=ids[:, 17:19], past_key_values=cache)
     found = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(17, 40)]
     expected = stepped(new(model), ids[:, :40])[:, -1]

@@ -249,7 +249,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(gpt2, set
 def test_numbers_that_do_not_fit_are_refused(wrap, settings):
     model = tiny_model("gpt2")
     model.transformer.h[0].attn.c_attn.bias += 1e5
-    with pytest.raises(UserError, match="do not fit --dtype float16: take bfloat16 or float32"):
+    with pytest.raises(UserError, match="do not fit --dtype float16: use bfloat16 or float32"):
         record(settings(), loaded=wrap(model))
 
 
@@ -265,7 +265,7 @@ def test_command_prints_rows_and_errors_of_each_shift(gpt2, settings, monkeypatc
         f"{kv}:(k={shift})" for kv in ("key", "value") for shift in (1, 3)
     ]
     document = gen_data.run(settings(), as_json=True)
-    assert "is finished already: nothing to do" in capsys.readouterr().err
+    assert "is already finished: nothing to do" in capsys.readouterr().err
     assert document["finished_already"] is True
     manifest = store.manifest.model_dump(mode="json")
     for name in ("num_chunks", "num_rows", "input_label_mse"):

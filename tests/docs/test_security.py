@@ -12,7 +12,7 @@ TEXT = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 def test_the_threat_model_says_who_is_trusted_with_what():
     model = TEXT.partition("## Threat model")[2].partition("\n## ")[0]
     assert model and model.count("\n") <= 60
-    for who in ("Folders of models", "Files of streams and sessions", "What people say", "Clients"):
+    for who in ("Folders of models", "Files of streams", "Prompts, messages", "Clients"):
         assert f"**{who}" in model
     assert model.count("Promised: ") >= 3 and model.count("Not promised: ") >= 2
     flags = set(re.findall(r"`(--[a-z-]+)", TEXT))

@@ -1,13 +1,12 @@
 """Limits of what people read: README's length, the width of pages, and how docstrings begin."""
 
 import ast
-import contextlib
-import io
 import re
 
 import pytest
-from helpers.doc_pages import ROOT, blocks
+from helpers.doc_pages import ROOT, blocks, lines_of
 
+from kvalign.app.cli.main import main
 from kvalign.methods import METHODS
 from kvalign.models.architectures import FAMILIES
 
@@ -64,14 +63,19 @@ def test_docstrings_begin_with_a_noun_or_return():
     assert wrong == []
 
 
-def test_readme_shows_what_its_python_prints():
-    code, shown = [b for b in blocks("README.md") if b.language in ("python", "text")][:2]
-    assert (code.language, shown.language) == ("python", "text")
+def test_readme_shows_what_its_first_command_and_its_python_print(monkeypatch, capsys):
+    shell, shown, code = blocks("README.md")[:3]
+    assert (shell.language, shown.language, code.language) == ("bash", "text", "python")
+    _, (_, *words) = lines_of(shell.text)
+    assert main([word.replace("500", "90") for word in words]) == 0
+    printed = capsys.readouterr()
+    first, mark, last = shown.text.splitlines()
+    assert printed.out.startswith(first) and mark in printed.err
+    assert last.replace("500", "90").partition(": ")[0] in printed.err
     smaller = code.text.replace("max_new_tokens=2000", "max_new_tokens=40")
     assert smaller != code.text
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(smaller, "README.md", "exec"), {})
-    assert printed.getvalue().startswith(shown.text.rstrip())
+    exec(compile(smaller, "README.md", "exec"), {})
+    assert (words[-1] + capsys.readouterr().out).startswith(first)
 
 
 def test_a_release_is_told_in_40_lines():

@@ -55,7 +55,7 @@ def test_what_was_trained_here_is_taken(models, tmp_path, monkeypatch, caplog):
     tables(models["gpt2"]).save_pretrained(tmp_path / "kvalign-data/mine/table")
     methods = make_grid(PerplexitySettings(**SIZES, methods=("kvalign",)), models["gpt2"])
     assert names(methods) == ["kvalign", "kvalign"]
-    assert "kvalign-data/mine/table, trained here, is taken" in caplog.text
+    assert "using kvalign-data/mine/table, trained here" in caplog.text
     caplog.clear()
     assert names(make_grid(PerplexitySettings(**SIZES, methods=("window",)), models["gpt2"]))
     given = tables(models["gpt2"], scale=0.1, chunk_len=CONTEXT_LEN)

@@ -70,8 +70,8 @@ def test_each_method_is_in_the_sentence_of_its_verdict():
             "streaming-llm with 0 sinks, ratio 1.050 (95 %: 0.900 to 1.200).",
         ),
         (
-            "An error adds up",
-            "drift is the ratio in the last quarter of the labels by that in the first: window "
+            "Errors accumulate",
+            "drift is the ratio in the last quarter of the labels relative to the first: window "
             "with 0 sinks, drift 1.300.",
         ),
     ]
@@ -98,7 +98,7 @@ def test_few_labels_judge_nothing():
     )
     assert (
         sentence.lead == "Too few labels to compare with recompute"
-        and "which take 200" in sentence.text
+        and "which need 200" in sentence.text
     )
     assert "inf" not in sentence.text
 
@@ -145,7 +145,7 @@ def test_words_are_compared_where_intervals_are_apart():
         "less readable than recompute's 95 % of 20 passages: window with 0 sinks 50 %."
     )
     (sentence,) = writing([base, written("kvalign", 0.93)], "Passages")
-    assert sentence.text.startswith("none is told from recompute's 95 %")
+    assert sentence.text.startswith("none differs from recompute's 95 %")
     assert writing([written("recompute", 1.0, 4), written("window", 0.0, 4)], "Passages") == []
     assert writing([written("window", 0.5)], "Passages") == []
 
@@ -195,10 +195,10 @@ def test_plots_have_conclusions():
     said = conclusions.by_size(middling, "recompute")
     assert said == "Here no method is shown to be as good as recompute (1.10 times)."
     assert conclusions.by_drift(rows[1:], "recompute") == (
-        "An error adds up: window with 0 sinks, drift 1.730."
+        "Errors accumulate: window with 0 sinks, drift 1.730."
     )
     assert conclusions.by_drift(rows[2:], "recompute") == (
-        "No error is shown to add up: drift is 1.10."
+        "No errors are shown to accumulate: drift is 1.10."
     )
     few = [one | {"num_labels": 60} for one in rows[1:]]
     assert conclusions.by_drift(few, "recompute") == (
@@ -214,9 +214,9 @@ def test_plots_have_conclusions():
         "Readable chunks: 90 % (recompute with 0 sinks) to 20 % (window with 0 sinks)."
     )
     few = [written("window", 0.4, 5), written("recompute", 0.6, 5)]
-    assert conclusions.readable(few).endswith(", of too few runs to tell them apart.")
+    assert conclusions.readable(few).endswith(", from too few runs to distinguish them.")
     few = [written("window", 0.0, 4), written("recompute", 1.0, 4)]  # all and none, of four
-    assert conclusions.readable(few).endswith(", of too few runs to tell them apart.")
+    assert conclusions.readable(few).endswith(", from too few runs to distinguish them.")
 
 
 def test_figures_in_words():

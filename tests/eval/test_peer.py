@@ -165,8 +165,8 @@ def test_it_streams_in_a_context_of_one_place_more_and_reads_in_one_of_the_promp
         (["--model", FETCHED], f"the GGUF file of {FETCHED} is not here: kvalign models --fetch"),
         (["--generate", "9"], "leave out --generate, --batch-sizes and --device"),
         (["--batch-sizes", "1,2"], "leave out --generate, --batch-sizes and --device"),
-        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: take 1023 in place of 1000"),
-        (["--cache-sizes", "64"], "take 255 in place of 64"),
+        (["--cache-sizes", "255,1000"], "one more than --cache-sizes: use 1023 instead of 1000"),
+        (["--cache-sizes", "64"], "use 255 instead of 64"),
         (["--peer", "vllm"], "--peer must be one of llama.cpp"),
     ],
 )
@@ -182,7 +182,7 @@ def test_what_it_cannot_do_is_one_line(stand_in, flags, said, capsys, tmp_path, 
 def test_the_package_is_asked_for(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     assert main(["eval", "latency", "--cache-sizes", "255", "--peer", PEER]) == 2
-    assert "llama.cpp runs by xllamacpp: pip install 'kvalign[peer]'" in capsys.readouterr().err
+    assert "llama.cpp needs xllamacpp: pip install 'kvalign[peer]'" in capsys.readouterr().err
 
 
 def test_what_it_says_went_wrong_is_said(stand_in, file, capsys):

@@ -152,7 +152,7 @@ def test_texts_of_any_program(folder, capsys):
         assert row["method"] == name and {key: row[key] for key in judgement} == judgement
     assert [row["readable"] for row in found["rows"]] == [1.0, 0.0]
     page = Path("mine/report.html").read_text(encoding="utf-8")
-    assert "How texts read" in page and "Rule authors: " in page and "&lt;b&gt;" in page
+    assert "Readability of texts" in page and "Rule authors: " in page and "&lt;b&gt;" in page
     assert "summary" not in [part for part in page.split('id="')[1:] if part.startswith("summary")]
     assert Path("mine/plots/readability.svg").exists()
     assert main(["report", "mine", "--terminal"]) == 0

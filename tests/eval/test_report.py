@@ -227,7 +227,7 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
         (folder / "other.json").write_text(text)
         assert main(["report", str(folder)]) == 2
         error = capsys.readouterr().err
-        assert f"{folder / 'other.json'} is no document" in error and error.count("\n") == 1
+        assert f"{folder / 'other.json'} is not a document" in error and error.count("\n") == 1
         assert field in error
     assert not (folder / "report.html").exists()
     (folder / "other.json").unlink()

@@ -155,7 +155,7 @@ def test_on_a_desktop_the_summary_is_a_table(page):
     tops = {round(cell.bounding_box()["y"]) for cell in cells}
     assert len(tops) == 1
     first = page.locator("main h2").first
-    assert first.inner_text() == "What was found"
+    assert first.inner_text() == "Findings"
     assert page.locator(".conclusion").count() == page.locator("figure").count() > 0
 
 

@@ -86,7 +86,7 @@ def test_tables_name_slices_and_count_their_labels(reference):
     count = rows[0]["bigrams"][3]["num_labels"]
     assert found[-1].columns[1].title == f"0.75-1 C ({count})"  # slices without labels are left out
     drawn, caption, _ = figure(document, "bigrams")
-    assert len(drawn.axes) == 1 and "by how far back" in caption
+    assert len(drawn.axes) == 1 and "by distance to the last occurrence" in caption
     old = {"rows": [{"method": "window"}], "settings": document["settings"]}
     assert figure(old, "bigrams") is None and tables(old, "bigrams") == []
     names = [(section.title, section.plots[0].name) for section in sections({"a": document})]

@@ -83,7 +83,7 @@ def test_report_is_as_wide_as_columns_says(width, tmp_path, capsys, monkeypatch)
     assert main(["report", str(folder), "--terminal"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
-    assert text.index("What was found") < text.index("Summary")
+    assert text.index("Findings") < text.index("Summary")
     assert ("left out at 80 columns" in text) is (width == 80)
     perplexities = re.findall(r"\b1[0-5]\.00\b", text)
     assert len(perplexities) >= 6

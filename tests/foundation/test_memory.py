@@ -14,7 +14,9 @@ from kvalign.foundation.errors import UserError
 def test_what_fits_and_what_does_not(monkeypatch):
     assert memory.free_bytes() > 10**6
     memory.check_room(1, "weights")
-    with pytest.raises(UserError, match=r"^weights need 1e\+03 EB of memory, .* are free here$"):
+    with pytest.raises(
+        UserError, match=r"^weights need 1e\+03 EB of memory, but only .* are free$"
+    ):
         memory.check_room(10**21, "weights")
     monkeypatch.setattr(memory, "free_bytes", lambda: None)  # a system that does not tell
     memory.check_room(10**21, "weights")

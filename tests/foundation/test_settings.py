@@ -63,7 +63,7 @@ def test_what_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"--photo \. is a folder: name a file in it"):
         bake(out="new", photo=".")
     monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=PermissionError))
-    with pytest.raises(UserError, match="--out new/er cannot be written: .* not yours to write in"):
+    with pytest.raises(UserError, match="--out new/er cannot be written: .* not writable for you"):
         bake(out="new/er")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

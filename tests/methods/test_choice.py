@@ -32,7 +32,7 @@ def test_without_an_aligner_it_goes_by_the_family(kind, models, caplog):
     caplog.set_level(logging.INFO, "kvalign")
     method = make_method(AUTO, models[kind], cache_size=CACHE_SIZE)
     assert method.name == WITHOUT[FAMILIES[kind]] and not method.goes_stale
-    assert f"auto takes {method.name}: {FAMILIES[kind]} positions" in caplog.text
+    assert f"auto uses {method.name}: {FAMILIES[kind]} positions" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,8 +119,8 @@ def test_entries_that_go_stale_are_said_once(name, models, caplog):
             method = make_method(name, models[kind], cache_size=CACHE_SIZE)
             assert method.goes_stale == (kind == "gpt2")
     (said,) = caplog.messages
-    assert said.startswith(f"{name}: this model has learned positions, so entries that stay go st")
-    assert said.endswith("auto takes discard-half")
+    assert said.startswith(f"{name}: this model has learned positions, so kept entries become st")
+    assert said.endswith("auto uses discard-half")
 
 
 def test_nothing_is_said_where_methods_are_compared(models, caplog):

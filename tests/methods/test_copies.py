@@ -61,9 +61,9 @@ def test_a_copy_goes_on_alone(name, kind, sizes, models, ids):
         method.cache = cache
         again = [method.feed(ids[:, i : i + 1]) for i in range(30, 50)]
         assert all(map(torch.equal, again, expected))
-    assert "restore() takes them up" in refused(lambda: pickle.dumps(method))
+    assert "restore() restores them" in refused(lambda: pickle.dumps(method))
     if caches:
-        assert "restore() takes them up" in refused(lambda: pickle.dumps(method.cache))
+        assert "restore() restores them" in refused(lambda: pickle.dumps(method.cache))
 
 
 @pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)

@@ -257,9 +257,9 @@ def test_aligner_of_other_weights_or_sizes_is_refused(models):
         ValueError, match="num_evicted or realign_every must be a multiple of 4 with"
     ):
         make("kvalign", model, num_evicted=6, aligner=network(model, shifts=(4,)))
-    with pytest.raises(ValueError, match="no aligner ships.*take method discard-half"):
+    with pytest.raises(ValueError, match="no aligner ships.*use method discard-half"):
         make_method("kvalign", model, cache_size=20)
-    with pytest.raises(ValueError, match="no aligner ships.*take method streaming-llm"):
+    with pytest.raises(ValueError, match="no aligner ships.*use method streaming-llm"):
         make_method("kvalign", models["llama"], cache_size=20)
     with pytest.raises(ValueError, match="num_sinks must be 4 with this aligner"):
         make("kvalign", model, num_sinks=2, aligner=network(model))

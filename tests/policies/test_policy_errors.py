@@ -46,7 +46,7 @@ REFUSED = [
 NEED_ALIGNER = [
     ("gpt2", network, dict(policy="random"), "kind network moves all entries by one shift"),
     ("llama", network, dict(policy="h2o"), "kind network .* by itself \\(table, anchored\\)"),
-    ("gpt2", tables, dict(positions="keep"), "nothing to align: take method streaming-llm"),
+    ("gpt2", tables, dict(positions="keep"), "nothing to align: use method streaming-llm"),
     ("gpt2", network, dict(positions="keep", policy="tova"), "nothing to align"),
     (
         "gpt2",
@@ -77,7 +77,9 @@ def test_refused_with_an_aligner(kind, make, sizes, message, models):
 
 def test_layers_that_see_a_window_are_refused():
     model = tiny_model("mistral", sliding_window=8)
-    assert refusal("streaming-llm", model, policy="h2o").match("layers of this model see a window")
+    assert refusal("streaming-llm", model, policy="h2o").match(
+        "layers of this model see only a window"
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt_neo", "bloom", "mpt"])

@@ -31,10 +31,10 @@ SHAPE = dict(
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
-    hidden_size=16,
+    hidden_size=32,
     intermediate_size=32,
 )
-SIZES = dict(cache_size=32, num_sinks=4)
+SIZES = dict(cache_size=63, num_sinks=4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,7 +240,7 @@ WRONG_FILES = {
     ),
     "nothing seen": (
         lambda t, a: t.update({"method.seen": t["method.seen"] * 0}),
-        "rows must have seen a token",
+        "each row of a stream must have",
     ),
     "fewer seen": (
         lambda t, a: t.update({"method.seen": t["method.seen"] * 0 + 5}),
@@ -251,7 +251,7 @@ WRONG_FILES = {
     "moved as it may be": (lambda t, a: a.pop("realign_every"), "realign_every: Field required"),
     "no cache": (
         lambda t, a: [t.pop(n) for n in list(t) if n.startswith("method.")],
-        "do not fit together",
+        "are inconsistent",
     ),
 }
 
@@ -297,7 +297,7 @@ def test_streams_of_version_0_1_are_refused(gpt2, tmp_path):
     begin(gpt2).save(path)
     tensors, about = load_file(path), json.dumps({"method": "kvalign"})
     save_file(tensors, path, {"format": "kvalign stream 1", "stream": about})
-    with pytest.raises(ValueError, match="was saved by kvalign 0.1.*begin the stream anew"):
+    with pytest.raises(ValueError, match="was saved by kvalign 0.1.*start the stream again"):
         kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
 
 
@@ -339,7 +339,7 @@ def test_a_step_torn_in_the_middle_cannot_go_on(gpt2, monkeypatch, tmp_path):
         list(stream)
     monkeypatch.undo()
     for use in (lambda: list(stream), lambda: stream.feed("more"), lambda: stream.save(tmp_path)):
-        with pytest.raises(UserError, match="interrupted inside a step"):
+        with pytest.raises(UserError, match="interrupted within a step"):
             use()
 
 
@@ -356,7 +356,7 @@ def test_a_token_whose_text_is_torn_does_not_come_twice(gpt2, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         next(iter(stream))
     monkeypatch.undo()
-    with pytest.raises(UserError, match="interrupted inside a step"):
+    with pytest.raises(UserError, match="interrupted within a step"):
         next(iter(stream))
     stream.reset()
     stream.feed(PROMPT)
@@ -436,8 +436,8 @@ def test_an_input_that_is_longer_than_the_cache_is_said_once(loaded, caplog):
     for _ in range(2):
         stream = kvalign.stream(mini.model, mini.tokenizer, text, cache_size=19, seed=0)
     num = len(stream.ids)
-    said = [x.message for x in caplog.records if "out of the cache of 19" in x.message]
-    assert len(said) == 1 and said[0].startswith(f"{num - 19} of the input's {num} tokens are out")
+    said = [x.message for x in caplog.records if "do not fit in the cache of 19" in x.message]
+    assert len(said) == 1 and said[0].startswith(f"{num - 19} of the input's {num} tokens do")
     next(iter(stream))
     assert stream.num_evicted == num - 19
     caplog.clear()

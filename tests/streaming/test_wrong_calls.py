@@ -121,7 +121,7 @@ CALLS = [
             custom_generate=stream_generate,
             max_new_tokens=2,
         ),
-        "input_ids in place of inputs_embeds",
+        "input_ids instead of inputs_embeds",
     ),
     (lambda m: generate(m, num_beams=2), "no beam search.*got 2"),
     (lambda m: generate(m, return_dict_in_generate=True), "return_dict_in_generate must be False"),
@@ -273,7 +273,7 @@ CALLS += [
     for name in ("window", "recompute", "discard-half")
 ]
 CALLS += [
-    (lambda m, name=name, others=others: fed(m, name).join(others(m)), "others must be")
+    (lambda m, name=name, others=others: fed(m, name).join(others(m)), "others must")
     for others in (
         lambda m: None,
         lambda m: [3],

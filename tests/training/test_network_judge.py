@@ -74,5 +74,5 @@ def test_the_text_is_what_follows_the_recording():
     all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
     assert ids.tolist() == all_ids[300:] and len(ids) == 2 * (64 + ROW_LABELS)
     assert text.is_recall and not text.train
-    with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 2000000 that were"):
+    with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 2000000 recorded"):
         text_after({**DATA, "num_tokens": 2_000_000}, tokenizer)

@@ -298,7 +298,10 @@ def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.out.startswith("value: val loss ")
     assert printed.out.endswith(f"\naligner: {tmp_path / 'b'}\n")
-    assert "judged by the error of one move: kvalign eval perplexity says" in printed.out
+    assert (
+        "judged only by the error of one move: measure streams with kvalign eval perplexity"
+        in printed.out
+    )
     assert printed.out.count("\n") == 3
     assert [line[:13] for line in printed.err.splitlines()] == [
         "not judged by",

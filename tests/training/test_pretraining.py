@@ -123,7 +123,7 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     for num_steps, before in ((61, [60 * 64]), (62, [60 * 64, 61 * 64])):
         facts = pretrain(tiny(text, tmp_path / "a", num_tokens=num_steps * 64))
         assert facts["ended_before"] == before
-    assert "had fallen to 0 after 3,840 and 3,904 of them" in (tmp_path / "a/README.md").read_text()
+    assert "reached 0 after 3,840 and 3,904 tokens" in (tmp_path / "a/README.md").read_text()
     other = tiny(text, tmp_path / "b", tokenizer=tmp_path / "a", arch="llama", num_tokens=64)
     pretrain(other)
     assert load_model(str(tmp_path / "b")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
@@ -211,5 +211,6 @@ def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
     assert len(loaded.tokenizer) == len(WORDS) == loaded.model.config.vocab_size
     assert len(facts["accuracy_by_age"]) == 8 and "--corpus recall" in card
     assert (
-        f"an eighth of them each: {facts['accuracy_by_age'][0]:.3f}" in card and "BPE" not in card
+        f"in eighths from the nearest: {facts['accuracy_by_age'][0]:.3f}" in card
+        and "BPE" not in card
     )

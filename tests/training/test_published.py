@@ -193,7 +193,7 @@ class Surprise:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (Surprise(), "is damaged or holds more than tensors"),
+        (Surprise(), "is damaged or has more than tensors"),
         ([1], "has no model_state_dict"),
         ({"state": {}}, "has no model_state_dict"),
         ({"model_state_dict": 3}, "has no model_state_dict"),
@@ -210,13 +210,13 @@ def test_other_files_are_refused(content, workplace, capsys):
     whole = (workplace / "keys.pth").read_bytes()
     content = {"half": whole[: len(whole) // 2], "no magic": whole[4:]}.get(content, content)
     (workplace / "keys.pth").write_bytes(content)
-    check_refused(command(), "keys.pth", "is damaged or holds more than tensors", capsys)
+    check_refused(command(), "keys.pth", "is damaged or has more than tensors", capsys)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(keys="none.pth"), "no file 'none.pth': the authors' are in models/"),
+        (dict(keys="none.pth"), "no file 'none.pth': the authors' files are in models/"),
         (dict(values="gpt2"), "no file 'gpt2'"),
         ({"chunk-len": "60"}, "emb_pos.weight has 48 positions, needed 55 for --chunk-len 60"),
         ({"chunk-len": "5"}, "--chunk-len must be above --num-sinks + 1 (5)"),

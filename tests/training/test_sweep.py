@@ -260,7 +260,7 @@ def test_a_finished_sweep_is_left_alone(resumed, capsys):
     assert main(resumed.words) == 0
     printed = capsys.readouterr()
     said, *wrote = printed.err.splitlines()
-    assert said == f"{resumed.out} already holds this sweep, finished: nothing to do"
+    assert said == f"{resumed.out} already has this sweep, finished: nothing to do"
     assert [line.split(maxsplit=1)[0] for line in wrote] == ["wrote", "next:"]
     lines = [line.split() for line in printed.out.splitlines() if line.strip()]
     assert lines[1][:2] == ["trial", "hidden1"]

@@ -161,7 +161,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     out = str(tmp_path / "aligner")
     train = ["train", "--aligner-kind", kind, *SMALL, "--max-steps", "4", "--out", out]
     assert main([*train, "--json"]) == 0
-    assert ("max_steps: no effect on --objective mse" in caplog.text) == (kind == "table")
+    assert ("max_steps has no effect with --objective mse" in caplog.text) == (kind == "table")
     printed = json.loads(capfd.readouterr().out)
     aligner = Aligner.from_pretrained(out)
     assert isinstance(aligner, TableAligner if kind == "table" else AnchoredAligner)
@@ -169,7 +169,7 @@ def test_train_writes_what_generate_takes(tmp_path, capfd, caplog, kind, little_
     assert printed["key"]["ratio"] < 1 and printed["key"]["used"]
     assert f"--aligner-kind {kind}" in (tmp_path / "aligner/README.md").read_text()
     assert main(train) == 0
-    assert "holds this already, finished: nothing to do" in capfd.readouterr().err
+    assert "already has this, finished: nothing to do" in capfd.readouterr().err
     assert main([*train, "--num-tokens", "5900"]) == 2
     assert "already holds an aligner" in capfd.readouterr().err
     argv = ["generate", "--prompt", "The", "--cache-size", "40", "--max-new-tokens", "60"]
@@ -203,7 +203,7 @@ def test_tables_that_do_not_help_are_not_used(tmp_path, capfd, little_work):
     argv = ["train", "--aligner-kind", "table", "--model", "llama-mini", *SMALL, "--out", out]
     assert main(argv) == 0
     said = capfd.readouterr()
-    assert "not used: " in said.out and "what was saved changes nothing" in said.out
+    assert "not used: " in said.out and "the saved aligner changes nothing" in said.out
     assert "next: kvalign generate --model llama-mini\n" in said.err
     card = (tmp_path / "aligner/README.md").read_text()
     assert "| key |" in card and "**It changes nothing**" in card and "yes |" not in card

@@ -1,4 +1,4 @@
-"""The `anchored` kind: position tables, and networks on the entry as it was born."""
+"""Kind `anchored`: position tables, and networks on the entry without its position."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnchoredSettings(NetworkSizes, TableSettings):
-    """Train position tables, then a network that adds to them, on text.
+    """Train position tables on text, then a network that adds to them.
 
-    With --objective mse the network is trained on pairs of encodings, with kl and nll on streams,
-    through the frozen model. The tables are estimated, or those of --init.
+    With --objective mse the network is trained on pairs of encodings. With kl and nll it is trained
+    on streams, through the frozen model. The tables are estimated, or come from --init.
 
     Example:
         kvalign train --aligner-kind anchored --num-tokens 20000 --chunk-len 64 --max-steps 50 --out my-anchored
@@ -24,8 +24,8 @@ class AnchoredSettings(NetworkSizes, TableSettings):
 
     objective: str = option(
         "mse",
-        help="of the networks. mse: pairs of encodings; nll: the LM's own loss on the text; kl: "
-        "divergence from the LM that re-encodes at each step",
+        help="objective of the networks. mse: pairs of encodings; nll: the LM's own loss on "
+        "the text; kl: divergence from the LM that re-encodes at each step",
         choices=("mse", "nll", "kl"),
     )
 
@@ -34,15 +34,15 @@ class AnchoredSettings(NetworkSizes, TableSettings):
 def train_anchored(
     settings: AnchoredSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Make position tables as `train_table` does, then train networks beside them, and save the
-    aligner in `out`.
+    """Train position tables as `train_table` does, then networks beside them, and save the aligner
+    in `out`.
 
     Returns:
-        for `key` and `value` what `train_table` says; the tables alone decide `used`. With `kl` or
-        `nll`, also what `kvalign.training.anchored_run.tune_networks` reports.
+        for `key` and `value` the result of `train_table`; only the tables decide `used`. With `kl`
+        or `nll`, also the result of `kvalign.training.anchored_run.tune_networks`.
 
     Raises:
-        ExistsError: `out` holds an aligner, and `overwrite` is not set.
+        ExistsError: `out` has an aligner, and `overwrite` is not set.
         UserError: as of `train_table`.
     """
     from kvalign.aligners import AnchoredAligner

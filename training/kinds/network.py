@@ -1,4 +1,4 @@
-"""The `network` kind: the paper's networks, trained on recorded caches."""
+"""Kind `network`: the paper's networks, trained on recorded caches."""
 
 import os
 from contextlib import nullcontext
@@ -23,8 +23,8 @@ from kvalign.training.settings import NetworkSizes, TrainSettings
 class NetworkSettings(NetworkSizes, TrainSettings):
     """Train the paper's networks on recorded caches; run the same command again to resume.
 
-    With --aligner-kind table an aligner is trained on a model and text instead: a minute, no
-    recording, and it does not drift.
+    --aligner-kind table trains an aligner on a model and text instead: in a minute, without a
+    recording, and its errors do not accumulate.
 
     Example:
         kvalign train --data caches --max-steps 200 --out my-network
@@ -42,7 +42,7 @@ class NetworkSettings(NetworkSizes, TrainSettings):
     lr: float = option(7e-4, help="learning rate", above=0, at_most=MOST_RATE)
     weight_decay: float = option(0.01, help="weight decay of AdamW", at_least=0, at_most=MOST_RATE)
     max_epochs: int = option(3, help="epochs at most", at_least=1)
-    max_steps: int | None = option(None, help="steps at most (default: no limit)", at_least=1)
+    max_steps: int | None = option(None, help="most steps (default: no limit)", at_least=1)
     vals_per_epoch: int = option(5, help="validation reports per epoch", at_least=1)
     patience: int = option(5, help="reports without a better loss before it stops", at_least=1)
     devices: int = option(1, help="number of devices", at_least=1, at_most=MOST_PROCESSES)
@@ -55,26 +55,26 @@ class NetworkSettings(NetworkSizes, TrainSettings):
 
 @keywords_of(NetworkSettings)
 def train_network(settings: NetworkSettings) -> dict[str, dict[str, Any]]:
-    """Train networks for keys, values or both, and save the aligner in `out`; then stream the text
-    that follows what was recorded, and keep those that streams gain by.
+    """Train networks for keys, values or both, and save the aligner in `out`. Then stream the text
+    that follows the recorded one, and keep the networks that help.
 
-    An interrupted run goes on at its last validation report when it is called again; what is in
-    the aligner by the same settings and data is not trained anew.
+    Called again, an interrupted run continues from its last validation report. Networks in `out`
+    with the same settings and data are not trained again.
 
     Returns:
-        for `key` and `value` what the aligner's config and card say: `val_loss` and
-        `input_label_mse` (mean squared errors per number, realigned and as they are), `ratio` of
-        the two, `used` (a network that does no better than none is saved as one that adds
-        nothing), `judged` and `val_nll` (what `kvalign.training.judge.judge` says; neither without
-        `judge`, or where there is nothing to judge by), steps, seconds, settings, data; empty on
-        devices other than the first.
+        for `key` and `value` the record in the aligner's config and card: `val_loss` and
+        `input_label_mse` (mean squared errors per number, with and without realignment), their
+        `ratio`, `used` (a network without benefit is saved as one that adds nothing), `judged` and
+        `val_nll` (the result of `kvalign.training.judge.judge`; absent without `judge`, or if
+        nothing can be judged), steps, seconds, settings, data. Empty on devices other than the
+        first.
 
     Raises:
         NotFoundError: no recorded data.
-        ExistsError: `out` holds a network of other settings or data, or another unfinished run,
-            and `overwrite` is not set.
+        ExistsError: `out` has a network of other settings or data, or another unfinished run, and
+            `overwrite` is not set.
         UserError: data of another model, unfinished data, an aligner in `out` that cannot take
-            another network, a loss that is not finite.
+            another network, a non-finite loss.
     """
     from kvalign.training.network_judge import judge_networks
     from kvalign.training.network_run import networks_in, train

@@ -1,4 +1,4 @@
-"""The `table` kind: the mean and the scale of keys and values at each position."""
+"""Kind `table`: the mean and the scale of keys and values at each position."""
 
 import logging
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class TableSettings(TextSettings):
     """Train position tables, the mean and the scale of keys and values at each position, on text.
 
-    It takes a minute, and what it gives does not drift. The paper's networks are trained on
-    recorded caches (`kvalign gen-data`): --aligner-kind network; --target and --data mean it, too.
+    It takes a minute, and errors do not accumulate. The paper's networks are trained on recorded
+    caches (`kvalign gen-data`): use --aligner-kind network, which --target and --data imply.
 
     Example:
         kvalign train --aligner-kind table --num-tokens 20000 --chunk-len 64 --out my-aligner
@@ -33,7 +33,7 @@ class TableSettings(TextSettings):
     )
     init: str = option(
         "means",
-        help="start from means and scales over the text, from none, or from the table in an "
+        help="start from means and scales over the text, from nothing, or from the table in an "
         "aligner's folder, shipped name or hub id",
     )
     lr: float = option(
@@ -46,16 +46,16 @@ class TableSettings(TextSettings):
 def train_table(
     settings: TableSettings, *, loaded: "LoadedModel | None" = None
 ) -> dict[str, dict[str, Any]]:
-    """Make position tables as `objective` says, and save the aligner in `out`.
+    """Train position tables with `objective`, and save the aligner in `out`.
 
     Returns:
-        for `key` and `value` what `kvalign.training.text_run.train_on_text` says; with `nll` or
-        `kl`, also what `kvalign.training.table_objectives.tune` reports.
+        for `key` and `value` the result of `kvalign.training.text_run.train_on_text`; with `nll` or
+        `kl`, also that of `kvalign.training.table_objectives.tune`.
 
     Raises:
-        ExistsError: `out` holds an aligner, and `overwrite` is not set.
-        UserError: no such model, a corpus that is too short, an objective that the model cannot
-            be trained on, a table to start from that does not fit.
+        ExistsError: `out` has an aligner, and `overwrite` is not set.
+        UserError: an unknown model, a corpus that is too short, an objective that the model cannot
+            be trained on, or an initial table that does not fit.
     """
     from kvalign.aligners import TableAligner
     from kvalign.training.table_run import fit
@@ -65,7 +65,7 @@ def train_table(
     if settings.objective in ("mse", "projected") and idle:
         names = ", ".join(idle)
         log.warning(
-            "%s: no effect on --objective %s, which takes no steps", names, settings.objective
+            "%s has no effect with --objective %s, which has no steps", names, settings.objective
         )
     return train_on_text(TableAligner, fit, settings, loaded)
 

@@ -1,10 +1,10 @@
-"""Attention of queries before anything is evicted and long after: are there attention sinks, and
-what takes their place?
+"""Attention of queries before any eviction and long after: does the model have attention sinks, and
+what replaces them?
 
     before   the last steps of the first C + 1 tokens: nothing is evicted
-    after    steps C tokens later: of the first input nothing is left but the sinks a method keeps
+    after    steps C tokens later: of the first input only a method's sinks are left
 
-After Xiao et al. 2024 (StreamingLLM, figure 2); docs/evaluation.md says more.
+After Xiao et al. 2024 (StreamingLLM, figure 2); see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings(ComparisonSettings):
-    """Show what attention goes to, by layer, head and place: before anything is evicted, and when
-    the sinks are gone.
+    """Show which entries receive attention, by layer, head and position: before any eviction, and
+    when the sinks are evicted.
 
     Example:
         kvalign eval attention --cache-sizes 32 --num-texts 4
@@ -53,9 +53,9 @@ class AttentionSettings(ComparisonSettings):
         "python-docs", help="text to read: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_texts: int = option(
-        16, help="pieces of the text that are read side by side", at_least=2, at_most=MOST_HELD
+        16, help="pieces of the text, read side by side", at_least=2, at_most=MOST_HELD
     )
-    num_steps: int = option(8, help="steps watched of each, before and after", at_least=1)
+    num_steps: int = option(8, help="observed steps of each, before and after", at_least=1)
     plot: Path | None = option(None, help="also draw the weights as a picture (.png or .svg)")
 
     def __post_init__(self) -> None:
@@ -64,14 +64,14 @@ class AttentionSettings(ComparisonSettings):
         if min(self.cache_sizes) < fewest:
             raise UserError(
                 f"--cache-sizes must be at least {fewest} for --num-steps {self.num_steps}, got "
-                f"{min(self.cache_sizes)}: the first step that is watched must see 24 entries"
+                f"{min(self.cache_sizes)}: the first observed step must see 24 entries"
             )
 
 
 @keywords_of(AttentionSettings)
 @progress.shown_as("eval attention")
 def attention(settings: AttentionSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same texts, and average what its queries look at.
+    """Let every method read the same texts, and average the attention of its queries.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` and their intervals (shares in %, means over
@@ -115,8 +115,8 @@ COLUMNS = {
     )
 }
 BY_LAYER = (
-    "The share of the first four entries in each layer. A sink is a line far above what an even "
-    "spread over all entries would give."
+    "The share of the first four entries in each layer. A sink is a line far above the share "
+    "of an even spread over all entries."
 )
 
 
@@ -125,9 +125,10 @@ class Attention(Evaluation):
     run = staticmethod(attention)
     heading = "Attention"
     about = (
-        "Mean attention weights over texts, before anything is evicted, and after everything but a "
-        "method's sinks has been evicted. The first entry of a window is its oldest. "
-        "Models that need attention sinks (Xiao et al. 2024) have a bright left edge before."
+        "Mean attention weights over texts, before any eviction, and after everything but a "
+        "method's sinks has been evicted. The first entry of a window is its oldest. Models "
+        "that need attention sinks (Xiao et al. 2024) have a bright left edge before the "
+        "eviction."
     )
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
@@ -156,7 +157,7 @@ class Attention(Evaluation):
     def figure(self, document: Document) -> Drawing:
         from kvalign.eval.evaluations.attention.pictures import by_place
 
-        caption = "Attention by layer and place, and of the first four by head: "
+        caption = "Attention by layer and position, and of the first four by head: "
         return by_place(document), caption + self.title(document), sinks(document["rows"])
 
     def sections(self, documents: Documents) -> list[Section]:

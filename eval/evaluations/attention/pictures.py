@@ -1,4 +1,4 @@
-"""Attention weights as pictures: a map of layers and places, one of layers and heads, and lines."""
+"""Attention weights as pictures: maps of layers by positions and by heads, and lines."""
 
 from typing import Any
 
@@ -19,8 +19,9 @@ SHADES = LogNorm(0.1, 100, clip=True)
 
 
 def by_place(document: Document) -> Figure:
-    """Two rows of maps a cache size: layers by places, the mean weight of an entry; and layers by
-    heads, the share of the first four. A column is of before, or of a method after.
+    """Two rows of maps for each cache size: layers by positions, the mean weight of an entry; and
+    layers by heads, the share of the first four. A column is for before the eviction, or for a
+    method after it.
     """
     groups = grouped(document["rows"], "cache_size")
     num_columns = 1 + max(map(len, groups.values()))
@@ -38,8 +39,8 @@ def by_place(document: Document) -> Figure:
                 _map(bottom, maps["by_head"], "head")
                 phase = "" if title == BEFORE else "after: "
                 top.set_title(escape_controls(phase + title), fontsize=8, parse_math=False)
-            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer, an entry's weight")
-            pair_axes[1, 0].set_ylabel("layer, first four")
+            pair_axes[0, 0].set_ylabel(f"C = {cache_size}\nlayer (weight per entry)")
+            pair_axes[1, 0].set_ylabel("layer (first four entries)")
         bar = figure.colorbar(mesh, ax=all_axes, aspect=40, pad=0.01, extend="min")
         assert bar.solids is not None
         bar.solids.set(rasterized=False, edgecolor="face")  # the report's page shows no images
@@ -49,7 +50,7 @@ def by_place(document: Document) -> Figure:
 
 
 def by_layer(document: Document) -> Figure:
-    """The share of the first four entries in each layer, before and after, a panel a cache size."""
+    """Share of the first four entries by layer, before and after, a panel for each cache size."""
     panels = {}
     for cache_size, rows in grouped(document["rows"], "cache_size").items():
         styles = {BEFORE: (INK, ".", "--")} | styles_of(rows)
@@ -58,7 +59,7 @@ def by_layer(document: Document) -> Figure:
             for label, maps in _columns(rows).items()
             for shares in [[float(np.mean(heads)) for heads in maps["by_head"]]]
         ]
-    return draw(panels, x="layer", y="attention on first four, %")
+    return draw(panels, x="layer", y="attention on the first four entries, %")
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Attention weights of a model's layers, as a method streams.
+"""Attention weights of a model's layers while a method streams.
 
-transformers' own eager attention computes them; a hook on each layer's attention keeps those of the
-last query alone, so no more than one layer's are held at once.
+transformers' own eager attention computes them. A hook on each layer's attention keeps only those
+of the last query, so the full weights of only one layer exist at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,11 +37,11 @@ def num_tokens(cache_size: int, num_steps: int) -> int:
 
 
 def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
-    """The first pieces of the corpus's test part, each of what the largest cache needs, its first
-    tokens replaced by what the tokenizer puts before a text: [num_texts, T] int64.
+    """First pieces of the corpus's test part, as long as the largest cache needs, with the
+    tokenizer's opening tokens in place of the first ones: [num_texts, T] int64.
 
     Raises:
-        UserError: it has fewer.
+        UserError: the corpus has fewer.
     """
     progress.phase(f"reading {settings.corpus}")
     length = num_tokens(max(settings.cache_sizes), settings.num_steps)
@@ -54,13 +54,13 @@ def read_texts(loaded: LoadedModel, settings: AttentionSettings) -> Tensor:
 def watch(
     method: Method, ids: Tensor, num_steps: int, on_steps: Callable[[int], object] = lambda n: None
 ) -> tuple[Tensor, Tensor]:
-    """Feed ids [B, 2 C + 1 + num_steps], and watch the last steps before anything is evicted, which
-    end with C + 1 entries, and the last of all, when everything but the sinks has been evicted;
-    UserError for too many tokens for a method that does not evict.
+    """Feed ids [B, 2 C + 1 + num_steps]. Observe the last steps before any eviction, which end with
+    C + 1 entries, and the last of all, when everything but the sinks has been evicted. UserError
+    for too many tokens for a method that does not evict.
 
     Returns:
-        Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps, of each
-        bin (`in_bins`) the mean weight of an entry.
+        Weights before and after: [B, L, H, bins] float64, means over `num_steps` steps of the mean
+            weight of an entry in each bin (`in_bins`).
     """
     method = readable(method)
     method.reset()
@@ -87,8 +87,8 @@ def _step(method: Method, ids: Tensor, on_steps: Callable[[int], object]) -> Ten
 
 
 def in_bins(weights: Tensor) -> Tensor:
-    """Weights [..., S], S >= FEWEST, as means over bins [..., FEWEST]: each of the first and of the
-    last `EDGE` entries has one, those between share `NUM_MIDDLE` of equal width.
+    """Weights [..., S], S >= FEWEST, as means over bins [..., FEWEST]: the first and the last
+    `EDGE` entries have one bin each, those between share `NUM_MIDDLE` bins of equal width.
     """
     weights = weights.double().cpu()
     middle = weights[..., EDGE:-EDGE].tensor_split(NUM_MIDDLE, -1)
@@ -98,7 +98,9 @@ def in_bins(weights: Tensor) -> Tensor:
 
 @contextmanager
 def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Each pass of the model adds the weights of its last query to the list: [B, H, S] a layer."""
+    """Context in which each pass of the model appends the weights of its last query to the list:
+    [B, H, S] a layer.
+    """
     config, found = model.config, list[Tensor]()
     name = config._attn_implementation
 
@@ -116,7 +118,7 @@ def watched(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def attention_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that return attention's output and weights, one a layer."""
+    """Modules that return attention's output and weights, one for each layer."""
     named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     found = [module for module in named if module not in inner]  # GPT-Neo has one in another
@@ -125,7 +127,7 @@ def attention_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def readable(method: Method) -> Method:
-    """The method, its entries written where the model's own attention reads them."""
+    """Method whose entries are written where the model's own attention reads them."""
     if isinstance(method, Cached) and isinstance(method.cache.realigner, OnRead):
         method.places_by, method.is_exact = method.cache.realigner.moving, False
         method.reset()

@@ -1,8 +1,8 @@
-"""Time and memory of streaming methods: all in one process, taking turns.
+"""Time and memory of streaming methods, all in one process, taking turns.
 
-Time to the first token is measured apart from time per token with the cache full, and memory when
-no clock runs. Steps are whole periods from one eviction to the next: what a stream pays is their
-mean. The bare step (`bare_step.py`) is timed among the methods.
+Time to the first token is measured apart from time per token with a full cache, and memory apart
+from time. Steps are whole periods from one eviction to the next, so their mean is the cost of a
+stream. The bare step (`bare_step.py`) is timed among the methods.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ PEER_PLACES = 256  # a context of llama.cpp has a multiple of them
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySettings(ComparisonSettings):
-    """Time to the first token, time per token once the cache is full, and peak memory. Methods take
-    turns, so that a busy moment hits all; the bare step, without any eviction, is the floor.
+    """Measure time to the first token, time per token with a full cache, and peak memory. Methods
+    take turns, so that a busy moment affects all. The bare step, without any eviction, is the
+    floor.
 
-    `--model shape:distilgpt2` (gpt2, smollm2-135m) takes random weights: they do not change speed.
-    With `--memory` steps are timed with full memories, of random entries, beside the same without.
+    `--model shape:distilgpt2` (gpt2, smollm2-135m) uses random weights, which do not change speed.
+    With `--memory` steps are timed with full memories of random entries, beside the same step
+    without.
 
     Example:
         kvalign eval latency --cache-sizes 32 --num-trials 2 --trial-len 4
@@ -52,12 +54,12 @@ class LatencySettings(ComparisonSettings):
 
     aligner_kinds: tuple[str, ...] | None = option(
         None,
-        help="untrained kinds of kvalign in place of trained ones, a row each: table, network, "
-        "anchored (without an aligner: table,network)",
+        help="untrained kinds of kvalign instead of trained aligners, a row each: table, "
+        "network, anchored (without an aligner: table,network)",
     )
     reference: str = option(
         "streaming-llm",
-        help="method that ratios are relative to; where the default is not among --methods, the "
+        help="method that ratios are relative to; if the default is not among --methods, the "
         "first of them",
     )
     batch_sizes: tuple[int, ...] = option(
@@ -65,34 +67,34 @@ class LatencySettings(ComparisonSettings):
     )
     prompts: str = option(
         "own",
-        help="prompts before the first token: own, mt-bench, random tokens, or a .jsonl file of "
-        "turns; a shape: model has no tokenizer and takes random ones",
+        help="prompts before the first token: own, mt-bench, random tokens, or a .jsonl file "
+        "of turns; a shape: model has no tokenizer and uses random ones",
     )
-    prompt_len: int = option(64, help="how many random ones", at_least=1, at_most=MOST_ROWS)
+    prompt_len: int = option(64, help="tokens of a random prompt", at_least=1, at_most=MOST_ROWS)
     peer: str | None = option(
         None,
         help="program to time beside the methods, on the same GGUF file, with as many threads "
-        "(llama.cpp, by xllamacpp; cache sizes 255, 511, 1023, ...)",
+        "(llama.cpp, through xllamacpp; cache sizes 255, 511, 1023, ...)",
         choices=(PEER,),
     )
-    corpus: str = option("python-docs", help="text whose perplexity stands beside a --peer's")
+    corpus: str = option("python-docs", help="text for the perplexity beside a --peer's")
     generate: int = option(
         0,
-        help="the paper's protocol: generate this many tokens from each trial's prompt, from an "
-        "empty cache, top 20, and time drawing, too (the paper: 5000); 0: full caches, fed "
-        "random tokens",
+        help="the paper's protocol: generate this many tokens from each trial's prompt, from "
+        "an empty cache, top 20, with drawing included in the time (the paper: 5000); 0: "
+        "full caches, fed random tokens",
         at_least=0,
     )
     num_trials: int = option(10, help="turns of each method; with --generate prompts", at_least=1)
     trial_len: int = option(
         20,
-        help="tokens timed in a turn; rounded up to whole periods from one eviction to the next, "
-        "and from one copy of a buffer to the next",
+        help="timed tokens of a turn; rounded up to whole periods from one eviction to the "
+        "next, and from one copy of a buffer to the next",
         at_least=1,
     )
     num_threads: int = option(0, help="CPU threads, 0 for all", at_least=0, at_most=MOST_THREADS)
     compile: bool = option(
-        False, help="compile every method's step (torch.compile); the bare step stays as it is"
+        False, help="compile every method's step (torch.compile); the bare step is not compiled"
     )
     seed: int = seed_option("weights, tokens and draws")
     plot: Path | None = option(
@@ -124,8 +126,8 @@ class LatencySettings(ComparisonSettings):
         if odd := [size for size in self.cache_sizes if (size + 1) % PEER_PLACES]:
             near = max(1, round((odd[0] + 1) / PEER_PLACES)) * PEER_PLACES - 1
             raise UserError(
-                f"a context of {self.peer} has a multiple of {PEER_PLACES} places, one more than "
-                f"--cache-sizes: take {near} in place of {odd[0]}"
+                f"a context of {self.peer} has a multiple of {PEER_PLACES} positions, one more "
+                f"than --cache-sizes: use {near} instead of {odd[0]}"
             )
 
 
@@ -135,19 +137,20 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     """Measure the bare step and every method at every cache size and batch size.
 
     Returns:
-        A document whose rows have the sizes, num_steps (calls timed, without the first tokens), and
-        `COLUMNS`; those of the bare step, method "bare", come before the methods' of the same cache
-        and batch size, by which all ratios are. Where any has a memory, each is there without one,
-        by which memory_ratio is; stored_bytes are those of a full memory by the tokens that it
-        keeps, stored_ratio by what as many take in a cache, 0 without a memory; neither is there
-        where prompts fill it (`generate`). Times per token are those of a step divided by the batch
-        size; ttft_ms is from an empty cache to the logits after a prompt, for all streams together,
-        median over the trials; peak_mb (10^6 bytes) from an empty cache through a first input of
-        cache_size + 1 tokens and 3 steps, None where the device does not tell, or beside a peer.
+        A document whose rows have the sizes, num_steps (timed calls, without the first tokens), and
+        `COLUMNS`. Rows of the bare step, method "bare", come before those of the methods with the
+        same cache and batch size; ratios are relative to the reference. If any row has a memory,
+        each method also has a row without one, and memory_ratio is relative to it. stored_bytes are
+        the bytes of a full memory per stored token; stored_ratio is relative to a token in a cache,
+        0 without a memory. Both are absent if prompts fill the memory (`generate`). Times per token
+        are those of a step divided by the batch size. ttft_ms is the time from an empty cache to
+        the logits after a prompt, for all streams together, median over the trials. peak_mb (10^6
+        bytes) covers an empty cache, a first input of cache_size + 1 tokens and 3 steps; None if
+        the device does not report it, or beside a peer.
 
-        A peer has the last row of each cache size, with the sinks of the reference; each row then
-        has `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its
-        version and build.
+        A peer has the last row of each cache size, with the reference's sinks. Each row then has
+        `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its version
+        and build.
 
     Raises:
         UserError: a method that ends before so many tokens; a peer that is not installed, or cannot
@@ -184,7 +187,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         torch.set_num_threads(num_threads)
 
 
-BARE = "by that of the bare step: one pass over C + 1 entries, nothing evicted"
+BARE = "relative to the bare step: one pass over C + 1 entries, nothing evicted"
 COLUMNS = {
     "batch_size": Column("batch", weight=6, is_key=True),
     "mean_ms": Column(
@@ -194,29 +197,36 @@ COLUMNS = {
     "p99_ms": Column("p99 ms", 2, "lower", "99 steps of 100 are faster"),
     "max_ms": Column("worst ms", 2, "lower", "the slowest step", True),
     "ratio": Column(
-        "ratio", 3, "lower", "mean by the reference's mean on the same work", by_reference=True
+        "ratio",
+        3,
+        "lower",
+        "mean relative to the reference's mean on the same work",
+        by_reference=True,
     ),
     "memory_ratio": Column(
-        "by no memory",
+        "ratio to no memory",
         3,
-        about="mean by that of the same method without a memory; memories are full, of random "
+        about="mean relative to the same method without a memory; memories are full of random "
         "entries",
         is_optional=True,
         weight=3,
     ),
     "stored_bytes": Column(
-        "stored bytes", 0, about="bytes of a full memory, by the tokens it keeps", is_optional=True
+        "stored bytes", 0, about="bytes of a full memory per stored token", is_optional=True
     ),
     "stored_ratio": Column(
-        "by cache", 3, about="the same by 2 L H D numbers, a token in a cache", is_optional=True
+        "ratio to cache",
+        3,
+        about="the same relative to 2 L H D numbers, the size of a token in a cache",
+        is_optional=True,
     ),
-    "bare_mean_ratio": Column("mean by bare", 3, "lower", f"mean {BARE}", True, weight=5),
-    "bare_ratio": Column("median by bare", 3, "lower", f"median {BARE}", True),
+    "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}", True, weight=5),
+    "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}", True),
     "tokens_per_s": Column(
-        "tokens/s", 1, "higher", "of all streams together, by the mean", True, weight=2
+        "tokens/s", 1, "higher", "of all streams together, from the mean", True, weight=2
     ),
     "ttft_ms": Column("first token, ms", 1, "lower", "prompt to first logits", weight=2),
-    "peak_mb": Column("peak MB", 1, "lower", "most memory held beyond the weights", True),
+    "peak_mb": Column("peak MB", 1, "lower", "most memory allocated beyond the weights", True),
 }
 PEER_COLUMNS = {
     "turn_per_s": Column(
@@ -229,7 +239,7 @@ PEER_COLUMNS = {
         weight=3,
     ),
     "turn_by_peer": Column(
-        "by peer", 2, "", "tokens/s of turns, medians, by those of the peer", True, weight=4
+        "ratio to peer", 2, "", "median tokens/s of turns, relative to the peer's", True, weight=4
     ),
     "prompt_per_s": Column(
         "prompt tokens/s",
@@ -240,7 +250,7 @@ PEER_COLUMNS = {
         ("prompt_low", "prompt_high"),
     ),
     "prompt_by_peer": Column(
-        "prompt by peer", 2, "", "prompt tokens/s, medians, by those of the peer", True
+        "prompt ratio to peer", 2, "", "median prompt tokens/s, relative to the peer's", True
     ),
     "peer_perplexity": Column(
         "perplexity", 2, "lower", "of the second half of C tokens, step by step", True
@@ -249,9 +259,9 @@ PEER_COLUMNS = {
 COLUMNS |= PEER_COLUMNS
 MORE_COLUMNS = {"p90_ms": Column("p90 ms", 2, "lower", "nine steps of ten are faster")}
 BATCHES = (
-    "Tokens a second of all streams together, by the mean time of a step. A line that climbs with "
-    "the bare step's shares the reading of the weights among its streams; one that flattens has "
-    "work that each stream pays for."
+    "Tokens per second of all streams together, from the mean time of a step. A line that "
+    "rises with the bare step's reads the weights once for all its streams. A line that "
+    "flattens has work for each stream."
 )
 
 
@@ -261,19 +271,19 @@ class Latency(Evaluation):
     run = staticmethod(latency)
     heading = "Time per token"
     about = (
-        "Eviction and realignment are timed, and methods take turns in one process (the paper's "
-        "figure 4). Lines are means over whole periods from one eviction to the next, so the "
-        "refills of discard-half count in full; whiskers reach to the 99th percentile. The bare "
-        "step, one pass over C + 1 entries with nothing evicted, is the floor of methods that see "
-        "as many. The first token is timed apart: of a prompt longer than the cache, recompute and "
-        "discard-half read only what they keep."
+        "Eviction and realignment are timed, and methods take turns in one process (the "
+        "paper's figure 4). Lines are means over whole periods from one eviction to the next, "
+        "so the refills of discard-half count in full. Whiskers reach to the 99th percentile. "
+        "The bare step, one pass over C + 1 entries with nothing evicted, is the lower bound "
+        "of methods that see as many. The first token is timed separately. From a prompt "
+        "longer than the cache, recompute and discard-half read only the part that they keep."
     )
     in_summary = ("mean_ms", "bare_mean_ratio", "ttft_ms", "peak_mb")
     columns = COLUMNS
     more_columns = MORE_COLUMNS
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """The methods' of the first batch size."""
+        """Rows of the methods with the first batch size."""
         rows = document["rows"]
         first = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
         return [row for row in first if row["method"] != FLOOR]
@@ -286,7 +296,7 @@ class Latency(Evaluation):
         return self._by_size(document), caption, cost(rows)
 
     def batches_figure(self, document: Document) -> Drawing | None:
-        """Tokens a second over batch sizes, if there are several: a panel a cache size."""
+        """Tokens per second over batch sizes, if there are several; a panel for each cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]
@@ -296,7 +306,7 @@ class Latency(Evaluation):
         panels = panels_by("cache_size", rows, f"{title}, C = ", "batch_size", "tokens_per_s")
         x, y = "batch size (streams)", "tokens/s (higher is better)"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
-        return figure, f"Tokens a second over batch sizes: {title}", by_batch(rows)
+        return figure, f"Tokens per second over batch sizes: {title}", by_batch(rows)
 
     def sections(self, documents: Documents) -> list[Section]:
         title, draw = "Tokens a second", self.batches_figure
@@ -304,7 +314,7 @@ class Latency(Evaluation):
         return [*super().sections(documents), batches]
 
     def plot(self, document: Document) -> Figure:
-        """Draw tokens a second of several batch sizes, else the time per token."""
+        """Figure of tokens per second for several batch sizes, else of the time per token."""
         drawn = self.batches_figure(document)
         return drawn[0] if drawn else self._by_size(document)
 

@@ -1,7 +1,8 @@
-"""The bare step: what a step costs when there is nothing to do for the cache.
+"""Bare step: the cost of a step without any work on the cache.
 
-One pass of the model over one token a row, with a buffer of C + 1 entries a layer, one of which is
-overwritten. A method that sees C + 1 entries a step can reach it and no more; it streams nothing.
+It is one pass of the model over one token per row, with a buffer of C + 1 entries in each layer,
+one of which is overwritten. It is the lower bound for methods that see C + 1 entries per step; it
+streams nothing.
 """
 
 from typing import Any
@@ -17,10 +18,10 @@ from kvalign.methods.base import Method
 
 
 class BareStep(Method):
-    """Fed like a method, and timed among them; for `make_method` there is none of this name."""
+    """Bare step in the form of a method, to be timed among them; `make_method` does not know it."""
 
     name = FLOOR
-    about = "one pass over C + 1 entries, nothing evicted: a floor, no method"
+    about = "one pass over C + 1 entries, nothing evicted: a lower bound, not a method"
 
     def __init__(self, model: PreTrainedModel, cache_size: int):
         super().__init__(model, CacheSizes(cache_size, num_sinks=0))
@@ -32,14 +33,14 @@ class BareStep(Method):
         self.cache = Cache(layers=layers)
 
     def feed(self, ids: Tensor) -> Tensor:
-        """A first input leaves its last C + 1 tokens in the buffer, and zeros where it is shorter;
-        after that one token a row, at position C, in place of the one before.
+        """Read a first input, whose last C + 1 tokens fill the buffer, with zeros if it is shorter;
+        after that one token per row, at position C, in place of the one before.
         """
         return self.forward(ids[:, -self.sizes.first_input_len :], self.cache)
 
 
 class BareLayer(DynamicLayer):
-    """One layer's buffer: `keys` and `values` [B, H, C + 1, D], full from the first input on."""
+    """Buffer of one layer: `keys` and `values` [B, H, C + 1, D], full from the first input on."""
 
     is_croppable = False
 

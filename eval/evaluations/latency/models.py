@@ -43,7 +43,7 @@ def random_model(
     seed: int = 0,
     weights: str | None = None,
 ) -> PreTrainedModel:
-    """A random model of a well-known shape: weights do not change speed."""
+    """Random model of a well-known shape: weights do not change speed."""
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape!r} (known: {', '.join(SHAPES)})")
     dtype, weights = precision_of(device, dtype, weights)
@@ -59,8 +59,8 @@ def random_model(
 def load_with_prompts(
     settings: LatencySettings, loaded: LoadedModel | None
 ) -> tuple[LatencySettings, PreTrainedModel, list[Tensor], Tensor | None]:
-    """The settings, their model, prompts [1, T] for the first token to follow, and beside a peer
-    the text [1, C + 1] of the largest cache whose perplexity is compared.
+    """Settings, their model, prompts [1, T] before the first token, and for a peer the text [1, C +
+    1] of the largest cache, whose perplexity is compared.
     """
     rng = torch.Generator().manual_seed(settings.seed)
     if loaded is None and settings.model.startswith(SHAPE_PREFIX):
@@ -89,8 +89,8 @@ def _text(settings: LatencySettings, loaded: LoadedModel) -> Tensor:
 
 
 def untrained_aligners(model: PreTrainedModel, settings: LatencySettings) -> list[Aligner] | None:
-    """Aligners that change nothing and take as long as those that do, of the kinds asked for or
-    where no trained one is at hand; None where trained ones are taken, or no method takes any.
+    """Untrained aligners, which change nothing but take as long as trained ones, of the requested
+    kinds, or if no trained one is available; None if trained ones are used, or no method uses any.
     """
     if settings.aligner or not any(METHODS.find(name).takes_aligner for name in settings.methods):
         return None

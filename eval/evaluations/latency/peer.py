@@ -1,9 +1,9 @@
-"""llama.cpp on the same clock: what a user would take instead for an endless stream on a CPU.
+"""llama.cpp on the same clock: the usual alternative for an endless stream on a CPU.
 
-The package xllamacpp brings it, built. It reads the model's GGUF file and streams in its own way: a
-context of C + 1 places, sinks that stay (`n_keep`) and, when it is full, a context shift, which
-drops half of the window at once and rotates the keys that stay. So a step sees three quarters of C
-on average, where a streaming cache sees C + 1.
+The package xllamacpp contains it, compiled. It reads the model's GGUF file and streams in its own
+way: a context of C + 1 positions with sinks (`n_keep`). When it is full, a context shift drops half
+of the window at once and rotates the keys that stay. So a step sees three quarters of C on average,
+where a streaming cache sees C + 1.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _SURE = 1e3  # added to a logit, its token is drawn; the probability that is tol
 
 
 def file_of(model: str) -> Path:
-    """The GGUF file that a model is read from, or that it was made of when it was fetched.
+    """The GGUF file from which a model is read, or was made when it was fetched.
 
     Raises:
         UserError: there is none, or no package that reads it.
@@ -36,7 +36,7 @@ def file_of(model: str) -> Path:
     try:
         import xllamacpp  # noqa: F401
     except ModuleNotFoundError:
-        raise UserError(f"--peer {PEER} runs by xllamacpp: pip install 'kvalign[peer]'") from None
+        raise UserError(f"--peer {PEER} needs xllamacpp: pip install 'kvalign[peer]'") from None
     if model in fetched.MODELS:
         if file := fetched.gguf_path(model):
             return file
@@ -48,7 +48,7 @@ def file_of(model: str) -> Path:
 
 
 def about(model: str) -> dict[str, str]:
-    """The version, what instructions its build has, and the file that it reads a model from.
+    """Version, instruction sets of the build, and the model's file.
 
     Raises:
         UserError: as of `file_of`.
@@ -62,17 +62,17 @@ def about(model: str) -> dict[str, str]:
 
 
 class LlamaCpp:
-    """One cache size of it, to be timed among the methods.
+    """One cache size of llama.cpp, to be timed among the methods.
 
     Args:
         file: the model's.
-        sizes: the cache size C, with C + 1 a multiple of 256, and the sinks; one more of them where
-            the file says that a text begins with a token of its own.
+        sizes: the cache size C, with C + 1 a multiple of 256, and the sinks; one sink more if the
+            file says that texts begin with a special token.
         num_threads: of its steps and its prompts.
         longest: tokens of the longest prompt.
 
     Attributes:
-        num_ubatch: what prompts are read with; None until the first.
+        num_ubatch: batch size of prompts; None before the first.
     """
 
     name: ClassVar[str] = PEER
@@ -92,20 +92,20 @@ class LlamaCpp:
 
     @property
     def row(self) -> Row:
-        """Fields that tell its row from others (`SIZES`)."""
+        """Fields that identify its row (`SIZES`)."""
         names = ("cache_size", "num_sinks", "num_evicted")
         own = {name: getattr(self.sizes, name) for name in names}
         return {**dict.fromkeys(SIZES), "method": self.name, **own}
 
     def reset(self) -> None:
-        """Nothing: each prompt and each turn begins anew."""
+        """Nothing to reset: each prompt and each turn starts from an empty context."""
 
     def feed(self, ids: Tensor) -> None:
-        """Take in a prompt, ids [1, T], and draw a token.
+        """Read a prompt, ids [1, T], and draw a token.
 
-        A context takes no prompt that is longer than itself, so another one, with room for the
-        longest, reads them, and each token sees all before it. Its `n_ubatch` is what is fastest
-        with the first prompt.
+        A context does not accept a prompt longer than itself. So another context, with room for the
+        longest prompt, reads them, and each token sees all before it. Its `n_ubatch` is the fastest
+        one for the first prompt.
         """
         if self.num_ubatch is None:
             self._choose_ubatch(ids)
@@ -131,8 +131,8 @@ class LlamaCpp:
 
     def losses(self, ids: Tensor, num_context: int) -> list[float]:
         """NLL in nats of each token of ids [1, T] after the first `num_context`, step by step; T is
-        at most C + 1. It tells probabilities of tokens that it draws alone: so each is made sure to
-        be drawn.
+        at most C + 1. The program reports probabilities only of tokens that it draws, so each token
+        is forced.
         """
         tokens, nll = ids[0].tolist(), []
         for i in range(num_context, len(tokens)):
@@ -188,15 +188,15 @@ def beside(
     prompt_lens: Sequence[int],
     perplexities: tuple[float, float],
 ) -> list[Row]:
-    """Return the columns of each row where a peer stands beside, whose row is the last: tokens a
-    second, of turns and of prompts, as median and range and by the peer's; perplexity; what the
-    peer read prompts with.
+    """Return the columns of each row beside a peer, whose row is the last: tokens per second, of
+    turns and of prompts, as median and range and relative to the peer's; perplexity; the peer's
+    batch size for prompts.
 
     Args:
-        turns: seconds of the steps of each turn of each.
-        first: seconds to the first token of each trial of each.
-        prompt_lens: tokens of the prompts, which trials take in turn.
-        perplexities: ours, which is that of all methods, and the peer's.
+        turns: seconds of the steps of each turn, for each row.
+        first: seconds to the first token of each trial, for each row.
+        prompt_lens: tokens of the prompts, which the trials use in turn.
+        perplexities: ours, which is the same for all methods, and the peer's.
     """
     lens = list(itertools.islice(itertools.cycle(prompt_lens), len(first[0])))
     decode = [[len(turn) / sum(turn) for turn in own] for own in turns]

@@ -1,4 +1,4 @@
-"""Rows of `kvalign eval latency`: every method and the bare step, by the clock and by memory."""
+"""Rows of `kvalign eval latency`: time and memory of every method and of the bare step."""
 
 import gc
 import math
@@ -29,7 +29,7 @@ from kvalign.streaming.scoring import score_stepwise
 
 
 def num_turns(settings: LatencySettings, num_methods: int) -> int:
-    """Turns that `measure` counts for so many methods: first tokens, others, memory."""
+    """Number of turns in `measure` for so many methods: first tokens, others, memory."""
     per_trial = 1 + timing.num_rounds(settings) if settings.generate else 2
     beside = 2 if settings.peer else 1  # the bare step, a peer
     num_rows = (num_methods + beside * len(set(settings.cache_sizes))) * len(settings.batch_sizes)
@@ -44,8 +44,8 @@ def measure(
     bar: Bar,
     text: Tensor | None = None,
 ) -> list[Row]:
-    """A row for the bare step and one for each method, at one cache size and one batch size; and
-    one for a peer, whose perplexity of a text [1, C + 1 or more] is compared with the model's.
+    """Row for the bare step and one for each method, at one cache size and one batch size; and one
+    for a peer, whose perplexity of a text [1, C + 1 or more] is compared with the model's.
     """
     reference = 1 + [method.name for method in methods].index(settings.reference)
     methods = [BareStep(methods[0].model, methods[0].sizes.cache_size), *methods]
@@ -166,11 +166,11 @@ def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | No
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Bytes of tensors held at once while `work` runs, beyond those held before; None on a device
-    that does not tell, where `work` is not called.
+    """Most bytes of tensors allocated at once while `work` runs, beyond those before; None on a
+    device that does not report it, where `work` is not called.
 
-    CUDA's allocator keeps that count. The CPU's keeps none: there the profiler tells of every
-    allocation (+) and release (-), and the peak is that of their running sum.
+    CUDA's allocator counts them. The CPU's does not: there the profiler reports every allocation
+    (+) and release (-), and the peak is that of their running sum.
     """
     gc.collect()  # what is released in the meantime would be taken off the peak
     if device.type == "cuda":

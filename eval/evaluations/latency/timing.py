@@ -1,8 +1,8 @@
-"""Methods on the clock, taking turns: a busy moment of the machine hits all of them.
+"""Timing of methods that take turns, so that a busy moment of the machine affects all of them.
 
-A round is one turn of each method, in an order drawn for that round. Devices are synchronised
-before the clock is read. Prompts and the steps of full caches are timed apart; or, in the paper's
-protocol, what `stream_tokens` does from a prompt on, draws and a cache that fills included.
+A round is one turn of each method, in a random order. Devices are synchronised before the clock is
+read. Prompts and the steps of full caches are timed apart. In the paper's protocol, `stream_tokens`
+is timed from a prompt on, including draws and a filling cache.
 """
 
 import time
@@ -38,9 +38,9 @@ Turns = list[list[list[float]]]
 
 
 def num_steps(method: Method, settings: LatencySettings) -> int:
-    """Steps to time: `num_trials * trial_len`, rounded up to whole periods from one eviction to the
-    next, and of a streaming cache from one copy of its buffers to the front to the next, so that
-    what is done once a period has its share.
+    """Number of steps to time: `num_trials * trial_len`, rounded up to whole periods from one
+    eviction to the next, and of a streaming cache from one copy of its buffers to the next, so that
+    work done once per period has its share.
     """
     least = settings.num_trials * settings.trial_len
     if not isinstance(method, Reencoding):
@@ -53,8 +53,8 @@ def num_steps(method: Method, settings: LatencySettings) -> int:
 def time_first(
     timed: Sequence[Timed], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> Seconds:
-    """Time from an empty cache to the logits after a whole prompt, ids [B, T], of which trial i
-    takes prompts[i % len(prompts)].
+    """Time from an empty cache to the logits after a whole prompt, ids [B, T]; trial i uses
+    prompts[i % len(prompts)].
     """
     for one in timed:
         warm_up(one, prompts[:1])
@@ -69,9 +69,9 @@ def time_first(
 def time_steps(
     timed: Sequence[Timed], batch_size: int, settings: LatencySettings, bar: Bar
 ) -> Turns:
-    """Each of `num_steps` steps of one token a stream, drawing left out. Caches are full, and so is
-    what memory they have: whatever a method evicts, realigns, takes back or re-encodes is part of
-    its step. A turn of a peer is `trial_len` steps, rounded up to whole periods, and draws.
+    """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
+    memories are full: all evicting, realigning, taking back and re-encoding is part of a step. A
+    turn of a peer is `trial_len` steps, rounded up to whole periods, and includes draws.
     """
     methods = [one for one in timed if isinstance(one, Method)]
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
@@ -105,7 +105,7 @@ def num_rounds(settings: LatencySettings) -> int:
 def time_generation(
     methods: Sequence[Method], prompts: Sequence[Tensor], settings: LatencySettings, bar: Bar
 ) -> tuple[Seconds, Turns]:
-    """The first tokens, and the `generate` later ones of each trial; trial i goes on from
+    """Times of the first tokens, and of the `generate` later ones of each trial; trial i continues
     prompts[i % len(prompts)], ids [B, T]. A turn is the first token or `trial_len` of the others.
 
     Raises:
@@ -158,7 +158,7 @@ def memory_of(method: Timed) -> MemoryCache | None:
 
 
 def filling(method: Method, batch_size: int, rng: torch.Generator) -> list[Tensor]:
-    """Random ids that fill a cache and make it evict: [B, cache_size + 1], then [B, 1] thrice."""
+    """Random ids that fill a cache and make it evict: [B, cache_size + 1] and thrice [B, 1]."""
     lens = (method.sizes.cache_size + 1, 1, 1, 1)
     return [random_ids(method.model, batch_size, num_tokens, rng) for num_tokens in lens]
 
@@ -174,7 +174,7 @@ def random_ids(
 def rounds(
     timed: Sequence[Timed], num_rounds: int, bar: Bar, *seeds: int
 ) -> Iterator[tuple[int, int]]:
-    """Number of the round and index of the one whose turn it is; `bar` counts turns."""
+    """Number of the round and index of the method whose turn it is; `bar` counts turns."""
     titles = [title_of(one) if isinstance(one, Method) else one.title for one in timed]
     for number in range(num_rounds):
         for i in np.random.default_rng((*seeds, number)).permutation(len(timed)):

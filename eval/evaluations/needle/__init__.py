@@ -1,11 +1,11 @@
-"""Needle: codes are hidden in a real text, and each is asked for some way on.
+"""Needle: codes hidden in a real text, each asked for some distance later.
 
     ... text ... The secret code of the red door is 48213 . Remember : ... 48213 . ... text ...
     The secret code of the red door is                       asked for 1, 4, 16, 64 C later
 
-An answer is right if the model itself, greedy, writes the code. Questions are asked of a copy of
-the stream, so none of them is in the way of another. After G. Kamradt's needle in a haystack
-(2023), for streams: what counts is the distance, since a text without end has no length.
+An answer is right if the model itself, with greedy decoding, writes the code. Questions are asked
+on a copy of the stream, so they do not affect each other. After G. Kamradt's needle in a haystack
+(2023), adapted to streams: the distance counts, since an endless text has no length.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 COLOURS = "black blue brown golden green grey orange pink purple red white yellow"
 THINGS = "bag bicycle boat box car chest cupboard door gate house locker suitcase"
 NAMES = [f"{colour} {thing}" for colour in COLOURS.split() for thing in THINGS.split()]
-"""What codes belong to, each its own in a stream."""
+"""Owners of the codes; each code of a stream has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleSettings(ComparisonSettings):
-    """Hide codes in a real text, and ask for each some way on: how far back a stream can read. For
-    models that copy what they read (`--model smollm2-135m-instruct`).
+    """Hide codes in a real text, and ask for each some distance later: how far back a stream can
+    read. For models that copy from their context (`--model smollm2-135m-instruct`).
 
     Example:
         kvalign eval needle --cache-sizes 32 --distances 1,4 --num-streams 2
@@ -49,7 +49,7 @@ class NeedleSettings(ComparisonSettings):
 
     methods: tuple[str, ...] = option(
         ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense where the context length allows",
+        help="methods, comma-separated; dense only within the context length",
     )
     corpus: str = option(
         "python-docs", help="the text around the codes: python-docs, wikitext, text:PATH, ..."
@@ -68,7 +68,7 @@ class NeedleSettings(ComparisonSettings):
     )
     gap: int = option(100, help="tokens of text before each code", at_least=0, at_most=MOST_SIZE)
     num_streams: int = option(
-        10, help="streams, each with text of its own", at_least=1, at_most=MOST_ROWS
+        10, help="streams, each with its own text", at_least=1, at_most=MOST_ROWS
     )
     seed: int = seed_option("the codes, the same for each method")
     plot: Path | None = option(None, help="also draw methods against distance (.png or .svg)")
@@ -77,17 +77,16 @@ class NeedleSettings(ComparisonSettings):
 @keywords_of(NeedleSettings)
 @progress.shown_as("eval needle")
 def needle(settings: NeedleSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same streams, and count the codes that it finds again.
+    """Let every method read the same streams, and count the codes that it finds.
 
     Returns:
         A document with a row for each method, its sizes and `distance` (cache sizes): `accuracy`
         with the ends of its 95 % interval (accuracy_low, accuracy_high), num_questions, num_tokens
-        (of the stream before the question, a mean), distance_tokens and seconds. A distance at
-        which the context length of a method that does not evict leaves no room for all questions
-        has no row.
+        (mean length of the stream before the question), distance_tokens and seconds. A method that
+        does not evict has no row for a distance whose questions exceed its context length.
 
     Raises:
-        UserError: a corpus without so much text.
+        UserError: a corpus that is too short.
     """
     from kvalign.eval.evaluations.needle.haystack import haystacks, is_found
     from kvalign.eval.protocol.asked import rows_of
@@ -113,7 +112,7 @@ COLUMNS = {
         "distance", weight=6, about="from the code to its question, in cache sizes", is_key=True
     ),
     "accuracy": share_column(
-        "accuracy", "codes found", "codes that are written, greedy, in all their digits", 5
+        "accuracy", "codes found", "codes that greedy decoding writes with all their digits", 5
     ),
     "distance_tokens": Column("tokens back", about="from the code to its question"),
 }
@@ -124,16 +123,16 @@ class NeedleEvaluation(Evaluation):
     run = staticmethod(needle)
     heading = "Needle in a stream"
     about = (
-        "Codes of five digits are hidden in a text, and each is asked for some way on, on a copy "
-        "of the stream. An answer is right if the model writes all digits, greedy: none is by "
-        "chance."
+        "Codes of five digits are hidden in a text, and each is asked for some distance later, "
+        "on a copy of the stream. An answer is right if greedy decoding writes all digits. "
+        "None is right by chance."
     )
     in_summary = ("accuracy",)
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
 
     def figure(self, document: Document) -> Drawing | None:
-        """A heat map a cache size: methods, distances, and the share of codes that are found."""
+        """Heat map for each cache size: methods, distances, and the share of found codes."""
         from kvalign.eval.drawing.strips import draw_shares
         from kvalign.eval.protocol.tables import grouped, label_of
 

@@ -1,7 +1,7 @@
-"""The streams of `kvalign eval needle`: a text with codes near its beginning, as tokens.
+"""Streams of `kvalign eval needle`: a text with codes near its beginning, as tokens.
 
-A code is tokenised apart from what is before and after it, in the text and in an answer alike, so
-an answer has the very tokens of the text, whatever a tokenizer would merge.
+A code is tokenised apart from the text around it, in the stream and in an answer alike. So an
+answer has the same tokens as the text, whatever a tokenizer would merge.
 """
 
 import math
@@ -24,11 +24,11 @@ from kvalign.streaming.health import check_losses
 
 @dataclass(frozen=True)
 class Needle:
-    """A code in a stream.
+    """Code in a stream.
 
     Attributes:
-        end: tokens of the stream up to its end.
-        question: what asks for it.
+        end: number of tokens of the stream up to its end.
+        question: asks for it.
         code: the answer.
     """
 
@@ -62,7 +62,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
     """Streams of the settings, each with other text, long enough for the largest cache.
 
     Raises:
-        UserError: a corpus without so much text.
+        UserError: a corpus that is too short.
     """
     tokenizer, rng = loaded.tokenizer, random.Random(settings.seed)
     farthest = max(settings.distances) * max(settings.cache_sizes)
@@ -88,7 +88,7 @@ def haystacks(settings: NeedleSettings, loaded: LoadedModel) -> list[Haystack]:
 
 
 def is_found(method: Method, needle: Needle) -> dict[str, bool]:
-    """Return whether a code is written, greedy, once it is asked for."""
+    """Return whether greedy decoding writes a code when it is asked for."""
     new = needle.question
     for token in needle.code:
         logits = method.feed(torch.tensor([new], device=method.model.device))[0].float()

@@ -1,13 +1,13 @@
-"""Perplexity of streaming methods, by one protocol for all.
+"""Perplexity of streaming methods, with one protocol for all.
 
     ids     0 1 ... C | C+1 C+2 ... C+num_tokens
             first input  labels, one at a time
 
-exp(mean NLL) over the labels; at one cache size every method is scored on the same ones. A method
-scores a text step by step, or by a faster way with the same result: windows in a batch where it
-re-encodes clean ones anyway, whole segments in the relative form where its realignment starts from
-birth. So `seconds` is no measure of a method's speed, unless every method was made to step
-(`--stepwise`); `kvalign eval latency` measures it best.
+The result is exp(mean NLL) over the labels; at one cache size every method has the same labels. A
+method scores a text step by step, or in a faster way with the same result: batches of windows if it
+re-encodes clean ones, whole segments in the relative form if its realignment starts from the
+original entries. So `seconds` does not measure a method's speed, unless every method steps
+(`--stepwise`). `kvalign eval latency` measures speed best.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ComparisonSettings):
-    """Compare methods on perplexity, lower is better: at one cache size on the same labels. Between
+    """Compare methods by perplexity on the same labels at each cache size; lower is better. Between
     cache sizes the labels are shifted, since the first input is C + 1 tokens.
 
     Example:
@@ -62,12 +62,12 @@ class PerplexitySettings(ComparisonSettings):
     )
     keep: Path | None = option(
         None,
-        help="folder that keeps the loss of each token (Parquet); losses that it has are not "
+        help="folder that keeps the loss of each token (Parquet); losses in it are not "
         "computed again",
         writes="folder",
     )
     stepwise: bool = option(
-        False, help="one step a token, even if a faster way gives the same results"
+        False, help="one step per token, even if a faster way gives the same results"
     )
     plot: Path | None = option(
         None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
@@ -80,12 +80,12 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """Score every method at every cache size and number evicted.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS` (those of the ratio with a reference),
-        nll_nats (mean a label), low and high (of the interval; high and ratio_high are None where
-        labels are too few), quarters (perplexity of each quarter of the labels), segments (see
-        `kvalign.eval.protocol.statistics.by_segment`; with a reference each has its ratio, too),
-        bigrams and tokens (`SLICES`: recall slices as `slices.slices` has them, with a reference
-        their ratios), seconds.
+        A document whose rows have the sizes, `COLUMNS` (the ratio only with a reference), nll_nats
+        (mean per label), low and high (of the interval; high and ratio_high are None with too few
+        labels), quarters (perplexity of each quarter of the labels), segments (see
+        `kvalign.eval.protocol.statistics.by_segment`; with a reference each also has its ratio),
+        bigrams and tokens (`SLICES`: recall slices as `slices.slices` returns them, with a
+        reference also their ratios), seconds.
 
     Raises:
         UserError: a corpus shorter than the largest cache and the labels.
@@ -106,7 +106,7 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     return document("eval perplexity", settings, rows, started=started, plot=EVALUATION.plot)
 
 
-LAST_BY_FIRST = "the last quarter of the labels by that in the first"
+LAST_BY_FIRST = "the last quarter of the labels relative to the first"
 COLUMNS = {
     "num_labels": Column("labels", weight=0),
     "perplexity": Column(
@@ -122,7 +122,7 @@ COLUMNS = {
         "ratio",
         3,
         "lower",
-        "by the reference's, on the same labels; 95 %, paired moving blocks",
+        "relative to the reference, on the same labels; 95 %, paired moving blocks",
         is_optional=True,
         ends=("ratio_low", "ratio_high"),
         by_reference=True,
@@ -135,20 +135,21 @@ MORE_COLUMNS = {
     "high": Column("95 % to", 2, "", "moving-block bootstrap over the labels", True),
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
-    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss of a label"),
+    "nll_nats": Column("NLL, nats", 4, "lower", "mean loss per label"),
     "seconds": Column("total s", 1, "lower", "time of the whole run", is_optional=True),
 }
 DRIFT = (
-    "The same perplexity as the stream goes on, in units of the cache size since the cache filled; "
-    "by the reference's on the same labels where there is one, which takes the text's own ups and "
-    "downs out. A point is a stretch of the stream, as long as all before it; the drift of the "
-    f"tables is the ratio in {LAST_BY_FIRST}. An error that is compounded climbs in both."
+    "The same perplexity along the stream, in cache sizes since the cache filled. With a "
+    "reference it is relative to the reference on the same labels, which removes the ups and "
+    "downs of the text itself. A point is a stretch of the stream, as long as all before it. "
+    f"The drift in the tables is the ratio in {LAST_BY_FIRST}. Errors that accumulate rise in "
+    "both."
 )
 
 
 class SliceKind(NamedTuple):
-    """Division of labels: by how far back the last `length` tokens that end with them were there,
-    and where slices end, in cache sizes.
+    """Division of labels by how far back their last `length` tokens occurred before, and the ends
+    of slices, in cache sizes.
     """
 
     length: int
@@ -161,8 +162,8 @@ SLICES = {
 }
 """Recall slices by their names in a row."""
 TOTAL_TIME = (
-    "Every method made to step token by token, as it does when it generates (the paper's figure "
-    "3); a point is one cache size. To the lower left is better."
+    "Every method steps token by token, as when it generates (the paper's figure 3). A point "
+    "is one cache size; lower left is better."
 )
 TIMED_COLUMNS = {"perplexity": COLUMNS["perplexity"], "seconds": MORE_COLUMNS["seconds"]}
 
@@ -173,8 +174,8 @@ class Perplexity(Evaluation):
     heading = "Perplexity"
     about = (
         "exp(mean loss) over the same labels for every method at one cache size, after a first "
-        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows of "
-        "equal sinks: recompute and window keep none unless asked to."
+        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows "
+        "with equal sinks: recompute and window keep none by default."
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
@@ -212,9 +213,7 @@ class Perplexity(Evaluation):
                 raise UserError(f"rows.{name}: each row needs the same slices")
 
     def chosen(self, documents: Documents) -> Documents:
-        """Less those that stepped through a text for their times alone, while another scored more
-        of it.
-        """
+        """Documents without those that only measure time, if another scored more of the text."""
         settings = {name: document["settings"] for name, document in documents.items()}
         of = {name: (s["model"], s["corpus"]) for name, s in settings.items()}
         scored = {of[name] for name, s in settings.items() if not s["stepwise"]}
@@ -233,7 +232,7 @@ class Perplexity(Evaluation):
         return self.plot(document), caption, by_size(rows, reference)
 
     def plot(self, document: Document) -> Figure:
-        """Perplexity (log scale) against cache size, a line with intervals a method."""
+        """Perplexity (log scale) against cache size, a line with intervals for each method."""
         from kvalign.eval.drawing.plots import draw, perplexities
 
         title = f"{self.title(document)}\n{_bars(document)}"
@@ -264,13 +263,13 @@ class Perplexity(Evaluation):
         ]
         if not points:
             return None
-        by = f" by {reference}'s" if (reference := settings["reference"]) else ""
+        by = f" relative to {reference}" if (reference := settings["reference"]) else ""
         panels = panels_by("cache_size", points, "C = ", "end", "y")
-        x, y = "cache sizes since it filled", f"perplexity{by}"
+        x, y = "cache sizes since the cache filled", f"perplexity{by}"
         figure = draw(panels, x=x, y=y, doubling_x=True, log_y=True)
         of = f"{settings['model']}, {settings['corpus']}"
         rows = [row for row in document["rows"] if not is_reference(row, reference)]
-        return figure, f"Perplexity{by} as the stream goes on: {of}", by_drift(rows, reference)
+        return figure, f"Perplexity{by} along the stream: {of}", by_drift(rows, reference)
 
     def _by_time(self, document: Document) -> Drawing:
         from kvalign.eval.drawing.plots import draw, perplexities

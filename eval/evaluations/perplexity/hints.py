@@ -1,4 +1,4 @@
-"""A perplexity so high that the text, or the tokenizer, may not be the model's own."""
+"""Warning about a perplexity so high that the text, or the tokenizer, may not fit the model."""
 
 import logging
 import math
@@ -31,12 +31,12 @@ class _Facts(BaseModel):
 def hint_at_wrong_text(
     rows: Sequence[Row], methods: Sequence[Method], loaded: LoadedModel, corpus: str
 ) -> None:
-    """Warn, once, where all perplexities' intervals lie above the order of magnitude of the
-    vocabulary, or far above those of the cards; too few labels for an interval say nothing.
+    """Warn, once, if the intervals of all perplexities lie above the order of magnitude of the
+    vocabulary, or far above those of the cards. Too few labels for an interval give no warning.
     """
     vocab_size, best = loaded.model.config.vocab_size, min(rows, key=lambda row: row["low"])
     if best["low"] > 10 ** math.floor(math.log10(vocab_size)):
-        _warn(best, f"of the order of guessing among {vocab_size} tokens", corpus)
+        _warn(best, f"about that of guessing among {vocab_size} tokens", corpus)
         return
     of_model = _of_model(loaded.spec.name)
     pairs = [(row, _expected(method, of_model)) for row, method in zip(rows, methods, strict=True)]
@@ -52,8 +52,8 @@ def hint_at_wrong_text(
 def _warn(row: Row, what: str, corpus: str) -> None:
     said = f"perplexity {row['perplexity']:.4g} of {label_of(row)} is {what}: corpus {corpus!r}"
     log.warning(
-        "%s, or its encoding, may be the wrong text for this model, or the tokenizer not the "
-        "model's own",
+        "%s, or its encoding, may be the wrong text for this model, or the tokenizer may not "
+        "belong to the model",
         said,
     )
 

@@ -1,12 +1,12 @@
 """Losses that others measured, token by token, as a document of `kvalign eval perplexity`.
 
-The authors of KV-Align publish theirs, of DistilGPT2 and SmolLM2: a tensor of 20 000 losses for
-each method and cache size, on the same labels at one size. What each is, its name says:
+The authors of KV-Align publish theirs, for DistilGPT2 and SmolLM2: a tensor of 20 000 losses for
+each method and cache size, on the same labels at one size. The file name describes it:
 
     nglls_mode_MODE_tokens_N_cache_size_C[_model_name_MODEL_data_set_CORPUS].pt
 
 Logs beside them (`Perplexity after N Label Tokens and Cache Size C with Mode MODE: P. Took S
-seconds`) have the time that each took. The tokens are not there, so there are no recall slices.
+seconds`) have the time of each. The tokens are not published, so there are no recall slices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = {
     "sliding_window": ("streaming-llm", 4),
     "key_value_net": ("kvalign", 4),
 }
-"""Our methods by their modes, and the sinks that they keep."""
+"""Our methods and their sinks, by the authors' modes."""
 
 _NAME = re.compile(
     rf"nglls_mode_({'|'.join(MODES)})_tokens_(\d{{1,9}})_cache_size_(\d{{1,9}})"
@@ -45,11 +45,11 @@ _ROUNDED = 1e-4  # share by which a log's perplexity may differ from that of the
 
 @dataclass(frozen=True, kw_only=True)
 class ImportLossesSettings(Settings):
-    """Read losses that the paper's authors measured, a file a method and cache size, and show them
-    as `kvalign eval perplexity` shows ours: intervals, ratios on the same labels, drift.
+    """Read losses that the paper's authors measured, one file for each method and cache size. Show
+    them as `kvalign eval perplexity` shows ours: intervals, ratios on the same labels, drift.
 
     The files are in perplexity_eval/ of github.com/eecs585projectorg/kv-align; nothing in them is
-    executed. --json prints a document that `kvalign report` takes.
+    executed. --json prints a document for `kvalign report`.
 
     Example:
         kvalign eval import-losses --losses nglls_gpt2 --model distilgpt2
@@ -86,9 +86,9 @@ def import_losses(settings: ImportLossesSettings) -> Document:
         one above it have those of every file.
 
     Raises:
-        NotFoundError: no folder, or no such file in it.
-        UserError: a file that is damaged, holds other than such losses, or names no model; a cache
-            size without the reference or with labels of another number.
+        NotFoundError: the folder does not exist, or has no such file.
+        UserError: a file that is damaged, contains something else, or names no model; a cache size
+            without the reference or with another number of labels.
     """
     from kvalign.eval.evaluations.perplexity.scores import compare
     from kvalign.eval.protocol.document import document
@@ -159,15 +159,15 @@ def _read(one: _File) -> Tensor:
             nll = torch.load(one.path, weights_only=True, map_location="cpu")
     except Exception:  # damaged bytes make torch raise any of a dozen kinds
         raise UserError(
-            f"{one.path} is damaged or holds more than a tensor, which is not run"
+            f"{one.path} is damaged or has more than a tensor, which is not executed"
         ) from None
     is_list = isinstance(nll, torch.Tensor) and nll.ndim == 1 and nll.layout == torch.strided
     if not is_list or not nll.is_floating_point() or len(nll) != one.num_labels or not len(nll):
         raise UserError(
-            f"{one.path} must hold {one.num_labels} losses, as its name says: one tensor"
+            f"{one.path} must have {one.num_labels} losses, as its name says: one tensor"
         )
     if not (nll.double().abs() <= MOST_LOSS).all():
-        raise UserError(f"{one.path} has losses that are not finite, or not a model's")
+        raise UserError(f"{one.path} has losses that are not finite, or not from a model")
     return nll.float()
 
 

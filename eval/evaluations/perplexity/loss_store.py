@@ -1,7 +1,7 @@
-"""A folder that keeps the loss of every scored token, one Parquet file for each method and size.
+"""Folder that keeps the loss of every scored token, one Parquet file for each method and size.
 
-A file is named by everything that its numbers depend on, so a run takes from the folder what an
-earlier one has left there, however that ended. A longer run serves a shorter one.
+A file's name depends on everything that its numbers depend on. So a run reuses the losses that an
+earlier one left in the folder, however that ended, and a longer run serves a shorter one.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ class _Metadata(BaseModel):
 
 
 def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
-    """NLL [N] float32 in nats of labels [N] and the seconds that all kept took, or None; UserError
-    for a file of that name which is damaged or of another key.
+    """NLL [N] float32 in nats of labels [N] and the seconds for all kept ones, or None; UserError
+    for a file of that name that is damaged or has another key.
     """
     path = _path(folder, key)
     if not path.exists():
@@ -43,7 +43,7 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
         metadata = checked(_Metadata, json.loads(table.schema.metadata[b"kvalign"]), "metadata")
         tokens, nll = (torch.tensor(table.column(n).to_numpy()) for n in ("token", "nll_nats"))
         if not (nll.double().abs() <= MOST_LOSS).all():
-            raise ValueError("its losses are not finite, or not a model's")
+            raise ValueError("its losses are not finite, or not from a model")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
     if metadata.key != json.loads(json.dumps(key)):
@@ -57,7 +57,7 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
 def write_losses(
     folder: Path, key: dict[str, Any], labels: Tensor, nll: Tensor, seconds: float
 ) -> None:
-    """Keep the losses of labels [N] and the labels themselves."""
+    """Write the losses of labels [N] and the labels themselves."""
     path = _path(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table(
@@ -68,13 +68,13 @@ def write_losses(
 
 
 def about_kept(folder: Path | None) -> str:
-    """Return what a folder has for an interrupted run."""
+    """Return what a folder keeps of an interrupted run."""
     num_files = len(list(folder.glob("[!.]*.parquet"))) if folder else 0
     return f"the losses of {num_files} methods and sizes are kept in {folder}" if num_files else ""
 
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
-    """Return what the losses of `method` on ids [1, N] depend on."""
+    """Return everything that the losses of `method` on ids [1, N] depend on."""
     model = method.model
     weight = model.get_input_embeddings().weight
     weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()

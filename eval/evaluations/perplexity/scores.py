@@ -1,4 +1,4 @@
-"""The losses of every method on the same labels, and the figures that are made of them."""
+"""Losses of every method on the same labels, and the figures from them."""
 
 import math
 import time
@@ -23,12 +23,12 @@ from kvalign.streaming.scoring import score, score_stepwise
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
-    """The first tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 of the largest
-    cache. What the tokenizer puts before a text, as a sink token, takes the place of the first of
-    them, so that models with and without one have the same labels.
+    """First tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 for the largest cache.
+    The tokenizer's opening tokens, such as a sink token, replace the first ones, so that models
+    with and without them have the same labels.
 
     Raises:
-        UserError: it has fewer.
+        UserError: the corpus has fewer.
     """
     progress.phase(f"reading {settings.corpus}")
     num_ids = max(settings.cache_sizes) + 1 + settings.num_tokens
@@ -84,8 +84,8 @@ def of_losses(nll: Tensor, cache_size: int) -> Row:
 
 
 def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
-    """Add to each row how its losses [N] compare with those of the reference (`_base`): ratio, its
-    interval, drift, and the ratio of each segment.
+    """Add to each row the comparison of its losses [N] with those of the reference (`_base`):
+    ratio, its interval, drift, and the ratio of each segment.
     """
     for row, nll in zip(rows, losses, strict=True):
         size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
@@ -105,7 +105,7 @@ def slice_losses(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
     """Add to each row the `SLICES` of its losses [N], which follow C + 1 ids; with a reference each
-    slice has its ratio and the ends of that, too.
+    slice also has its ratio and interval.
     """
     for name, kind in SLICES.items():
         far = distances(ids, kind.length)

@@ -1,14 +1,15 @@
-"""Recall slices: the loss of labels by how far back the text had the same before.
+"""Recall slices: the loss of labels by the distance to their last occurrence in the text.
 
     ... Ser na do ... Ser [na]      the label na ends the bigram "Ser na": distance to the last na
 
 `bigrams`: by the bigram that a label ends. A model that looks into its context finds what followed
-the last time; one that has lost the place does not (the "AR hits" of Arora et al. 2023, Zoology,
-who leave out bigrams that are frequent in the training text; here all count, since that text is not
-at hand). `tokens`: by the label's token alone, further back: what is rare was last said beyond the
-cache, and is what a memory can know of.
+the last time; a model that has forgotten the place does not. These are the "AR hits" of Arora et
+al. 2023 (Zoology), who leave out bigrams that are frequent in the training text; here all count,
+since that text is not available. `tokens`: by the label's token alone, over longer distances. Rare
+tokens last occurred beyond the cache, where only a memory can find them.
 
-What lies d tokens back is still in the cache up to d = C less the sinks: a step sees C + 1 entries.
+An entry d tokens back is still in the cache up to d = C less the sinks, since a step sees C + 1
+entries.
 """
 
 import math
@@ -24,8 +25,8 @@ Slice = dict[str, float | None]
 
 
 def distances(ids: Sequence[int], length: int) -> Tensor:
-    """Distances in tokens, for each of a text's ids, to where the `length` ids that end with it
-    were last, [N] int64; 0: never.
+    """Distances in tokens, for each of a text's ids, to the last occurrence of the `length` ids
+    that end with it, [N] int64; 0: none.
     """
     last: dict[tuple[int, ...], int] = {}
     found = [0] * len(ids)
@@ -36,16 +37,16 @@ def distances(ids: Sequence[int], length: int) -> Tensor:
 
 
 def slices(nll: Tensor, far: Tensor, cache_size: int, edges: Sequence[float]) -> list[Slice]:
-    """Return the loss of each slice of labels, from nll [N] in nats and their distances [N]; of a
+    """Return the loss of each slice of labels, from nll [N] in nats and their distances [N]; for a
     paired difference: the ratio.
 
     Args:
-        edges: where slices end, in cache sizes; the last of them has all that is farther.
+        edges: ends of the slices, in cache sizes; the last slice has everything farther.
 
     Returns:
         For each slice `from` and `to` (in cache sizes: above the one, up to the other; both None:
-        it was not there before), num_labels, and perplexity, low, high (95 %, moving blocks of the
-        slice's own labels), None of no labels.
+        no earlier occurrence), num_labels, and perplexity, low, high (95 %, moving blocks of the
+        slice's own labels), None without labels.
     """
     found = [
         _slice(nll[(far > low * cache_size) & (far <= high * cache_size)])

@@ -22,7 +22,7 @@ NEW = "new"  # what was not there before
 
 
 class Shown(NamedTuple):
-    """A kind of slices in the report: its section, the labels of its plot, what is concluded."""
+    """Kind of slices in the report: its section, the labels of its plot, its conclusion."""
 
     title: str
     about: str
@@ -33,18 +33,19 @@ class Shown(NamedTuple):
 SHOWN = {
     "bigrams": Shown(
         "Recall slices",
-        "Labels that end a bigram which the text had before, by how far back that was last, in "
-        "cache sizes, and those whose bigram is new (Arora et al. 2023). Who has the place in "
-        "sight can copy what followed; perplexity over all labels hides who has lost it. Beyond C "
-        "nobody has but a memory.",
+        "Labels that end a bigram, by the distance to its last occurrence in the text, in "
+        "cache sizes; and labels whose bigram is new (Arora et al. 2023). A method that still "
+        "has that place can copy what followed it. Perplexity over all labels hides which "
+        "method has forgotten it. Beyond C only a memory has it.",
         "labels that end a bigram",
         conclusions.recall,
     ),
     "tokens": Shown(
         "Last said",
-        "Labels by how far back their own token last was, in cache sizes, and labels whose token "
-        "is new. Beyond C only a memory still has the token, so this shows what it gains.",
-        "labels that the text had before",
+        "Labels by the distance to the last occurrence of their own token, in cache sizes, and "
+        "labels whose token is new. Beyond C only a memory still has the token, so this shows "
+        "its benefit.",
+        "labels that occurred before",
         conclusions.last_said,
     ),
 }
@@ -73,8 +74,8 @@ def slice_name(one: Row) -> str:
 
 
 def figure(document: Document, name: str) -> Drawing | None:
-    """The ratio to the reference, or the perplexity, by distance, of the slices of that name; None
-    of a document without.
+    """Ratio to the reference, or perplexity, by distance, of the slices of that name; None for a
+    document without.
     """
     reference = document["settings"]["reference"]
     rows = [row for row in document["rows"] if row.get(name)]
@@ -87,12 +88,12 @@ def figure(document: Document, name: str) -> Drawing | None:
     ]
     if not points:
         return None
-    by = f" by {reference}'s" if reference else ""
+    by = f" relative to {reference}" if reference else ""
     names = [slice_name(one) for one in rows[0][name]]
     panels = panels_by("cache_size", points, "C = ", "x", "y", "high", "low")
     y = f"perplexity{by} (lower is better)"
-    drawn = draw(panels, x="last there, tokens back", y=y, log_y=True, names=names)
-    caption = f"Perplexity{by} of {SHOWN[name].labels}, by how far back that was: "
+    drawn = draw(panels, x="last occurrence, tokens back", y=y, log_y=True, names=names)
+    caption = f"Perplexity{by}, {SHOWN[name].labels}, by distance to the last occurrence: "
     caption += f"{document['settings']['model']}; bars: 95 %, none below 200 labels"
     return drawn, caption, SHOWN[name].conclude(rows, reference)
 
@@ -116,7 +117,7 @@ def _table(title: str, rows: list[Row], name: str, judged: str, reference: str |
             f"{slice_name(one)} ({one['num_labels']})",
             2 if judged == "perplexity" else 3,
             "lower",
-            "how far back it was there last, and labels",
+            "distance to the last occurrence, and labels",
             ends=None if reference and judged == "perplexity" else (f"low{i}", f"high{i}"),
             by_reference=True,
         )

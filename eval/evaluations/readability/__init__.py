@@ -1,6 +1,4 @@
-"""Readability of what streaming methods write from the same prompts and seed, or of texts that any
-program has written.
-"""
+"""Readability of texts, written by methods from the same prompts and seed, or by any program."""
 
 from __future__ import annotations
 
@@ -40,9 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadabilitySettings(WritingSettings):
-    """Let methods continue prompts, or take texts that are written, and judge them: dictionary
-    words in chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself.
-    Writes a page, report.html, with each chunk green or red, and strips of them as PNG and SVG.
+    """Let methods continue prompts, or read finished texts, and judge them: dictionary words in
+    chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. The
+    result is a page, report.html, with readable chunks green and others red, and strips of them as
+    PNG and SVG.
 
     Example:
         kvalign eval readability --cache-sizes 32 --max-new-tokens 40
@@ -50,18 +49,18 @@ class ReadabilitySettings(WritingSettings):
 
     text: tuple[str, ...] | None = option(
         None,
-        help="text files to judge, comma-separated, written by any program; no model is loaded",
+        help="text files to judge, comma-separated, from any program; no model is loaded",
     )
-    num_prompts: int = option(1, help="prompts to continue, the first of them", at_least=1)
+    num_prompts: int = option(1, help="number of prompts to continue", at_least=1)
     num_seeds: int = option(
         1,
-        help="runs of each prompt, with --seed and the seeds after it; methods are told apart by "
-        f"{MIN_RUNS} runs, as of 4 prompts with 5 seeds",
+        help=f"runs of each prompt, with --seed and the following seeds; {MIN_RUNS} runs are "
+        "needed to compare methods, such as 4 prompts with 5 seeds",
         at_least=1,
     )
     no_repeat_ngram_sizes: tuple[int, ...] = option(
         (0, 2),
-        help="never repeat an n-gram of this many tokens of the model, a run each; 0: off",
+        help="never repeat an n-gram of this many of the model's tokens, a run each; 0: off",
         at_least=0,
     )
     out: Path | None = option(
@@ -80,7 +79,7 @@ class ReadabilitySettings(WritingSettings):
             raise UserError(f"--text judges existing text: {flags} would have no effect")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the texts alone that count for them."""
+        """Return only the settings that count for finished texts."""
         values = super().as_dict()
         return {"model": None, "text": self.text, "rule": self.rule} if self.text else values
 
@@ -88,17 +87,17 @@ class ReadabilitySettings(WritingSettings):
 @keywords_of(ReadabilitySettings)
 @progress.shown_as("eval readability")
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method continue every prompt, and measure the passages; or measure texts. Writes a
-    page if `out` names a folder for it.
+    """Let every method continue every prompt, and measure the passages; or measure texts. If `out`
+    names a folder, write a page.
 
     Returns:
-        A document with `prompts` (the texts continued), `rule` (name, about), `word_list` (name,
+        A document with `prompts` (the continued texts), `rule` (name, about), `word_list` (name,
         num_words, sha256) and rows of the sizes, no_repeat_ngram_size, prompt (index), seed, and
-        the measures of `kvalign.eval.judging.fluency.judge`; of a text its name is the method, and
-        what only a model that wrote it can have is None or missing.
+        the measures of `kvalign.eval.judging.fluency.judge`. For a text, its name is the method,
+        and measures that need the model are None or missing.
 
     Raises:
-        UserError: `out` has results already; a text that cannot be read.
+        UserError: `out` already has results; a text that cannot be read.
     """
     from kvalign.eval.evaluations.readability.page import free_folder, is_free, write_page
     from kvalign.eval.evaluations.readability.written_texts import of_texts
@@ -168,10 +167,10 @@ class Readability(JudgedText):
     run = staticmethod(readability)
     heading = "Readability"
     about = (
-        "Every method continues the same prompts with the same seed. The rule counts words, not "
-        "sense, so the repetition of 4-grams of words stands beside it. The n-grams that a run "
-        "never repeats are of the model's tokens. Numbers are means over prompts and seeds; the "
-        "passages below are those of the first seed."
+        "Every method continues the same prompts with the same seed. The rule counts words, "
+        "not sense, so the repetition of 4-grams of words stands beside it. The n-grams that a "
+        "run never repeats are of the model's tokens. Numbers are means over prompts and "
+        "seeds; the passages below come from the first seed."
     )
     in_summary = ("readable", "repetition")
     columns = COLUMNS
@@ -189,7 +188,7 @@ class Readability(JudgedText):
             raise UserError("rows.prompt: must be the index of one of `prompts`")
 
     def chosen(self, documents: Documents) -> Documents:
-        """Less those of texts, which no method here has written."""
+        """Documents of methods, without those of finished texts."""
         return {name: one for name, one in documents.items() if one["settings"]["model"]}
 
     def about_one(self, document: Document) -> str:
@@ -207,12 +206,12 @@ class Readability(JudgedText):
         return means
 
     def summary_rows(self, document: Document) -> list[Row]:
-        """Those of the first n-gram rule."""
+        """Rows of the first n-gram rule."""
         first = document["rows"][0]["no_repeat_ngram_size"]
         return [row for row in self.rows(document) if row["no_repeat_ngram_size"] == first]
 
     def sections(self, documents: Documents) -> list[Section]:
-        """One, with a figure for each cache size and prompt: the strips of all methods."""
+        """Section with a figure for each cache size and prompt: the strips of all methods."""
         plots = [plot for name, one in documents.items() for plot in self._strips(name, one)]
         return [dataclasses.replace(one, plots=plots) for one in super().sections(documents)]
 
@@ -232,12 +231,12 @@ class Readability(JudgedText):
             said = [": ".join(filter(None, (x, readable(group)))) for x, group in panels.items()]
             of = f"{model}, C = {cache_size}, prompt {prompt + 1}" if model else "texts"
             ending = f"-C{cache_size}-prompt{prompt + 1}" if model else ""
-            caption = f"Chunks in their order: {of}, rule {rule}"
+            caption = f"Chunks in order: {of}, rule {rule}"
             plots.append(Plot(f"{name}{ending}", draw_chunks(panels), caption, " ".join(said)))
         return plots
 
     def panels(self, document: Document) -> list[Panel]:
-        """One for each cache size, n-gram rule and prompt; texts share one."""
+        """Panels, one for each cache size, n-gram rule and prompt; texts share one."""
         model, panels = document["settings"]["model"], []
         groups = grouped(_of_first_seed(document), itemgetter("cache_size", *self.by, "prompt"))
         for (cache_size, ngram, prompt), rows in groups.items():
@@ -253,7 +252,7 @@ class Readability(JudgedText):
         return dataclasses.replace(settings, out=settings.out or free_folder())
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
-        """The passages in colour, where they can be seen; the tables; where the page is."""
+        """Passages in colour, if a terminal shows them; the tables; the place of the page."""
         from kvalign.eval.report.page import PAGE
         from kvalign.eval.report.terminal import print_passages
 
@@ -263,7 +262,7 @@ class Readability(JudgedText):
 
 
 def setting_of(ngram: int | None) -> str:
-    """The n-gram rule that a passage was drawn by."""
+    """N-gram rule of a passage."""
     return f"no repeated {ngram}-gram" if ngram else ""
 
 

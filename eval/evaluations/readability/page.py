@@ -15,14 +15,14 @@ NAME = "readability"
 
 
 def free_folder() -> Path:
-    """`readability`, or `readability-2` and so on: the first that is not there yet."""
+    """`readability`, or `readability-2` and so on: the first name that does not exist."""
     names = itertools.chain([NAME], (f"{NAME}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
 
 
 def is_free(folder: Path, command: str) -> bool:
     """Return whether the folder has no document, or the one that this command left when it was
-    killed: its page is not there, or older.
+    killed: its page is missing or older.
     """
     path, page = folder / f"{NAME}.json", folder / PAGE
     if not path.exists():
@@ -32,7 +32,7 @@ def is_free(folder: Path, command: str) -> bool:
 
 
 def write_page(document: Document, folder: Path, in_browser: bool) -> None:
-    """Write the document, and the report of the folder; open it if asked to."""
+    """Write the document, and the report of the folder; open it if wanted."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{NAME}.json", document)
     page = write_report(folder)

@@ -1,4 +1,4 @@
-"""Texts that are written already, judged as passages of methods are; torch is not needed."""
+"""Finished texts, judged like passages of methods; torch is not needed."""
 
 import time
 from pathlib import Path
@@ -15,10 +15,10 @@ from kvalign.foundation.files import read_text
 
 
 def of_texts(settings: ReadabilitySettings) -> Document:
-    """A document as `eval readability` has it, with a row for each text.
+    """Document in the form of `eval readability`, with a row for each text.
 
     Raises:
-        UserError: a file that is not UTF-8 or holds no text.
+        UserError: a file that is not UTF-8 or has no text.
     """
     started = time.perf_counter()
     words, rule = load_words(), RULES[settings.rule]

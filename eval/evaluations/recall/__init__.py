@@ -1,15 +1,15 @@
-"""Recall: facts in an endless stream, and questions for what a key was given last.
+"""Recall: facts in an endless stream, and questions for the last value of a key.
 
     k7=3 k41=0 k12=5 k41? 0 k7=6 k3=1 k7? 6 ...
 
-The stream of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is one
-token, and right if it is the most likely one. What counts is the distance of the fact: the tokens
-from it to the question. Up to C it lies in the cache of a method that keeps the last C entries;
-beyond it is forgotten but by a memory, and one answer in eight is right by chance. Questions whose
-answer was told a second time, by an answer since, are not counted.
+The stream is that of `kvalign.data_gen.facts`, for the models that were trained on it. An answer is
+one token, and right if it is the most likely one. The result depends on the distance of the fact:
+the tokens from it to the question. Up to C the fact is in the cache of a method that keeps the last
+C entries. Beyond, only a memory has it, and one answer in eight is right by chance. A question does
+not count if a later answer has repeated its value.
 
-All keys are told anew equally often, so a fact is at most some 600 tokens old. With `--farthest`
-some keys rest, and facts are as old as that.
+All keys get new values equally often, so a fact is at most some 600 tokens old. With `--farthest`
+some keys get new values more rarely, and facts become as old as that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_STREAMS = 2**12  # each is made token by token
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(ComparisonSettings):
-    """Ask for facts of an endless stream: how much of its cache a method can read.
+    """Ask for facts of an endless stream: how much of its cache can a method read?
 
     Example:
         kvalign eval recall --cache-sizes 32 --num-questions 20
@@ -53,7 +53,8 @@ class RecallSettings(ComparisonSettings):
     )
     farthest: int = option(
         0,
-        help="ask for facts up to 2, 4, 8, ... 64 times C back, for which some keys rest (0: 1.5)",
+        help="ask for facts up to 2, 4, 8, ... 64 times C back, which needs keys whose values "
+        "change rarely (0: up to 1.5 C)",
         at_least=0,
     )
     seed: int = seed_option("the stream, the same for each method", default=1)
@@ -64,15 +65,15 @@ class RecallSettings(ComparisonSettings):
         at_least=1,
         at_most=MOST_STREAMS,
     )
-    relative_to_cache: bool = option(False, help="plot the distance of the fact over C")
+    relative_to_cache: bool = option(False, help="plot the distance of the fact relative to C")
     plot: Path | None = option(None, help="also draw accuracy against distance (.png or .svg)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (least := min(self.cache_sizes)) < len(QUARTERS):
             raise UserError(
-                f"--cache-sizes must be at least {len(QUARTERS)}, as recall is counted by quarters "
-                f"of a cache, got {least}"
+                f"--cache-sizes must be at least {len(QUARTERS)}, because recall is counted by "
+                f"quarters of a cache, got {least}"
             )
         if self.farthest not in (0, *FAR):
             raise UserError(
@@ -83,7 +84,8 @@ class RecallSettings(ComparisonSettings):
 @keywords_of(RecallSettings)
 @progress.shown_as("eval recall")
 def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read the same streams at a cache size, and count right answers by distance.
+    """Let every method read the same streams at each cache size, and count right answers by
+    distance.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` and, up to `farthest`, `FAR_COLUMNS`, each
@@ -112,12 +114,12 @@ def recall(settings: RecallSettings, *, loaded: LoadedModel | None = None) -> Do
 
 
 QUARTERS = ("newest", "second", "third", "oldest")
-"""The parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
+"""Parts of a cache: distances up to C / 4, C / 2, 3 C / 4, C."""
 BEYOND = "beyond"  # distances above C, up to 3 C / 2
 FAR = {2**i: f"to_{2**i}c" for i in range(1, 7)}
 """With `--farthest` the parts beyond C: distances up to so many times C."""
 MIDDLES = dict(zip((*QUARTERS, BEYOND), (1 / 8, 3 / 8, 5 / 8, 7 / 8, 5 / 4), strict=True))
-"""Where a part is drawn: its distance over C."""
+"""Position of a part in plots: its distance relative to C."""
 MIDDLES_FAR = {name: 0.75 * times for times, name in FAR.items()}
 
 
@@ -147,10 +149,10 @@ class Recall(Evaluation):
     run = staticmethod(recall)
     heading = "Recall"
     about = (
-        "A stream has facts (key k now has value v) and questions for the last value of a key. The "
-        "model was trained to answer them. One answer in eight is right by chance. A "
-        "cache of C entries holds facts up to C tokens back, and as many less as it has sinks. "
-        "Columns are shares of right answers by the quarter in which the fact lies."
+        "A stream has facts (key k now has value v) and questions for the last value of a key. "
+        "The model was trained to answer them. One answer in eight is right by chance. A cache "
+        "of C entries has facts up to C tokens back, less its sinks. Columns are shares of "
+        "right answers by the quarter in which the fact lies."
     )
     in_summary = ("accuracy", "oldest")
     columns = COLUMNS | FAR_COLUMNS
@@ -158,7 +160,7 @@ class Recall(Evaluation):
     settings_read = ("relative_to_cache",)
 
     def figure(self, document: Document) -> Drawing:
-        """Accuracy against distance, a panel a cache size."""
+        """Accuracy against distance, in a panel for each cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         relative = document["settings"]["relative_to_cache"]

@@ -1,4 +1,4 @@
-"""The stream of `kvalign eval recall`, and how many of its answers are right."""
+"""Stream of `kvalign eval recall`, and the number of right answers."""
 
 import math
 import time
@@ -32,22 +32,22 @@ class Stream:
 
 
 def check_words(loaded: LoadedModel) -> None:
-    """Raise UserError for a model that has other tokens than the stream."""
+    """Raise UserError for a model with other tokens than the stream's."""
     if loaded.tokenizer.convert_tokens_to_ids(list(WORDS)) != [*range(len(WORDS))]:
         raise UserError(
-            f"{loaded.spec.name} was not trained on facts and questions: take recall-gpt2 or "
-            "recall-llama, or make one with kvalign pretrain --corpus recall"
+            f"{loaded.spec.name} was not trained on facts and questions: use recall-gpt2 or "
+            "recall-llama, or train one with kvalign pretrain --corpus recall"
         )
 
 
 def parts_of(farthest: int) -> tuple[str, ...]:
-    """The parts that questions are counted by, in the order of distance."""
+    """Ranges of distance for counting questions, in order."""
     far = [name for times, name in FAR.items() if times <= farthest]
     return (*QUARTERS, *(far or [BEYOND]))
 
 
 def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
-    """Number of the range that the distance of a fact is in."""
+    """Number of the range of a fact's distance."""
     quarter = (4 * age - 1) // cache_size
     if quarter < len(QUARTERS):
         return quarter
@@ -56,7 +56,7 @@ def part_of(age: int, cache_size: int, farthest: int = 0) -> int:
 
 
 def read_stream(cache_size: int, settings: RecallSettings, device: torch.device) -> Stream:
-    """A stream long enough for `num_questions` in each part; more than that are not counted."""
+    """Stream long enough for `num_questions` in each range; more are not counted."""
     first, farthest = cache_size + 1, settings.farthest
     max_age = cache_size * farthest or math.ceil(1.5 * cache_size)
     num_rows = settings.num_streams

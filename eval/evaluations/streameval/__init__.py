@@ -5,12 +5,12 @@
     What is the REGISTER_CONTENT of line 8? <31744>
     line 11: REGISTER_CONTENT is <96581>
 
-After StreamingLLM (Xiao et al. 2024, figures 8 and 9, table 7), whose authors released neither
+After StreamingLLM (Xiao et al. 2024, figures 8 and 9, table 7), whose authors published neither
 texts nor code; the form is that of LongEval's line retrieval (Li et al. 2023).
 
-An answer is the number and its `>`. It is scored by teacher forcing: all its tokens are the most
-likely ones if and only if greedy decoding writes it, so `accuracy` is exact match; the text stays
-the same for all methods; and the NLL of the answer grades models that never write it.
+An answer is the number and its `>`. It is scored by teacher forcing. All its tokens are the most
+likely ones exactly if greedy decoding writes it, so `accuracy` is exact match. The text stays the
+same for all methods, and the NLL of the answer grades models that never write it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEvalSettings(ComparisonSettings):
-    """Ask for values registered some lines back in an endless stream: how far back a method, and
-    the model itself, can read.
+    """Ask for values that were registered some lines back in an endless stream: how far back can a
+    method, and the model itself, read?
 
     Example:
         kvalign eval streameval --num-lines 20 --distances 0,5
@@ -65,7 +65,7 @@ class StreamEvalSettings(ComparisonSettings):
 @keywords_of(StreamEvalSettings)
 @progress.shown_as("eval streameval")
 def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method read one stream a distance, and score its answers.
+    """Let every method read one stream for each distance, and score its answers.
 
     Returns:
         A document whose rows have the sizes, `COLUMNS` (means over the queries: distance_tokens
@@ -102,7 +102,7 @@ COLUMNS = {
     "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
-    "in_cache": Column("in cache", 2, about="share of queries whose line is still kept"),
+    "in_cache": Column("in cache", 2, about="share of queries whose line is still in the cache"),
     "distance_tokens": Column("tokens back", 1, about="from the value to its answer"),
 }
 

@@ -1,7 +1,7 @@
-"""The stream of lines and queries of `kvalign eval streameval`, and how answers are scored.
+"""Stream of lines and queries of `kvalign eval streameval`, and the scoring of answers.
 
-A number with its `>` is tokenised apart from what is before and after, in lines and answers alike.
-So an answer has the very tokens of the line it asks for, whatever a tokenizer would merge.
+A number with its `>` is tokenised apart from the text around it, in lines and answers alike. So an
+answer has the same tokens as its line, whatever a tokenizer would merge.
 """
 
 import math
@@ -67,8 +67,8 @@ class EncodedPiece:
 
 
 def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterator[Piece]:
-    """Lines with random numbers of five digits, the same at every distance; after each
-    `query_every` of them a query for that of `distance` lines before, once there is one.
+    """Lines with random numbers of five digits, the same at every distance. After every
+    `query_every` lines comes a query for the line `distance` lines before, once there is one.
     """
     draws = random.Random(seed)
     numbers: dict[int, int] = {}
@@ -83,7 +83,7 @@ def pieces(num_lines: int, query_every: int, distance: int, seed: int) -> Iterat
 def encode(
     stream: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
 ) -> list[EncodedPiece]:
-    """Pieces that follow each other, the first after what the tokenizer puts before a text."""
+    """Consecutive pieces as tokens, the first after the tokenizer's opening tokens."""
     encoded, start, before = [], 0, prefix_ids(tokenizer)
     for piece in stream:
         texts = [piece.opening, piece.answer, "\n"]
@@ -109,7 +109,7 @@ def check_fits(method: Method, streams: Iterable[Sequence[EncodedPiece]]) -> Non
 def score(
     method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
 ) -> Row:
-    """The row of a method, for a stream whose queries are all of one distance."""
+    """Row of a method, for a stream whose queries all have one distance."""
     start = time.perf_counter()
     right, nll = ask(method, stream, on_queries)
     seconds = time.perf_counter() - start
@@ -131,8 +131,8 @@ def score(
 def ask(
     method: Method, stream: Sequence[EncodedPiece], on_queries: OnLabels = lambda n: None
 ) -> tuple[Tensor, Tensor]:
-    """Feed a stream; of each of its Q queries, whether the answer is right [Q] bool, and the NLL of
-    the right answer in nats [Q] float32.
+    """Feed a stream; return for each of its Q queries whether the answer is right [Q] bool, and the
+    NLL of the right answer in nats [Q] float32.
     """
     method.reset()
     right, nll = [], []
@@ -152,8 +152,8 @@ def ask(
 
 
 def sees(method: Method, line: EncodedPiece, num_fed: int) -> bool:
-    """Return whether a line is wholly among what the step of the `num_fed`-th token attends to: the
-    sinks and the latest that have not been evicted.
+    """Return whether a whole line is among the entries that the step of the `num_fed`-th token
+    attends to: the sinks and the latest that have not been evicted.
     """
     dropped = method.sizes.num_dropped(num_fed - 1)
     if not dropped or method.tokens_left is not None:

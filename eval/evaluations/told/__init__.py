@@ -1,13 +1,13 @@
-"""Told: a conversation tells eight facts in its first turns, and asks for them after other talk.
+"""Told: a conversation states eight facts in its first turns, and asks for them after other talk.
 
     user: The dog of the teacher is called Biscuit.     assistant: I see.
     ...                                                 other talk: passages of a text
     user: What is the dog of the teacher called?        assistant: The dog of the teacher is called
 
-All turns are written, those of the assistant too. An answer is right if of the eight words that may
-stand there the one that was told is the most likely: one in eight is by chance, so a small model
-that talks badly still shows what it can read. Questions are asked of a copy of the stream, so none
-of them is in the way of another.
+All turns are given, those of the assistant too. An answer is right if, among the eight possible
+words, the one that was told is the most likely. One in eight is right by chance. So a small model
+that writes badly still shows what it can read. Questions are asked on a copy of the stream, so they
+do not affect each other.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ToldSettings(ComparisonSettings):
-    """Tell eight facts at the beginning of a conversation, and ask for them after other talk: what
-    a stream still knows. For models that answer (`--model smollm2-135m-instruct`).
+    """State eight facts at the beginning of a conversation, and ask for them after other talk: what
+    does a stream still know? For models that answer (`--model smollm2-135m-instruct`).
 
     Example:
         kvalign eval told --cache-sizes 32 --talk 1,4 --num-conversations 1
@@ -46,11 +46,11 @@ class ToldSettings(ComparisonSettings):
 
     methods: tuple[str, ...] = option(
         ("dense", "streaming-llm", "discard-half"),
-        help="methods, comma-separated; dense where the context length allows",
+        help="methods, comma-separated; dense only within the context length",
     )
     corpus: str = option(
         "python-docs",
-        help="text that the other talk reads out: python-docs, wikitext, hub:NAME, text:PATH, ...",
+        help="text that the other talk quotes: python-docs, wikitext, hub:NAME, text:PATH, ...",
     )
     talk: tuple[int, ...] = option(
         (4, 16, 64),
@@ -81,11 +81,11 @@ def told(settings: ToldSettings, *, loaded: LoadedModel | None = None) -> Docume
     Returns:
         A document with a row for each method, its sizes and `talk` (cache sizes of other talk):
         `COLUMNS` with the ends of their 95 % intervals (NAME_low, NAME_high), num_questions,
-        num_tokens (of the conversation before the questions, a mean) and seconds. What exceeds the
-        context length of a method that does not evict has no row.
+        num_tokens (mean length of the conversation before the questions) and seconds. A method that
+        does not evict has no row beyond its context length.
 
     Raises:
-        UserError: a corpus without so much text, a tokenizer that does not tell the answers apart.
+        UserError: a corpus that is too short, a tokenizer that does not tell the answers apart.
     """
     from kvalign.eval.evaluations.told.conversation import conversations, is_right
     from kvalign.eval.protocol.asked import rows_of
@@ -112,7 +112,7 @@ COLUMNS = {
     "exact": share_column(
         "exact", "right of all", "answers whose word is the likeliest of all tokens", 3
     ),
-    "num_tokens": Column("tokens", about="of the conversation before the questions, a mean"),
+    "num_tokens": Column("tokens", about="mean length of the conversation before the questions"),
 }
 
 
@@ -121,16 +121,16 @@ class Told(Evaluation):
     run = staticmethod(told)
     heading = "Told in conversation"
     about = (
-        "Eight facts are told in the first turns of a conversation and asked for after other talk, "
-        "on a copy of the stream. All turns are written. An answer is right if the word that was "
-        f"told is the likeliest of the eight that may stand there: {CHANCE}."
+        "Eight facts are stated in the first turns of a conversation and asked for after other "
+        "talk, on a copy of the stream. All turns are given. An answer is right if the word "
+        f"that was told is the likeliest of the eight possible ones: {CHANCE}."
     )
     in_summary = ("accuracy",)
     columns = COLUMNS
     more_columns = ends_of(COLUMNS)
 
     def figure(self, document: Document) -> Drawing | None:
-        """Right answers against other talk, a panel a cache size."""
+        """Right answers against other talk, in a panel for each cache size."""
         from kvalign.eval.drawing.plots import draw, panels_by
 
         title, rows = self.title(document), document["rows"]

@@ -1,4 +1,4 @@
-"""The conversations of `kvalign eval told`: facts, other talk and questions as tokens."""
+"""Conversations of `kvalign eval told`: facts, other talk and questions as tokens."""
 
 import math
 import random
@@ -73,7 +73,7 @@ ANSWERS = (
     "I understand.",
     "How interesting.",
 )
-"""What the assistant says to a fact and to a passage."""
+"""Replies of the assistant to a fact and to a passage."""
 READ_OUT = "I read this:\n\n"
 
 
@@ -83,8 +83,8 @@ class Question:
 
     Attributes:
         ids: the user's turn, and the answer up to its word.
-        words: the first tokens of the eight words that may stand there.
-        right: which of them was told.
+        words: the first tokens of the eight possible words.
+        right: index of the word that was told.
     """
 
     ids: list[int]
@@ -101,12 +101,12 @@ class Conversation:
     questions: list[Question]
 
     def talk_of(self, num_tokens: int) -> list[list[int]]:
-        """The first turns of other talk that have so many tokens."""
+        """First turns of other talk with so many tokens."""
         before = [0, *accumulate(map(len, self.talk))]
         return [turn for turn, n in zip(self.talk, before, strict=False) if n < num_tokens]
 
     def stops(self, stages: Iterable[int], cache_size: int) -> list[Stop[Question]]:
-        """All questions after each stage, cache sizes of other talk that ascend."""
+        """All questions after each stage, which are ascending cache sizes of other talk."""
         longest = max(len(question.ids) for question in self.questions)
         stops, new, num_turns = list[Stop[Question]](), self.facts, 0
         for stage in stages:
@@ -121,7 +121,7 @@ def conversations(settings: ToldSettings, loaded: LoadedModel) -> list[Conversat
     """Conversations of the settings, each with other talk for the largest cache.
 
     Raises:
-        UserError: a corpus without so much text, a tokenizer that does not tell the words apart.
+        UserError: a corpus that is too short, a tokenizer that does not tell the words apart.
     """
     tokenizer, rng = loaded.tokenizer, random.Random(settings.seed)
     pieces = token_pieces(settings.corpus, tokenizer, "test")
@@ -170,8 +170,7 @@ def _question(
     if len(set(first)) < len(words):
         raise UserError(
             f"this model's tokenizer does not distinguish the possible answers to {question!r}: "
-            "take a "
-            "model of ordinary text"
+            "use a model of ordinary text"
         )
     return Question(turn_ids(tokenizer, question, is_first=False) + opening, first, told)
 

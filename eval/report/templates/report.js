@@ -4,7 +4,7 @@ for (const panel of document.querySelectorAll(".panel")) {
   const peek = panel.querySelector(".peek");
   const strips = [...panel.querySelectorAll(".strip")].map((strip) => [...strip.querySelectorAll(".chunk")]);
   let shown = null;
-  peek.textContent = "The chunk under the pointer or the focus is shown here.";
+  peek.textContent = "This line shows the chunk under the pointer or the focus.";
 
   const target = (chunk) => document.getElementById(chunk.hash.slice(1));
   const show = (chunk) => {

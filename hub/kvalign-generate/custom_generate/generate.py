@@ -1,10 +1,10 @@
-"""Entry point of transformers' `custom_generate`: endless generation, by the installed package."""
+"""Entry point of transformers' `custom_generate`: endless generation with the installed package."""
 
 from kvalign import stream_generate
 
 
 def generate(model, **arguments):
-    """Return what `model.generate` gives with `kvalign.stream_generate`.
+    """Return the output of `model.generate` with `kvalign.stream_generate`.
 
     Args:
         model: a causal language model of transformers.

@@ -1,1 +1,1 @@
-"""The command line: from words to a command and its settings."""
+"""Command line: from words to a command and its settings."""

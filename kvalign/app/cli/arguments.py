@@ -1,4 +1,4 @@
-"""The arguments of a command: a parser made of its settings, and the flags of all commands."""
+"""Arguments of a command: a parser made from its settings, and the flags of all commands."""
 
 import argparse
 import dataclasses
@@ -17,17 +17,17 @@ LONGEST_CHOICES = 64  # characters that fit behind a flag
 
 S = TypeVar("S", bound=Settings)
 
-JSON = "print one JSON document in place of text"
+JSON = "print one JSON document instead of text"
 DEBUG = "show the whole traceback of an error"
 
 
 def parse(
     cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True, about: str = ""
 ) -> tuple[S, bool]:
-    """The settings that the words after a command say, and whether `--json` was given.
+    """The settings from the words after a command, and whether `--json` was given.
 
-    Wrong use prints one line and exits with code 2. The docstring of the settings is the help, and
-    `about` its further text.
+    Wrong use prints one line and exits with code 2. The docstring of the settings is the help;
+    `about` follows it.
     """
     help_text, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     commands = [help.example(line.strip()) for line in example.strip().splitlines()]
@@ -52,10 +52,10 @@ def parse(
 def add_arguments(
     parser: argparse.ArgumentParser, *classes: type[Settings], has_json: bool = True
 ) -> dict[str, tuple[argparse.Action, dataclasses.Field, Any]]:
-    """Make a parser take the fields of settings, `--json` and `--debug`.
+    """Add the fields of settings, `--json` and `--debug` to a parser.
 
     Returns:
-        by field, once: its action, itself, and its type without `| None`.
+        for each field: its action, itself, and its type without `| None`.
     """
     arguments, groups = {}, {title: parser.add_argument_group(title) for title in help.TITLES}
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
@@ -93,8 +93,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """The keywords of `add_argument` for one field; absent flags stay None so that defaults live in
-    the dataclass.
+    """Keywords of `add_argument` for one field; absent flags stay None so that defaults live in the
+    dataclass.
     """
     help_text = field.metadata["help"].replace("%", "%%")
     required = field.default is dataclasses.MISSING

@@ -1,10 +1,9 @@
-"""The commands, by what they are for: a line each. Nothing heavy is imported to list them.
+"""Commands, grouped by purpose, one line each. Listing them imports nothing heavy.
 
-CONTRIBUTING.md says what a command's module has. One of several kinds has `settings_for(args)`,
-the class of settings that the arguments ask for, and `all_settings()`, the class of each kind by
-name; one that prints nothing as JSON has `HAS_JSON = False`. `eval NAME` is made of the
-evaluation of that name by `evaluation.py`, tables of what there is to choose from by
-`listings.py`.
+CONTRIBUTING.md describes the module of a command. A command of several kinds has
+`settings_for(args)`, the settings class for these arguments, and `all_settings()`, the class of
+each kind by name. A command without JSON output has `HAS_JSON = False`. `evaluation.py` makes `eval
+NAME` from the evaluation of that name, and `listings.py` the tables of choices.
 """
 
 import importlib
@@ -55,13 +54,13 @@ GROUPS = {
     },
 }
 FAMILY = "eval"
-"""The word that begins the names of commands of two words."""
+"""First words of commands with two words."""
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command, by its name: `eval perplexity`."""
+    """Command with its name: `eval perplexity`."""
 
     name: str
 
@@ -70,14 +69,14 @@ class Command:
         return getattr(self._module, "HAS_JSON", True)
 
     def settings_for(self, args: Sequence[str] = ()) -> type[Settings]:
-        """The class of its settings when it is called with these arguments."""
+        """The settings class for a call with these arguments."""
         module = self._module
         if hasattr(module, "settings_for"):
             return module.settings_for(args)
         return get_type_hints(module.run)["settings"]
 
     def all_settings(self) -> dict[str, type[Settings]]:
-        """The classes of its settings by kind; a command of one kind has it under ""."""
+        """The settings classes by kind; a command of one kind has the key ""."""
         if hasattr(self._module, "all_settings"):
             return self._module.all_settings()
         return {"": self.settings_for()}
@@ -101,7 +100,7 @@ class Command:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that words begin with, and the words after it; UserError names the nearest."""
+    """The command that these words begin with, and the other words. UserError names the nearest."""
     num_words = 2 if words[0] == FAMILY else 1
     name = " ".join(words[:num_words])
     if name not in COMMANDS:

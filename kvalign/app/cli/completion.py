@@ -1,8 +1,7 @@
-"""Completion of the command line, by argcomplete: at TAB the shell runs `kvalign` with the line in
-the environment, and gets what may come next.
+"""Completion of the command line, with argcomplete. At TAB the shell runs `kvalign` with the line
+in the environment, and gets the possible next words.
 
-Commands and flags are read from their `Settings`, names from the registries. Nothing heavy is
-imported.
+Commands and flags come from their `Settings`, names from the registries. Nothing heavy is imported.
 """
 
 import argparse
@@ -29,14 +28,12 @@ Completer = Callable[..., Iterable[str]]
 
 
 def complete(**options: typing.Any) -> None:
-    """Answer the shell that asks and end the process; `options` are
-    `argcomplete.autocomplete`'s.
-    """
+    """Answer the shell and end the process; `options` are `argcomplete.autocomplete`'s."""
     argcomplete.autocomplete(parser(), always_complete_options=False, **options)
 
 
 def parser() -> argparse.ArgumentParser:
-    """One parser of all commands, whose arguments know what they may be given."""
+    """One parser of all commands, whose arguments know their possible values."""
     root = argparse.ArgumentParser("kvalign")
     groups = {"": root.add_subparsers()}
     for command, about in COMMANDS.items():
@@ -56,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
-    """Return the values that may be given for a field. One idea has one name in all commands, so
-    the name tells.
+    """Return the possible values of a field. An idea has the same name in all commands, so the name
+    is enough.
     """
     names = field.metadata["choices"] or _names().get(field.name)
     if field.name == "method" and field.default == AUTO:
@@ -69,7 +66,7 @@ def _completer(field: dataclasses.Field, hint: typing.Any) -> Completer:
 
 @functools.cache
 def _names() -> dict[str, tuple[str, ...]]:
-    """Names that each field may be given, by field."""
+    """Possible names of each field, by field."""
     methods, texts = tuple(METHODS), _typed(corpora.NAMES)
     return {
         "model": (*checkpoints.MODELS, *fetched.MODELS),
@@ -87,9 +84,7 @@ def _names() -> dict[str, tuple[str, ...]]:
 
 
 def _typed(specs: Iterable[str]) -> tuple[str, ...]:
-    """Return the part of each specification that is typed literally: `hub:` of
-    `hub:NAME[:CONFIG]`.
-    """
+    """Return the literal part of each specification: `hub:` of `hub:NAME[:CONFIG]`."""
     starts = (re.match("[^A-Z]*", spec) for spec in specs)
     return tuple(start[0] for start in starts if start and start[0])
 
@@ -97,8 +92,8 @@ def _typed(specs: Iterable[str]) -> tuple[str, ...]:
 def _offered(
     names: Iterable[str], may_be_several: bool, prefix: str, **_: typing.Any
 ) -> Iterable[str]:
-    """Names, and files where no name begins so: a model, an aligner, a corpus may be either.
-    Several stand between commas.
+    """Names, and files if no name begins so: a model, an aligner, a corpus may be either. Commas
+    separate several.
     """
     before, comma, last = prefix.rpartition(",") if may_be_several else ("", "", prefix)
     start = re.match("(marked:)?(text:)?", last)[0]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Layout of help: 80 columns at most, flags in groups, an example that can be copied."""
+"""Layout of help: at most 80 columns, flags in groups, an example to copy."""
 
 import argparse
 import re
@@ -19,18 +19,18 @@ _GROUPS = {
 }
 OF_ALL = "with any command"
 TITLES = (_OTHER, *_GROUPS, OF_ALL)
-"""Of groups of flags, in the order in which help has them."""
+"""Groups of flags, in the order of help."""
 _TITLE_OF = {name: title for title, names in _GROUPS.items() for name in names.split()}
 
 
 def width() -> int:
-    """Columns that help takes."""
+    """Width of help in columns."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def titles_of(names: Collection[str]) -> dict[str, str]:
-    """Titles of the groups of a command's flags, by flag: one idea has one name in all
-    commands. A group of one is none.
+    """Group titles of a command's flags, by flag. An idea has the same title in all commands. A
+    single flag has no group.
     """
     titles = {name: _TITLE_OF.get(name, _OTHER) for name in names}
     sizes = Counter(titles.values())
@@ -43,7 +43,7 @@ def wrapped(text: str) -> str:
 
 
 def example(command: str) -> str:
-    """A command in lines that a shell takes as one, broken before flags."""
+    """A command in lines for a shell, broken before flags."""
     lines: list[str] = []
     indent = "  "
     for part in re.split(r" (?=--)", command):
@@ -56,7 +56,7 @@ def example(command: str) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Argparse's, 80 columns wide at most."""
+    """Formatter of argparse, at most 80 columns wide."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=26, width=width())

@@ -1,8 +1,8 @@
 """The command line: `kvalign COMMAND [--flags]`; `catalogue.py` has the commands.
 
-Results go to stdout, progress and timings to stderr. Exit code 0: done; 1: failed, by the machine's
-fault or ours; 2: something that the user can mend; 130: stopped by Ctrl-C or `kill`. An error is
-one line. Help answers at once: what is heavy is imported by the command that runs.
+Results go to stdout, progress and timings to stderr. Exit codes: 0 done; 1 failed, by a fault of
+the machine or of KV-Align; 2 wrong use, which the user can correct; 130 stopped by Ctrl-C or
+`kill`. An error is one line. Help is fast: each command imports its heavy modules when it runs.
 """
 
 import gc
@@ -51,7 +51,7 @@ example:
 
 @contextmanager
 def _kill_is_ctrl_c() -> Iterator[None]:
-    """Let `kill` end a command as Ctrl-C does: with a word on what is kept."""
+    """Let `kill` end a command like Ctrl-C, with a line on what is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,16 +117,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Give Python what the shell has closed, as `2>&-` does: it prints to stdout without stderr."""
+    """Open the streams that the shell has closed, as `2>&-` does. Python would print to stdout
+    without stderr.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _help(args: Sequence[str]) -> int | None:
-    """Print what is asked of no command, or of no full one, and return the exit code; None for a
-    command.
-    """
+    """Print help that belongs to no single command, and return the exit code, else None."""
     if not args or args[0] in _HELP:
         print(usage(), end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -152,7 +152,7 @@ def explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return 1, f"not enough memory: {error}".removesuffix(": ")
     if isinstance(error, RuntimeError) and (asked := re.search(_ALLOCATOR, str(error))):
-        return 1, f"not enough memory for {asked[1]} bytes at once: smaller sizes need less"
+        return 1, f"not enough memory for {asked[1]} bytes at once: use smaller sizes"
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "kvalign"):
         from kvalign.app.inventory.checks import how_to_install
@@ -160,13 +160,13 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, f"it needs {package}: {how_to_install(package)}"
     fault = f"{type(error).__name__}: {error}".removesuffix(": ")
     return 1, (
-        f"a fault of ours, not yours ({fault}): please open an issue of KV-Align with what this "
-        "prints with --debug"
+        f"an error in KV-Align ({fault}): please open an issue with the output of the same "
+        "command with --debug"
     )
 
 
 def _in_flags(message: str, flags: Collection[str]) -> str:
-    """A message that begins with a setting by the name that Python has for it, in flags."""
+    """Message whose first setting has its Python name, with flags instead."""
     by_name = {flag[2:].replace("-", "_"): flag for flag in flags if "-" in flag[2:]}
     by_name = {name.removesuffix("s"): by_name[name] for name in by_name} | by_name  # --cache-sizes
     if message.partition(" ")[0].rstrip(",") not in {*by_name, *(flag[2:] for flag in flags)}:
@@ -175,14 +175,14 @@ def _in_flags(message: str, flags: Collection[str]) -> str:
 
 
 def family_usage() -> str:
-    """Return the text that `kvalign eval` alone prints: the commands that begin with it."""
+    """Return the text of `kvalign eval` alone: the commands that begin with it."""
     family = f"{catalogue.FAMILY} "
     lines = _lines({name: COMMANDS[name] for name in COMMANDS if name.startswith(family)})
     return "\n".join([f"usage: kvalign {family}COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def usage() -> str:
-    """Return the text that `kvalign --help` prints: the commands, grouped by purpose."""
+    """Return the text of `kvalign --help`: the commands, grouped by purpose."""
     width = max(map(len, COMMANDS))
     lines = []
     for title, group in GROUPS.items():
@@ -191,7 +191,7 @@ def usage() -> str:
 
 
 def _lines(commands: Mapping[str, str], width: int = 0) -> list[str]:
-    """A line a command, names in a column as wide as the longest, or `width`."""
+    """Line for each command, names in a column as wide as the longest, or `width`."""
     width = max(width, *map(len, commands))
     return [
         textwrap.fill(

@@ -1,4 +1,4 @@
-"""The last lines of a command, on stderr: the command to go on with."""
+"""Last lines of a command, on stderr: which command comes next."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ PART_OF_RUN = "KVALIGN_PART_OF_RUN"
 
 
 def say_next(*words: str | Path) -> None:
-    """Name a command, by the words after `kvalign`."""
+    """Name the next command, given the words after `kvalign`."""
     _say(f"next: {shlex.join(['kvalign', *map(str, words)])}")
 
 
@@ -25,7 +25,7 @@ def say_generate(base_model: str, aligner: str | Path) -> None:
 
 
 def say_written(*paths: Path | None) -> None:
-    """Name what was written beside what is printed."""
+    """Name the files that were written besides the output."""
     for path in filter(None, paths):
         _say(f"wrote {path}")
 
@@ -33,14 +33,14 @@ def say_written(*paths: Path | None) -> None:
 def say_stopped(
     name: str, stop: KeyboardInterrupt, args: Sequence[str], flags: Collection[str]
 ) -> None:
-    """Say what Ctrl-C left of a command that has these flags, and how to go on with that."""
+    """Print what Ctrl-C left of a command with these flags, and how to continue."""
     kept = ""
     if isinstance(stop, Interrupted):
         kept = f"; {stop}; to go on: {stop.to_go_on or shlex.join(['kvalign', *args])}"
     elif "--keep" in flags and name.startswith("eval"):  # elsewhere what stays in a cache
-        kept = "; nothing was kept (--keep FOLDER keeps what is finished)"
+        kept = "; nothing was kept (--keep FOLDER keeps finished parts)"
     elif "--out" in flags:
-        kept = "; nothing was kept; give the same command to begin again"
+        kept = "; nothing was kept; give the same command to start again"
     if sys.stderr.isatty() and PART_OF_RUN not in os.environ:
         print(file=sys.stderr)  # the terminal has shown ^C
     _say(f"kvalign {name}".rstrip() + f": interrupted{kept}")
@@ -52,5 +52,5 @@ def _say(line: str) -> None:
 
 
 def of_model(model: str) -> Iterable[str]:
-    """The flag that names a model, where it is not the default."""
+    """Flag of a model that is not the default."""
     return [] if model == DEFAULT_MODEL else ["--model", model]

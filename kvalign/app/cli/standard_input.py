@@ -1,4 +1,4 @@
-"""Text from standard input, where a pipe or a file is at its other end; no endless wait."""
+"""Text from standard input, if it is a pipe or a file; it never waits forever."""
 
 import os
 import select
@@ -13,10 +13,9 @@ QUIET_S, WAIT_S = 1.0, 10.0  # the first part of the wait is not spoken of
 
 
 def piped_text() -> str:
-    """Return the text that is piped into the command, without its last line break; "" if there is
-    none.
+    """Return the piped text without its last line break; "" without a pipe.
 
-    A pipe that is left open and empty, as some CI systems do, is given up after `WAIT_S` seconds.
+    After `WAIT_S` seconds it gives up on an open and empty pipe, which some CI systems leave.
     """
     try:
         file = sys.stdin.fileno()
@@ -29,15 +28,15 @@ def piped_text() -> str:
 
 
 def whole_text() -> str:
-    """Standard input to its end, however long that takes; UserError if it is not UTF-8 text."""
+    """Standard input up to its end, without a time limit; UserError if it is not UTF-8 text."""
     return _decoded(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
 
 
 def text_of_pipe(path: Path) -> str:
-    """A named pipe, as a shell's <(...) is, to its end; UserError if nothing comes, or no text."""
+    """The whole text of a named pipe, such as a shell's <(...); UserError without text."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
         if not select.select([pipe], [], [], PIPE_S)[0]:
-            raise UserError(f"{path} is a pipe that gave no input within {PIPE_S:g} s")
+            raise UserError(f"{path} is a pipe without input for {PIPE_S:g} s")
         os.set_blocking(pipe.fileno(), True)
         return _decoded(pipe.read(), str(path))
 
@@ -50,7 +49,7 @@ def _decoded(text: bytes, source: str) -> str:
 
 
 def _has_come(file: int) -> bool:
-    """Return whether there is something to read, or the end."""
+    """Return whether there is input, or its end."""
     try:
         if select.select([file], [], [], QUIET_S)[0]:
             return True

@@ -11,7 +11,7 @@ from kvalign.foundation.escape import escape_controls
 def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
     from kvalign.app.sessions.chat_commands import is_command, obey
     from kvalign.app.sessions.conversation import SYSTEM, Conversation, turns
-    from kvalign.app.sessions.turns_held import in_words, num_forgotten
+    from kvalign.app.sessions.turns_held import in_words, memory_offer, num_forgotten
 
     def say(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)
@@ -25,7 +25,7 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
         leave = "" if is_told else "; /help, Ctrl-D leaves"
         say(f"{conversation.about()}{leave}")
     answers: list[dict] = []
-    num_out = num_forgotten(stream)
+    num_out, offer = num_forgotten(stream), memory_offer(stream)
     with conversation.keeping():
         for turn in turns(settings.say):
             if settings.say is None and is_command(turn):
@@ -51,11 +51,12 @@ def run(settings: ConversationSettings, as_json: bool) -> dict[str, Any]:
             if not as_json:
                 cut = f", cut by --max-new-tokens {stream.sampling.max_new_tokens}" * stream.is_cut
                 say(
-                    f"[{timing['num_tokens']} tokens by {stream.method.title}{cut}, "
+                    f"[{timing['num_tokens']} tokens with {stream.method.title}{cut}, "
                     f"{timing['ms_per_token']:.2f} ms/token; {len(stream.ids)} in all]"
                 )
                 if num_forgotten(stream) > num_out:
-                    say(f"[{in_words(stream)}]")
+                    say(f"[{in_words(stream)}{'; ' * bool(offer)}{offer}]")
+                    offer = ""  # said once
             num_out = num_forgotten(stream)
     used = settings.used(stream) | {"system": stream.notes.get(SYSTEM)}
     return {"settings": used, "answers": answers}

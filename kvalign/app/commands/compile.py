@@ -1,4 +1,4 @@
-"""`kvalign compile`: the decode step of a model is compiled and kept for later starts."""
+"""`kvalign compile`: compile the decode step of a model and keep it for later starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvalign.foundation.settings import NUM_SINKS, OF_WEIGHTS, WEIGHTS, ModelSet
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings(MethodSettings, ModelSettings):
-    """Compile the decode step of a model, so that commands with --compile begin at once.
+    """Compile the decode step of a model, so that commands with --compile start at once.
 
-    The step is kept in the user's cache folder (KVALIGN_CACHE moves it), for a cache of this size
-    and this kind of weights; it needs a C++ compiler here, later starts need none.
+    The step goes into your cache folder (KVALIGN_CACHE moves it). It is for this cache size and
+    these weights. Compiling needs a C++ compiler; later starts do not.
 
     Example:
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32
@@ -52,9 +52,9 @@ def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
             method.feed(torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.model.device))
     if not isinstance(method.compiled, StoredStep) or not method.compiled.is_stored:
         raise UserError(
-            f"the step of {method.in_words} cannot be stored: only that of streaming-llm and "
-            "window can, on a CPU with a C++ compiler, if each step evicts an entry; --compile "
-            "compiles others at each start"
+            f"the step of {method.in_words} cannot be stored. Steps of streaming-llm and window "
+            "can, on a CPU with a C++ compiler, if each step evicts an entry. --compile "
+            "compiles other steps at each start"
         )
     seconds = time.perf_counter() - began
     about = {"model": settings.model, "method": method.name, "cache_size": size}

@@ -12,7 +12,7 @@ class CompletionSettings(Settings):
       source <(kvalign completion bash)              # zsh: the same with its name
       kvalign completion fish | source
 
-    or write it once to where the shell finds it:
+    or write it once to the shell's folder:
 
       ~/.local/share/bash-completion/completions/kvalign
       ~/.config/fish/completions/kvalign.fish

@@ -1,11 +1,13 @@
 """`kvalign demo-ui`: the live page on this machine."""
 
-import errno
 import os
-import socket
+import signal
+import webbrowser
 from dataclasses import dataclass
 
 from kvalign import checkpoints
+from kvalign.app.address import listening, loading, url_of
+from kvalign.app.pages import source
 from kvalign.app.serve.settings import lets_others_in
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
@@ -13,21 +15,23 @@ from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class PageSettings(Settings):
-    """Watch methods write side by side, on a page that is served here until Ctrl-C. It opens on
-    texts that are being written.
+    """Watch methods write side by side, on a page that is served from this machine until Ctrl-C.
+    Texts are already being written when it opens.
 
-    Nothing is loaded from elsewhere and nothing leaves the machine. With --memory the page begins
-    with a memory; there is a switch for it. The page asks nobody for a key.
+    The page loads nothing from elsewhere and sends nothing away. --memory switches the memory on at
+    the start; the page has a switch for it. The page asks for no key.
 
     Example:
         kvalign demo-ui --port 0
     """
 
-    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
-    port: int = option(
-        7860, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
+    host: str = option(
+        "127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines connect"
     )
-    without_key: bool = option(False, help="let other machines in without a key")
+    port: int = option(
+        7860, help="port to listen on; 0 chooses a free one", at_least=0, at_most=65535
+    )
+    without_key: bool = option(False, help="let other machines connect without a key")
     model: str = option(
         "gpt2-mini", help="shipped name, hub id or folder; the shipped models are always offered"
     )
@@ -49,30 +53,22 @@ HAS_JSON = False
 def run(settings: PageSettings, as_json: bool) -> None:
     if lets_others_in(settings.host) and not settings.without_key:
         raise UserError(
-            f"--host {settings.host} lets other machines in, and the page has no key: give "
+            f"--host {settings.host} lets other machines connect, and the page has no key: give "
             "--without-key to allow that, or use an SSH tunnel"
         )
-    port = free_port(settings.host, settings.port)
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from kvalign.app.pages.page import build
-    from kvalign.app.pages.serve import serve
-    from kvalign.models import fetched
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    with listening(settings.host, settings.port) as at:
+        print(f"running on {url_of(settings.host, at)} (Ctrl-C ends it)", flush=True)
+        if settings.open:
+            webbrowser.open(url_of(settings.host, at))
+        with loading(at, "text/html", source("loading.html")):
+            os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+            from kvalign.app.pages.page import build
+            from kvalign.app.pages.serve import application, serve
+            from kvalign.models import fetched
 
-    here = filter(fetched.model_path, fetched.MODELS)
-    models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
-    of_memory = settings.memory, settings.num_recalled
-    page = build(models, settings.device, settings.aligner, *of_memory)
-    serve(page, settings.host, port, settings.open)
-
-
-def free_port(host: str, port: int) -> int:
-    """The port if it can be listened at, for 0 any that can; UserError otherwise."""
-    try:
-        with socket.create_server((host, port)) as server:
-            return server.getsockname()[1]
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"port {port} is taken: name another with --port, or 0 for any free one"
-            ) from None
-        raise UserError(f"cannot listen at --host {host}: {error.strerror}") from None
+            here = filter(fetched.model_path, fetched.MODELS)
+            models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
+            of_memory = settings.memory, settings.num_recalled
+            app = application(build(models, settings.device, settings.aligner, *of_memory))
+        serve(app, at)

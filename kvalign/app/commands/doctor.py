@@ -1,4 +1,4 @@
-"""`kvalign doctor`: what is installed, reachable and at hand here."""
+"""`kvalign doctor`: what is installed, reachable and available on this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(Settings):
-    """Show what is installed, reachable and at hand here, and what to do about the rest.
+    """Show what is installed, reachable and available on this machine, and how to get the rest.
 
-    A thing is ok, missing (KV-Align works without it) or wrong (it is here and cannot be used).
-    Nothing is fetched. Exit code 1: something that is required is missing or wrong.
+    Each thing is ok, missing (KV-Align works without it) or wrong (present but unusable). Nothing
+    is fetched. Exit code 1: something required is missing or wrong.
 
     Example:
         kvalign doctor
@@ -38,7 +38,7 @@ def run(settings: DoctorSettings, as_json: bool) -> None:
 
 
 def show(results: list[Check]) -> None:
-    """Print a table a group, and a line that sums them up; states are words, not colours alone."""
+    """Print a table for each group, and a summary line. States are words, not only colours."""
     from kvalign.foundation.console import Heading, print_table
 
     headings: list[Heading | str] = [
@@ -52,7 +52,7 @@ def show(results: list[Check]) -> None:
         print()
     not_ok = [check for check in results if check.state != "ok"]
     required = [check.name for check in not_ok if check.required]
-    fit = "all that is required is here"
+    fit = "everything required is here"
     if required:
-        fit = f"required, and not ok: {', '.join(required)}"
-    print(f"{fit}; optional, and not ok: {len(not_ok) - len(required)}")
+        fit = f"required, but not ok: {', '.join(required)}"
+    print(f"{fit}; optional, but not ok: {len(not_ok) - len(required)}")

@@ -1,4 +1,4 @@
-"""`kvalign eval import-losses`: losses that the paper's authors measured, analysed as ours are."""
+"""`kvalign eval import-losses`: analyse losses that the paper's authors measured."""
 
 from kvalign.eval.evaluations.perplexity.imported import ImportLossesSettings
 from kvalign.eval.protocol.evaluation import Document

@@ -1,4 +1,4 @@
-"""`kvalign eval run`: run a suite of evaluations, cell by cell, into a folder."""
+"""`kvalign eval run`: run a suite of evaluations into a folder, cell by cell."""
 
 import sys
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """Run every cell of a suite that the folder does not have yet, then write the report.
+    """Run every cell of a suite whose result is not yet in the folder, then write the report.
 
     Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
     paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same experiments on a
@@ -35,8 +35,12 @@ class RunSettings(Settings):
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
-    cpus_per_cell: int = option(1, help="Ray: CPUs of a cell", at_least=1, at_most=MOST_PROCESSES)
-    gpus_per_cell: float = option(0, help="Ray: GPUs of a cell", at_least=0, at_most=MOST_PROCESSES)
+    cpus_per_cell: int = option(
+        1, help="Ray: CPUs for each cell", at_least=1, at_most=MOST_PROCESSES
+    )
+    gpus_per_cell: float = option(
+        0, help="Ray: GPUs for each cell", at_least=0, at_most=MOST_PROCESSES
+    )
 
 
 def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:

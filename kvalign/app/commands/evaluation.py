@@ -1,4 +1,4 @@
-"""`kvalign eval NAME`: one evaluation; its tables, or the document that it ends in."""
+"""`kvalign eval NAME`: run one evaluation; print its tables or its document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _WRITTEN = ("plot", "keep", "out")  # settings that name a file or a folder
 
 @dataclass
 class EvaluationCommand:
-    """An evaluation as the catalogue takes a command's module."""
+    """Adapter: an evaluation as a command's module."""
 
     evaluation: Evaluation
 

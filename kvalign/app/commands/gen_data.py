@@ -1,4 +1,4 @@
-"""`kvalign gen-data`: record KV caches before and after eviction, what aligners are trained on."""
+"""`kvalign gen-data`: record KV caches before and after eviction, to train aligners on."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ def run(settings: RecordSettings, as_json: bool) -> dict[str, Any]:
     was_finished = (out / MANIFEST).exists()
     manifest = record(settings).manifest
     if was_finished:
-        print(f"{out} is finished already: nothing to do", file=sys.stderr)
+        print(f"{out} is already finished: nothing to do", file=sys.stderr)
     if not as_json:
         for split, num_rows in manifest.num_rows.items():
             num_chunks = manifest.num_chunks[split]

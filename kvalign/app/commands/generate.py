@@ -25,9 +25,9 @@ PROMPT = "The history of the island"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(StreamSettings):
-    """Stream text past the context length: text on stdout, timings on stderr, Ctrl-C ends it.
+    """Stream text past the context length: text on stdout, timings on stderr. Ctrl-C ends it.
 
-    Without a prompt it takes what is piped into it, or begins with one of its own.
+    Without a prompt it reads a pipe, or begins with a prompt of its own.
 
     Example:
         kvalign generate --cache-size 32 --max-new-tokens 40 --prompt "The history of the island"
@@ -39,7 +39,7 @@ class GenerateSettings(StreamSettings):
     )
     max_new_tokens: int | None = option(
         None,
-        help="tokens to generate at most (default: past the context length where that is at most "
+        help="most tokens to generate (default: past the context length if that is at most "
         f"{MOST}, else {MAX_NEW_TOKENS})",
     )
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
@@ -55,7 +55,7 @@ class GenerateSettings(StreamSettings):
         kept_of(self.keep or "0", "prompt")
 
     def sinks_for(self, prompt: str, loaded: LoadedModel) -> int | None:
-        """First entries that stay; None: the method's default."""
+        """First entries that are never evicted; None: the method's default."""
         from kvalign.models.input_ids import encoded
 
         if self.keep is None:
@@ -67,7 +67,7 @@ class GenerateSettings(StreamSettings):
         return num_sinks
 
     def length_of(self, prompt: str, loaded: LoadedModel) -> dict[str, Any]:
-        """The tokens to generate where no flag says: past the context length, if that is near."""
+        """Number of tokens to generate without a flag: past the context length, if that is near."""
         from kvalign.models.input_ids import encoded
 
         num_before = len(encoded(prompt, loaded.tokenizer, loaded.model))
@@ -93,13 +93,15 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
             if not as_json:
                 print(piece, end="", flush=True)
     if text_stream.method.tokens_left == 0:
-        print("the stream ends here: the model has no position left", file=sys.stderr)
+        print("the stream ends here: the model has no more positions", file=sys.stderr)
     timing = text_stream.timing()
     if not as_json:
         print()
     print(
-        "{num_tokens} tokens by {method}: first after {ttft_s:.2f} s, then {ms_per_token:.2f} "
-        "ms/token; {sampling}".format(
+        (
+            "{num_tokens} tokens with {method}: first after {ttft_s:.2f} s, then "
+            "{ms_per_token:.2f} ms/token; {sampling}"
+        ).format(
             method=text_stream.method.in_words, sampling=text_stream.sampling.in_flags(), **timing
         ),
         file=sys.stderr,
@@ -128,7 +130,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 
 def _say_next(settings: GenerateSettings, loaded: LoadedModel) -> None:
-    """Comparison of the shipped aligner with the one trained here."""
+    """Compare the shipped aligner with the one trained here."""
     from kvalign.methods.choice import trained_here
 
     trained = trained_here(loaded.model, settings.model)

@@ -1,4 +1,4 @@
-"""`kvalign import-published`: the networks that the paper's authors publish, as an aligner."""
+"""`kvalign import-published`: make an aligner from the networks of the paper's authors."""
 
 from typing import Any
 

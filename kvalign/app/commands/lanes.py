@@ -1,4 +1,4 @@
-"""`kvalign lanes`: the cache, seen: a page on which entries come, move and are evicted."""
+"""`kvalign lanes`: a page that shows how entries enter the cache, move and are evicted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,30 +11,32 @@ from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
 @dataclass(frozen=True, kw_only=True)
 class LanesSettings(Settings):
     """Write one self-contained page that shows, step by step, what a method does to the cache. Open
-    it in a browser; other methods and sizes can be chosen there. With --memory it shows what each
-    step takes back.
+    it in a browser, where you can choose other methods and sizes. With --memory it shows which
+    entries each step takes back.
 
     Example:
         kvalign lanes --out cache.html --method streaming-llm --cache-size 7 --num-sinks 3
     """
 
     out: Path = option(help="file of the page", writes="file")
-    method: str = option("kvalign", help="streaming method; an unknown name lists the known ones")
+    method: str = option(
+        "kvalign", help="streaming method; for an unknown name the known ones are listed"
+    )
     family: str = option(
         "learned", help="how positions are encoded", choices=("learned", "rotary", "alibi")
     )
     cache_size: int = option(7, help="entries the cache keeps, sinks included", at_least=1)
-    num_sinks: int = option(3, help="first entries that stay", at_least=0)
+    num_sinks: int = option(3, help="first entries that are never evicted", at_least=0)
     num_evicted: int = option(1, help="entries evicted at once", at_least=1)
     evicts: str = option(
         "after",
-        help="when to evict: after a step, as KV-Align does, or before it, which then sees one "
-        "entry less",
+        help="when to evict: after a step, as in KV-Align, or before it, so that the step sees "
+        "one entry less",
         choices=("after", "before"),
     )
     memory: int = option(0, help=f"{MEMORY} (default: 0, none)", at_least=0)
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
-    controls: bool = option(True, help="let the reader choose method and sizes")
+    controls: bool = option(True, help="let the reader choose the method and sizes")
     overwrite: bool = option(False, help="replace the file")
 
 

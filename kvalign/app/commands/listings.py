@@ -1,4 +1,4 @@
-"""`kvalign methods`, `policies`, `aligners`, `corpora`: a table each of what there is."""
+"""`kvalign methods`, `policies`, `aligners`, `corpora`: tables of choices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
@@ -7,18 +7,20 @@ from typing import Any
 from kvalign.foundation.settings import Settings
 
 _ABOUT = {
-    "methods": "List the ways to stream: what --method takes (--policy: kvalign policies).",
+    "methods": (
+        "List the ways to stream, which are the values of --method (--policy: kvalign policies)."
+    ),
     "policies": "List the policies, which choose the entries to evict: the values of --policy.",
     "aligners": "List the shipped aligners and those of the hub's cache: for which model, of which "
     "kind,\ntrained on what. What --aligner takes, beside the folder of one.",
-    "corpora": "List the texts to train and evaluate on: what --corpus takes.",
+    "corpora": "List the texts to train and evaluate on, which are the values of --corpus.",
 }
 LISTINGS = tuple(_ABOUT)
 
 
 @dataclass
 class ListingCommand:
-    """A table of one kind of things, as the catalogue takes a command's module."""
+    """Adapter: one kind of choices as a command's module."""
 
     name: str
 

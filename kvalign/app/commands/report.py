@@ -1,4 +1,4 @@
-"""`kvalign report`: a page, plots and tables of the results in a folder."""
+"""`kvalign report`: a page, plots and tables from a folder of results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,17 @@ from kvalign.foundation.settings import Settings, option
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(Settings):
     """Write report.html, one self-contained page of all results in a folder, and its plots as PNG
-    and SVG. The folder is one of `kvalign eval run`, or holds what any `kvalign eval` printed with
-    --json, a .json file each.
+    and SVG. The folder comes from `kvalign eval run`, or contains the --json output of any `kvalign
+    eval`, one .json file each.
 
     Example:
         kvalign report results
     """
 
     folder: Path = option(help="folder with results", positional=True)
-    terminal: bool = option(False, help="show the results here instead of writing the page")
+    terminal: bool = option(
+        False, help="show the results in the terminal instead of writing the page"
+    )
 
 
 def run(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:

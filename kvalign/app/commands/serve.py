@@ -8,11 +8,14 @@ from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
 
 HAS_JSON = False
+# What is answered until the model is there: of /health, and in the form of OpenAI's errors.
+LOADING = """{"status": "loading", "error": {"message": "the model is loading", "type": \
+"server_error", "param": null, "code": "loading"}}
+"""
 
 
 def run(settings: ServeSettings, as_json: bool) -> None:
-    from kvalign.app.commands.demo_ui import free_port
-    from kvalign.app.serve.server import serve
+    from kvalign.app.address import listening, loading
     from kvalign.foundation.files import locked
 
     key = os.environ.get("KVALIGN_API_KEY")
@@ -20,9 +23,13 @@ def run(settings: ServeSettings, as_json: bool) -> None:
         settings = dataclasses.replace(settings, api_key=key)
     if settings.lets_others_in and settings.api_key is None and not settings.without_key:
         raise UserError(
-            f"--host {settings.host} lets other machines in: give --api-key (or KVALIGN_API_KEY), "
-            "or --without-key to ask for no key"
+            f"--host {settings.host} lets other machines connect: give --api-key (or "
+            "KVALIGN_API_KEY), or --without-key to ask for no key"
         )
-    port = free_port(settings.host, settings.port)
-    with locked(settings.sessions) if settings.sessions else contextlib.nullcontext():
-        serve(settings, settings.load(), port)
+    held = locked(settings.sessions) if settings.sessions else contextlib.nullcontext()
+    with listening(settings.host, settings.port) as at, held:
+        with loading(at, "application/json", LOADING):
+            from kvalign.app.serve.server import build, serve
+
+            app = build(settings, settings.load())
+        serve(settings, app, at)

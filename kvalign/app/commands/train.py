@@ -1,4 +1,4 @@
-"""`kvalign train`: train an aligner; each kind has flags of its own."""
+"""`kvalign train`: train an aligner. Each kind has its own flags."""
 
 import dataclasses
 import math
@@ -17,13 +17,14 @@ from kvalign.training.settings import TrainSettings
 
 DEFAULT_KIND = "table"
 OF_NETWORKS = {"--target", "--data"}
-"""Flags that ask for a network where no kind is named."""
+"""Flags that imply a network if no kind is named."""
 
 
 def settings_for(args: Sequence[str] = ()) -> type[Settings]:
-    """The settings of the kind that the arguments name, or else ask for, and `--aligner-kind`: the
-    first that has all their flags, beginning with the default, or the network if its data or a
-    target is named. UserError says which kind has a flag that this one has not.
+    """The settings class of the kind that the arguments name, and `--aligner-kind`. Without that
+    flag it is the first kind that has all the given flags, beginning with the default; or
+    `network`, if its data or a target is given. UserError names the kind that has a flag which this
+    one lacks.
     """
     parser = OneLineParser("kvalign train", add_help=False, allow_abbrev=False)
     parser.add_argument("--aligner-kind")
@@ -40,7 +41,7 @@ def settings_for(args: Sequence[str] = ()) -> type[Settings]:
 
 
 def all_settings() -> dict[str, type[Settings]]:
-    """The settings of every kind, by its name."""
+    """The settings class of every kind, by name."""
     return {kind: _with_kind(kind) for kind in KINDS}
 
 
@@ -55,24 +56,24 @@ def run(settings: Settings, as_json: bool) -> dict[str, Any] | None:
     for kv, result in results.items():
         ratio = "none" if result["ratio"] is None else f"{result['ratio']:.4f}"
         print(
-            f"{kv}: val loss {result['val_loss']:.6g}, "
-            f"input-label MSE {result['input_label_mse']:.6g}, "
-            f"ratio {ratio} (lower is better; 1 leaves entries as they are)"
-            + ("" if result["used"] else f"; not used: {kv}s stay as they are")
+            (
+                f"{kv}: val loss {result['val_loss']:.6g}, input-label MSE "
+                f"{result['input_label_mse']:.6g}, ratio {ratio} (lower is better; 1 is no "
+                "improvement)"
+            )
+            + ("" if result["used"] else f"; not used: {kv}s stay unchanged")
         )
     if "judged" in result:
         print(*_verdict(result["judged"]), sep="\n")
     elif kind == "network":
-        print(
-            "judged by the error of one move: kvalign eval perplexity says what streams gain by it"
-        )
+        print("judged only by the error of one move: measure streams with kvalign eval perplexity")
     print(f"aligner: {one.folder(kind)}")
     _say_next(one, kind)
     return results
 
 
 def _say_next(settings: TrainSettings, kind: str) -> None:
-    """The other network, where one is trained at a time and that is left; then, to stream."""
+    """Name the other network, if one is left to train; then `generate`."""
     from kvalign.aligners import AlignerConfig
     from kvalign.aligners.base import CONFIG
     from kvalign.foundation.files import read_checked
@@ -91,9 +92,9 @@ def _say_next(settings: TrainSettings, kind: str) -> None:
 
 
 def _verdict(judged: dict[str, Any]) -> list[str]:
-    """Return in words what `kvalign.training.judge.judge` found: of streams of equal sinks, so that
-    what is compared differs in the aligner alone. They are those that it chose, unless no aligner
-    was streamed with them: a network is with the usual ones alone.
+    """Return the result of `kvalign.training.judge.judge` in words. It compares streams with equal
+    sinks, so that they differ only in the aligner. The sinks are the chosen ones, unless no aligner
+    was streamed with them: a network uses only the usual ones.
     """
     chosen = judged["num_sinks"]
     tried_with = [row["num_sinks"] for row in judged["streams"] if row["parts"]]
@@ -117,19 +118,26 @@ def _verdict(judged: dict[str, Any]) -> list[str]:
     if judged["parts"]:
         return [*lines, f"used: {said(tuple(judged['parts']))}"]
     tried = min((parts for parts in losses if parts), key=losses.__getitem__)
-    why = "cannot be told from streaming-llm" if losses[tried] < losses[()] else "is no better"
+    why = (
+        "is not distinguishable from streaming-llm"
+        if losses[tried] < losses[()]
+        else "is no better"
+    )
     what = f"streaming-llm with {chosen} sinks"
-    return [*lines, f"not used: {said(tried)} {why}; what was saved changes nothing, it is {what}"]
+    return [
+        *lines,
+        (f"not used: {said(tried)} {why}; the saved aligner changes nothing and equals {what}"),
+    ]
 
 
 def _beside(judged: dict[str, Any]) -> str:
-    """The shipped aligner's figure, where there is one."""
+    """Figure of the shipped aligner, if there is one."""
     shipped = judged.get("shipped")
     return f"; {math.exp(shipped['val_nll']):.4g} with {shipped['aligner']}" if shipped else ""
 
 
 def _kind_of(given: set[str]) -> str:
-    """The kind that flags ask for."""
+    """Kind that the flags imply."""
     first = "network" if given & OF_NETWORKS else DEFAULT_KIND
     flags = {kind: trainer_of(kind).SETTINGS.flags() for kind in (first, *KINDS)}
     known = given & set().union(*flags.values())
@@ -137,9 +145,9 @@ def _kind_of(given: set[str]) -> str:
 
 
 def _with_kind(kind: str) -> type[Settings]:
-    """The settings of a kind and the choice of it."""
+    """Settings of a kind with the choice of it."""
     cls = trainer_of(kind).SETTINGS
-    asked = "each has its flags, which tell it; --target or --data alone is a network's"
+    asked = "each kind has its own flags, which imply it; --target or --data alone imply network"
     field = option(kind, help=f"what to train: {asked}", choices=tuple(KINDS))
     return dataclasses.make_dataclass(
         cls.__name__,
@@ -152,6 +160,6 @@ def _with_kind(kind: str) -> type[Settings]:
 
 
 def _command_line(settings: Settings, command: str, leave_out: tuple[str, ...] = ()) -> str:
-    """The shell command, which names the kind whatever its flags are."""
+    """Shell command that always names the kind."""
     words = Settings.command_line(settings, command, leave_out)
     return f"{words} --aligner-kind {getattr(settings, 'aligner_kind')}"  # noqa: B009

@@ -1,4 +1,4 @@
-"""`kvalign tune`: sweep the sizes and the learning rate of one network."""
+"""`kvalign tune`: search for the sizes and the learning rate of one network."""
 
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ def run(settings: TuneSettings, as_json: bool) -> dict[str, Any]:
         return result
     best, val_loss = result["best"], result["aligner_val_loss"]
     print(
-        f"{result['aligner']}: val loss {val_loss:.6g}, trained anew as trial {best['trial']}, "
-        f"which had {best['val_loss']:.6g} (ratio {val_loss / best['val_loss']:.4f}); input-label "
-        f"MSE {result['input_label_mse']:.6g}"
-        + ("" if result["used"] else "; not used: entries stay as they are")
+        (
+            f"{result['aligner']}: val loss {val_loss:.6g}, trained again from trial "
+            f"{best['trial']}, which had {best['val_loss']:.6g} (ratio "
+            f"{val_loss / best['val_loss']:.4f}); input-label MSE {result['input_label_mse']:.6g}"
+        )
+        + ("" if result["used"] else "; not used: entries stay unchanged")
     )
     print_table(
         [Heading(name, is_number=name not in ("trial", "state")) for name in best],

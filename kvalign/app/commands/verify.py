@@ -1,4 +1,4 @@
-"""`kvalign verify`: a cache and a model are put to what every streaming cache must keep to."""
+"""`kvalign verify`: test a cache and a model against the invariants of a streaming cache."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OF_METHOD = (*(field.name for field in fields(MethodSettings)), "num_sinks")
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(MethodSettings):
-    """Put a cache and a model to what every streaming cache must keep to.
+    """Test a cache and a model against the invariants of a streaming cache.
 
-    A row an invariant: passed, failed with what to look at, or not applicable with the reason; the
-    figure that was measured and its bound. --cache tries any Cache of transformers: MODULE:NAME is
-    code of yours, imported from here or from what is installed, and NAME(model) makes an empty
-    cache. Exit code 1: something failed.
+    The table has a row for each invariant, with the measured figure and its bound. It passed,
+    failed (with a hint) or does not apply (with the reason). --cache tests any Cache of
+    transformers: MODULE:NAME is your own code, imported from this folder or from an installed
+    package, and NAME(model) makes an empty cache. Exit code 1: something failed.
 
     Example:
         kvalign verify --model llama-mini --method streaming-llm --cache-size 32
@@ -45,7 +45,7 @@ class VerifySettings(MethodSettings):
     cache_size: int = option(64, help="entries the cache keeps, sinks included", at_least=1)
     num_sinks: int | None = option(None, help=NUM_SINKS, at_least=0)
     cache: str | None = option(
-        None, help="MODULE:NAME of a function that makes a cache for a model, in place of a method"
+        None, help="MODULE:NAME of a function that makes a cache for a model, instead of a method"
     )
     num_steps: int = option(
         NUM_STEPS, help="tokens of the long stream after the cache is full", at_least=1
@@ -105,7 +105,7 @@ def run(settings: VerifySettings, as_json: bool) -> None:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """Print a row an invariant, what to look at of those that failed, and a line that sums up."""
+    """Print a row for each invariant, hints for those that failed, and a summary line."""
     from kvalign.foundation.console import Heading, print_table
 
     print_table(
@@ -127,8 +127,8 @@ def _text(number: float | None) -> str:
 
 
 def _imported(name: str) -> Any:
-    """Return the object that `MODULE:NAME` names; modules are the installed ones and those of the
-    folder where the command runs, as with `python -m`.
+    """Return the object that `MODULE:NAME` names, from installed modules and the folder of the
+    command, as with `python -m`.
     """
     module, _, member = name.partition(":")
     if not module or not member:

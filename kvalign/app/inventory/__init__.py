@@ -1,1 +1,1 @@
-"""Inventory of this machine: what the listings and `kvalign doctor` know."""
+"""Inventory of this machine, for the listings and `kvalign doctor`."""

@@ -1,5 +1,5 @@
-"""The checks of `kvalign doctor`: packages, devices, the hub and its cache, models, aligners,
-corpora and word lists. Nothing is fetched and nothing changed.
+"""Checks of `kvalign doctor`: packages, devices, the hub and its cache, models, aligners, corpora
+and word lists. They fetch and change nothing.
 """
 
 import os
@@ -24,7 +24,7 @@ _UNLISTED = ("dev",)  # an extra for work on KV-Align itself
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     group: str = field(default="", kw_only=True)  # its heading; empty: its part's
     name: str
@@ -35,12 +35,12 @@ class Check:
 
     @property
     def message(self) -> str:
-        """The finding in words, and what to do about it."""
+        """The result in words, and the remedy."""
         return f"{self.found}: {self.todo}" if self.todo else self.found
 
 
 def requirements() -> Iterator[tuple[str, Requirement]]:
-    """Each package with the first extra that brings it; no extra: it is always needed."""
+    """Each package with the first extra that installs it; no extra: it is always needed."""
     extras = metadata.metadata("kvalign").get_all("Provides-Extra") or []
     listed = {"kvalign"}  # an extra that includes another
     for text in metadata.requires("kvalign") or ():
@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
 
 
 def how_to_install(name: str) -> str:
-    """The command that installs a package, or the module of one, in a version that is supported."""
+    """The command that installs a package, or the package of a module, in a supported version."""
     for extra, needed in requirements():
         if needed.name.replace("-", "_") == name.replace("-", "_"):
             return f"pip install 'kvalign[{extra}]'" if extra else f"pip install '{needed}'"
@@ -71,7 +71,7 @@ def how_to_install(name: str) -> str:
 
 
 def packages() -> Iterator[Check]:
-    """Python, then every package that this one names, by the extra that brings it."""
+    """Python, then every required package, by the extra that installs it."""
     package = metadata.metadata("kvalign")
     yield Check("kvalign", "ok", package["Version"], required=True)
     python = Requirement(f"python{package['Requires-Python']}")
@@ -102,7 +102,7 @@ def devices() -> Iterator[Check]:
             device = torch.cuda.get_device_properties(index)
             yield Check(f"cuda:{index}", "ok", f"{device.name}, {memory.size(device.total_memory)}")
     elif torch.version.cuda:
-        todo = "see whether nvidia-smi lists one; cpu works without"
+        todo = "see if nvidia-smi lists one; cpu works without"
         yield Check("cuda", "missing", "torch sees no such device", todo)
     else:
         todo = "with an NVIDIA GPU, install torch's CUDA build (pytorch.org); cpu works without"
@@ -110,7 +110,7 @@ def devices() -> Iterator[Check]:
     if torch.backends.mps.is_available():
         yield Check("mps", "ok", "Apple GPU")
     elif sys.platform == "darwin":
-        todo = "it takes macOS 12.3 on Apple silicon; cpu works without"
+        todo = "it needs macOS 12.3 on Apple silicon; cpu works without"
         yield Check("mps", "missing", "torch sees no such device", todo)
 
 
@@ -129,7 +129,7 @@ def hub_and_cache() -> Iterator[Check]:
         yield Check("hub", "ok", constants.ENDPOINT)
     else:
         off = "is off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
-        todo = "connect, or use folders and what is ok below"
+        todo = "connect, or use folders and everything that is ok below"
         yield Check("hub", "missing", f"{constants.ENDPOINT} {off}", todo)
     try:
         size = memory.size(scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk)
@@ -173,7 +173,7 @@ def corpora() -> Iterator[Check]:
         else:
             copy = in_cache.get(corpus.name)
             why = f"only in the cache ({copy})" if copy else "the hub cannot be reached"
-            todo = f"put a copy into ./{corpus.name}, or take python-docs or text:PATH"
+            todo = f"put a copy into ./{corpus.name}, or use python-docs or text:PATH"
             yield Check(name, "missing", why, todo)
 
 
@@ -182,7 +182,7 @@ def word_lists() -> Iterator[Check]:
 
     package = "english-words"
     if not installed(package):
-        yield Check(NAME, "missing", f"{package} is not here", how_to_install(package))
+        yield Check(NAME, "missing", f"{package} is not installed", how_to_install(package))
         return
     try:
         yield Check(NAME, "ok", f"SHA-256 {load_words().sha256}")
@@ -195,7 +195,7 @@ def _at_hand(shipped: tuple[str, ...], rows: list[listing.Row], about: str) -> I
     """Return the shipped items that cannot be read, and each row in words."""
     for name in sorted(set(shipped) - {row["name"] for row in rows}):
         yield Check(
-            name, "wrong", "shipped, and its files cannot be read", "reinstall kvalign", True
+            name, "wrong", "shipped, but its files cannot be read", "reinstall kvalign", True
         )
     for row in rows:
         yield Check(row["name"], "ok", f"{row['where']}, {about.format(**row)}")
@@ -215,7 +215,7 @@ _PARTS: tuple[tuple[str, Callable[[], Iterator[Check]], bool], ...] = (
 
 
 def examine() -> list[Check]:
-    """The checks of every part; a part that fails is one check of its own."""
+    """The checks of every part. A part that fails becomes a check of its own."""
     results: list[Check] = []
     for group, look, required in _PARTS:
         try:
@@ -228,5 +228,5 @@ def examine() -> list[Check]:
 
 
 def is_fit(results: list[Check]) -> bool:
-    """Return whether all that is required is here and can be used."""
+    """Return whether everything required is present and usable."""
     return all(check.state == "ok" for check in results if check.required)

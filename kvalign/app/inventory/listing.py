@@ -1,5 +1,5 @@
-"""Listings of what can be chosen: models, methods, aligners, corpora, suites, each read from its
-registry or from the config in its folder.
+"""Listings of choices: models, methods, aligners, corpora, suites, each from its registry or from
+the configs in folders.
 """
 
 import logging
@@ -32,9 +32,7 @@ _TELLS = {
 
 
 def models() -> list[Row]:
-    """The shipped models, the fetched ones, and those of the hub's cache that KV-Align can
-    stream.
-    """
+    """The shipped and fetched models, and those in the hub's cache that KV-Align can stream."""
     from kvalign.models.architectures import FAMILIES, spec_of
 
     def row(name: str, folder: Path) -> Row | None:
@@ -59,7 +57,7 @@ def models() -> list[Row]:
 
 
 def fetchable() -> list[Row]:
-    """Return the models that `kvalign models --fetch` takes, present or not."""
+    """Return the models for `kvalign models --fetch`, present or not."""
     return [
         {
             "name": name,
@@ -81,7 +79,7 @@ def architectures() -> list[Row]:
 
 
 def methods() -> list[Row]:
-    """`auto`, which is the default, and the registry of methods."""
+    """The method `auto`, which is the default, and the registry of methods."""
     from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
 
     rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
@@ -120,7 +118,7 @@ def aligners() -> list[Row]:
 
 
 def corpora() -> list[Row]:
-    """The specifications of corpora that --corpus takes."""
+    """The corpora for --corpus."""
     from kvalign.data_gen.corpora import SPECS
 
     return [{"name": name, "about": about} for name, about in SPECS.items()]
@@ -176,7 +174,7 @@ def _rows(
     where_else: str,
     here: Mapping[str, Path],
 ) -> Iterator[Row]:
-    """The rows of shipped folders, those here and the hub cache's, less folders without one."""
+    """Rows of shipped folders, those here and the hub cache's, without empty ones."""
     folders = {
         "shipped": {name: checkpoints.FOLDER / name for name in shipped},
         where_else: here,
@@ -192,14 +190,14 @@ def _rows(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The config of a model or an aligner; empty where there is none."""
+    """Config of a model or an aligner; empty without one."""
     path = folder / "config.json"
     return read_json(path) if path.exists() else {}
 
 
 def _model_config(folder: Path) -> Any:
-    """The config of a model, as transformers has it; without transformers, which takes seconds to
-    import, where the file tells of all sizes.
+    """Config of a model, in transformers' form; without transformers, which takes seconds to
+    import, if the file has all sizes.
     """
     said = _config(folder)
     if {*_TELLS.get(said["model_type"], "?")} <= said.keys():
@@ -211,7 +209,7 @@ def _model_config(folder: Path) -> Any:
 
 
 def _trained_on(data: Any) -> str:
-    """Return what an aligner's config says of the data that a part was trained on."""
+    """Return the training data of a part, from an aligner's config."""
     data = data if isinstance(data, dict) else {}
     if "corpus" in data:
         return f"{_text(data['corpus'])} ({data.get('num_tokens')} tokens)"

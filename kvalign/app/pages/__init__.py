@@ -1,4 +1,4 @@
-"""Pages that show what the toolkit does, from the jinja2 templates in templates/."""
+"""Pages that explain and show the toolkit, from the jinja2 templates in templates/."""
 
 from importlib import resources
 
@@ -9,12 +9,12 @@ from kvalign.foundation.escape import escape_controls
 
 
 def render(template: str, **values: object) -> str:
-    """Fill in a template. Text of models and users is data: every character is seen, none acts."""
+    """Fill in a template. Text from models and users is data, without any effect."""
     return _TEMPLATES.get_template(template).render(values)
 
 
 def source(name: str) -> Markup:
-    """A style sheet or a script in templates/, to be set into a page as it is."""
+    """A style sheet or script of templates/, inserted into a page unchanged."""
     folder = resources.files("kvalign.app.pages").joinpath("templates")
     return Markup(folder.joinpath(name).read_text(encoding="utf-8"))
 

@@ -1,6 +1,4 @@
-"""The controls of the live page: what they are called, what they say of themselves, and how far
-they go.
-"""
+"""Controls of the live page: their labels, explanations and limits."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ LABELS = {
     "repetition_penalty": "Repetition penalty",
     "seed": "Seed",
 }
-"""What the page calls a setting of a stream."""
+"""Labels of a stream's settings on the page."""
 _WORDS = {
     "num_sinks": "sinks",
     "chunk_len": "chunks of",
@@ -39,7 +37,7 @@ _WORDS = {
     "num_recent": "newest entries that stay",
     "num_recalled": "entries taken back",
 }
-"""What errors name that the page does not set."""
+"""Names in errors that have no control on the page."""
 _SAMPLING: dict[str, tuple[float, float, float]] = {  # least, most, step
     "temperature": (0, 2, 0.05),
     "top_k": (0, 200, 1),
@@ -56,7 +54,7 @@ _HELP = {field.name: field.metadata["help"] for field in fields(StreamSettings)}
 def slider(
     name: str, least: float, most: float, value: float, step: float = 1, **more: Any
 ) -> gr.Slider:
-    """Control of a setting, with the command line's help where `more` has no `info`."""
+    """Control for a setting, with the command line's help unless `more` has `info`."""
     more = {"label": LABELS[name], "info": _HELP[name], **more}
     return gr.Slider(least, most, value, step=step, **more)
 
@@ -70,7 +68,7 @@ def sampling_sliders() -> list[gr.Slider]:
 
 
 def memory_switch(memory: int, is_on: bool, methods: Sequence[str]) -> gr.Checkbox:
-    """Return the switch for a memory, which keeps evicted entries aside."""
+    """Return the switch for a memory, which stores evicted entries."""
     return gr.Checkbox(
         is_on,
         label="Memory",
@@ -95,20 +93,18 @@ def eviction(methods: Sequence[str]) -> list[gr.Dropdown]:
 
 
 def _without(methods: Sequence[str]) -> str:
-    """Those of the methods that evict in a way of their own."""
+    """Methods that have their own way to evict."""
     return ", ".join(name for name in methods if not METHODS[name].takes_policy) + ": none"
 
 
 def labelled(line: str) -> str:
-    """An error's line, with the page's names for settings."""
+    """Error message with the page's labels instead of flags."""
     names = LABELS | _WORDS
     return re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[0]], line)
 
 
 def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
-    """Aligners to offer for a model, the one to begin with first: `own`, the shipped ones, the one
-    that was trained here last.
-    """
+    """Aligners for a model: `own`, the default, other shipped ones, the last trained here."""
     model = loaded.spec.name
     default, trained = checkpoints.default_aligner(model), trained_here(loaded.model, model)
     shipped = (name for name in checkpoints.ALIGNERS if name.startswith(f"kvalign-{model}-"))
@@ -117,7 +113,7 @@ def aligners_of(loaded: LoadedModel, own: str | None = None) -> list[str]:
 
 
 def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | None) -> int:
-    """The largest cache that the model has positions for, and the aligner where one is used."""
+    """The largest cache for which the model, and the aligner if one is used, has positions."""
     ends = [MOST_ENTRIES]
     if loaded.spec.context_len is not None:
         ends.append(loaded.spec.context_len - 1)
@@ -127,7 +123,7 @@ def most_entries(loaded: LoadedModel, methods: Sequence[str], aligner: str | Non
 
 
 def most_evicted(cache_size: int, methods: Sequence[str], aligner: str | None) -> int:
-    """The smallest window of the methods that can be told how many entries to evict at once."""
+    """The smallest window among the methods with a setting for the number evicted at once."""
     config = _config(methods, aligner)
     told = [METHODS[name] for name in methods if "num_evicted" not in METHODS[name].fixed]
     sinks = [
@@ -137,12 +133,12 @@ def most_evicted(cache_size: int, methods: Sequence[str], aligner: str | None) -
 
 
 def up_to(most: int, value: float) -> dict[str, Any]:
-    """A slider's end, and its value where that would be beyond it."""
+    """New end of a slider, and its value if it exceeded that."""
     return gr.update(maximum=most, value=most) if value > most else gr.update(maximum=most)
 
 
 def _config(methods: Sequence[str], aligner: str | None) -> Any:
-    """The config of the aligner, if a method takes it and it can be read."""
+    """Config of the aligner, if a method uses it and it can be read."""
     if not aligner or not any(METHODS[name].takes_aligner for name in methods):
         return None
     try:

@@ -1,9 +1,9 @@
-"""The cache, seen: a page on which entries come, go stale or are corrected, and are evicted. A lane
-shows the places of entries, a strip below it the buffer in which they lie.
+"""Page of a cache at work: entries enter, become stale or are corrected, and are evicted. A lane
+shows cache slots, and a strip below it the buffer.
 
-One document: no request leaves it, and nothing on it runs but its own script. The script does the
+It is one document that loads nothing and runs only its own script. The script repeats the
 arithmetic of `kvalign.cache.sizes.CacheSizes`, `kvalign.cache.buffer`, `kvalign.cache.recall` and
-`Reencoding.keep` again; tests/app/test_lanes_in_browser.py compares them.
+`Reencoding.keep`. tests/app/test_lanes_in_browser.py compares the two.
 """
 
 import base64
@@ -36,16 +36,16 @@ def page(
     memory: int = 0,
     num_recalled: int | None = None,
 ) -> str:
-    """The page's source: a lane of slots, one for each entry that a step sees, and what a method
-    does to it.
+    """Source of the page: a lane of slots, one for each entry that a step sees, and a method at
+    work on it.
 
-    Sizes that the method sets itself are taken from it. `controls` offer other methods, sizes and
-    examples; play, step and restart are always there. An eviction comes `after` a step, which sees
-    one entry more than the cache keeps, as KV-Align does; or `before`, as other walk-throughs have
-    it: room is made first, and a step sees cache_size entries, the new token's with them.
+    Sizes that the method sets itself come from it. `controls` offer other methods, sizes and
+    examples. Play, step and restart are always there. An eviction happens `after` a step, as in
+    KV-Align, where a step sees one entry more than the cache keeps; or `before` it, as in other
+    walk-throughs, where a step sees cache_size entries including the new token's.
 
-    With a `memory` of so many tokens each step takes back `num_recalled`; which ones, which in a
-    model depends on its queries, chance says, the same each time.
+    With a `memory` of so many tokens each step takes back `num_recalled`. In a model the queries
+    choose them; here they are drawn with a fixed seed.
     """
     sizes = dict(
         cache_size=cache_size,
@@ -71,8 +71,8 @@ def page(
     can_place = cls.takes_aligner or (cls.takes_policy and family == "rotary")
     if memory and (not can_place or family == "alibi"):
         raise UserError(
-            f"memory does not work with {method} on {family} positions: take kvalign, or window or "
-            "streaming-llm on rotary positions"
+            f"memory does not work with {method} on {family} positions: use kvalign, or window "
+            "or streaming-llm on rotary positions"
         )
     script = Markup("\n").join(map(source, SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -93,7 +93,7 @@ def page(
 
 
 def frame(method: Method) -> str:
-    """The page in an iframe, with a method's own sizes as far as a lane in sight has room."""
+    """Frame with the page, with a method's own sizes as far as the lane has room."""
     sizes = method.sizes
     cache_size = min(sizes.cache_size, FRAME_CACHE_SIZE)
     least = 2 if sizes.memory else 1  # entries of a window

@@ -1,4 +1,4 @@
-"""The live page: a Gradio app whose streams and lane follow the same settings."""
+"""Live page: a Gradio app whose streams and lane use the same settings."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ SIZES = (
 )
 ASKED = ("prompt", *SIZES, "max_new_tokens", *controls.SAMPLING, "seed")
 MEMORY = 100_000  # tokens, where none are named
-IDLE = '<p class="message">The texts begin in a moment.</p>'
+IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
 
 def build(
@@ -41,11 +41,11 @@ def build(
     memory: int | None = None,
     num_recalled: int | None = None,
 ) -> gr.Blocks:
-    """The page, not yet served; the first model is chosen, and `aligner` is offered for it. A
-    `memory` of so many tokens, of which each step takes back `num_recalled`, is switched on.
+    """The page, not yet served, with the first model chosen and `aligner` offered for it. A
+    `memory` of so many tokens is switched on; each step takes back `num_recalled`.
 
     Raises:
-        UserError: the first model or its aligner cannot be used.
+        UserError: the first model or its aligner is unusable.
     """
     load = functools.cache(functools.partial(load_model, device=device))
     first = load(models[0])
@@ -54,20 +54,19 @@ def build(
         config = loaded.config
         largest = CacheSizes(config.chunk_len - 1, config.num_sinks, config.shifts[0])
         loaded.check(first.model, largest)
-    words = load_words().words
     newest: dict[str, object] = {}  # the run of each page that is open
 
     def offered(model: str) -> list[str]:
         return controls.aligners_of(load(model), aligner if model == models[0] else None)
 
     def able(methods: Sequence[str], model: str) -> list[str]:
-        """Those of the methods that need no aligner or have one for the model."""
+        """Methods that need no aligner or have one for the model."""
         return [name for name in methods if name != "kvalign" or offered(model)]
 
     def settle(
         prompt: str, methods: list[str], model: str, has_memory: bool, **settings: Any
     ) -> list:
-        """Streams of what is chosen; UserError where something is wrong for all of them."""
+        """Streams of the chosen methods; UserError for errors that concern all of them."""
         chosen = [name for name in METHODS if name in methods]
         if has_memory:
             settings |= {"memory": memory or MEMORY, "num_recalled": num_recalled}
@@ -83,7 +82,7 @@ def build(
             yield _message(str(error)), *_buttons(is_running=False)
             return
         seed = next((one.sampling.seed for one in streams if not isinstance(one, Refusal)), None)
-        for views in side_by_side(streams, words):
+        for views in side_by_side(streams, load_words().words):
             if newest.get(request.session_hash) is not this_run:
                 return
             cards = render(
@@ -122,9 +121,7 @@ def build(
         return [controls.up_to(most, cache_size), controls.up_to(most_evicted, num_evicted)]
 
     def follow(model: str, methods: list[str]) -> list[dict]:
-        """Return what changes with another model: its aligners, and the methods that can
-        stream it.
-        """
+        """Return the changes with another model: its aligners and its methods."""
         names, left = offered(model), able(methods, model)
         return [
             gr.update(choices=names, value=names[0] if names else None),
@@ -148,7 +145,7 @@ def build(
                     METHODS,
                     value=chosen,
                     label="Methods",
-                    info="they take turns; tokens/s: own steps alone",
+                    info="they take turns; tokens/s counts own steps only",
                     elem_id="methods",
                 )
                 most = controls.most_entries(first, chosen, which_first)
@@ -188,14 +185,14 @@ def build(
                         names,
                         value=which_first,
                         label="Aligner of kvalign",
-                        info="shipped, trained here, or named by --aligner",
+                        info="shipped, trained here, or given by --aligner",
                     )
                 with gr.Accordion("Sampling", open=False):
                     drawing = controls.sampling_sliders()
                     seed = gr.Number(
                         SEED,
                         label=controls.LABELS["seed"],
-                        info="seed of the draws; empty: a new one each time",
+                        info="random seed; empty: a new one each time",
                         precision=0,
                     )
             with gr.Column(elem_id="shown", min_width=280):

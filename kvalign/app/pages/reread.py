@@ -1,8 +1,8 @@
-"""Surprise of the model at what a method made it write, when it reads that again with nothing
-stale: the perplexity of `recompute` over the new tokens, as `kvalign eval perplexity` has it.
+"""Second reading of a stream: the model reads the text that a method wrote, without stale entries.
+The result is the perplexity of `recompute` over the new tokens, as in `kvalign eval perplexity`.
 
-So that it costs less than the writing, its window moves by a quarter at a time: each token is read
-after the last 3/4 C to C of those before it.
+To cost less than the writing, its window moves by a quarter at a time. So each token is read after
+the last 3/4 C to C tokens before it.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from kvalign.streaming.scoring import score
 
 
 class Reread:
-    """Reads one stream of a cache of C entries as it grows.
+    """Reader of one stream with a cache of C entries, as it grows.
 
-    `first` is the token at which the first answer begins, as an index of the stream. What fits into
-    the cache is not read: up to there methods do not differ.
+    `first` is the index of the first answer's first token in the stream. Tokens that fit into the
+    cache are not read, because methods do not differ there.
     """
 
     def __init__(self, model: PreTrainedModel, cache_size: int, first: int):
@@ -29,7 +29,7 @@ class Reread:
         self._nll, self.num_read = 0.0, 0
 
     def read(self, ids: Sequence[int], is_done: bool = False) -> None:
-        """Read on by quarters of a window, and what is left once the stream is done."""
+        """Read on by quarters of a window, and the rest when the stream is finished."""
         num_new = len(ids) - self._next
         num_new -= 0 if is_done else num_new % self.step
         if num_new <= 0:
@@ -42,5 +42,5 @@ class Reread:
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean loss; None before anything has been read."""
+        """exp of the mean loss; None before anything was read."""
         return perplexity_of(self._nll / self.num_read) if self.num_read else None

@@ -1,11 +1,11 @@
-"""Looks and server of the live page: served by this machine, with fonts that are on it."""
+"""Theme and server of the live page, on this machine and with its fonts."""
 
-import logging
-import signal
+import socket
 import sys
-import threading
 
 import gradio as gr
+import uvicorn
+from fastapi import FastAPI
 
 from kvalign.app.pages import source
 
@@ -14,34 +14,27 @@ _GREYS = "#f6f8fa #eaeef2 #d0d7de #c4ccd4 #9aa4af #6e7781 #57606a #30363d #161b2
 _GREEN, _DEEP_GREEN = "#00684a", "#005239"
 
 
-def serve(page: gr.Blocks, host: str, port: int, in_browser: bool) -> None:
-    """Serve the page until Ctrl-C, or SIGINT, which a shell has its jobs in the background
-    ignore.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    page.launch(
-        server_name=host,
-        server_port=port,
-        inbrowser=in_browser,
-        share=False,
-        quiet=True,
-        show_error=True,
-        prevent_thread_lock=True,
+def application(page: gr.Blocks) -> FastAPI:
+    """The page as an ASGI application, at the root."""
+    return gr.mount_gradio_app(
+        FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+        page,
+        path="/",
         ssr_mode=False,
         footer_links=[],
         theme=_theme(),
         css=source("live.css"),
     )
+
+
+def serve(app: FastAPI, at: socket.socket) -> None:
+    """Serve until Ctrl-C; pages that are open do not hold it up."""
     try:
-        print(f"running on {page.local_url} (Ctrl-C ends it)", flush=True)
-        threading.Event().wait()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        server.force_exit = True
+        server.run([at])
     except KeyboardInterrupt:
         print(file=sys.stderr)
-    finally:
-        # It tells of each page it cuts; pages that are open do not hold it up.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        page.server.force_exit = True
-        page.close(verbose=False)
 
 
 def _theme() -> gr.themes.Default:

@@ -1,18 +1,22 @@
-"""A text as its reader expects it: the marks of WikiText's tokenised form undone, headings as
-headings. What is shown alone changes: a text is judged as it was written.
+"""Text in readable form: the marks of WikiText's tokenised form are undone, and headings shown as
+headings. This changes only the display; evaluations judge the original text.
 
     " = Title = \\n a two @-@ part <unk> , 1 @,@ 000"  ->  "Title\\n a two-part […], 1,000"
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from kvalign.eval.judging.chunks import Chunk
+if TYPE_CHECKING:
+    from kvalign.eval.judging.chunks import Chunk
 
 UNKNOWN = "[…]"
-"""What stands for a word that a corpus has as `<unk>`."""
+"""Replacement for a corpus's `<unk>`."""
 _MARKS = re.compile(r" ?@(?P<joined>[-,.])@ ?|(?P<unknown><unk>)")
 # Spaces that only a tokenised text has: before a closing mark or an ending, after an opening one,
 # around the end of a line.
@@ -29,7 +33,7 @@ _HEADING = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a text that is shown alike."""
+    """Part of a text with one style."""
 
     text: str  # as a reader expects it
     kind: str  # `readable` or `unreadable`; `tail` after the last chunk; empty between chunks
@@ -37,7 +41,7 @@ class Piece:
 
 
 def pieces(text: str, chunks: Sequence[Chunk]) -> Iterator[Piece]:
-    """A text in pieces, cut at its chunks and at its headings; the last one is its tail."""
+    """Parts of a text, cut at its chunks and headings; the last one is the rest."""
     headings = [(found.start(), found.end()) for found in _HEADING.finditer(text)]
     edits = _edits(text)
     for first, end, kind in _kinds(len(text), chunks):
@@ -58,7 +62,7 @@ def _kinds(length: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, str
 
 
 def _edits(text: str) -> list[tuple[int, int, str]]:
-    """Return replacements of text[start:end], in order, none over another."""
+    """Return replacements of text[start:end], in order, without overlap."""
     edits = []
     for found in _HEADING.finditer(text):
         edits += [(*found.span(name), "") for name in ("opening", "closing")]
@@ -74,7 +78,7 @@ def _edits(text: str) -> list[tuple[int, int, str]]:
 
 
 def _edited(text: str, start: int, end: int, edits: Sequence[tuple[int, int, str]]) -> str:
-    """text[start:end]; an edit that goes over its end belongs to it whole."""
+    """Part text[start:end]; an edit across its end belongs to it as a whole."""
     shown = ""
     for first, last, instead in edits:
         if last <= start or first >= end:

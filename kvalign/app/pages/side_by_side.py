@@ -1,16 +1,17 @@
-"""Several methods continue one prompt side by side: they take turns, a token or a few each.
+"""Several methods that continue one prompt side by side. They take turns of one or a few tokens.
 
-The time of a token is taken around the step that made it, so the turns of others do not count.
+The time of a token covers only the step that made it, not the turns of others.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from kvalign.app.pages.reread import Reread
 from kvalign.app.pages.shown_text import Piece, pieces
-from kvalign.eval.judging.chunks import Chunk, chunks
 from kvalign.eval.judging.rules import RULES
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.names import spelled_out
@@ -20,6 +21,9 @@ from kvalign.models.loading import LoadedModel
 from kvalign.streaming.sampling import Sampling, StreamConfig
 from kvalign.streaming.text_stream import TextStream
 
+if TYPE_CHECKING:  # NLTK takes a second to import, and the page opens without it
+    from kvalign.eval.judging.chunks import Chunk
+
 SHOWN_EVERY_S = 0.12
 LEAST_TOKENS = 200  # shorter texts tell little of a method
 WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
@@ -27,7 +31,7 @@ WORK_PER_SHOWING = 3  # seconds of streaming for each that goes into showing it
 
 @dataclass(frozen=True)
 class View:
-    """One stream as it stands."""
+    """State of one stream."""
 
     title: str
     about: str
@@ -52,13 +56,13 @@ class View:
 
     @property
     def pieces(self) -> list[Piece]:
-        """The text as its reader expects it."""
+        """Text in readable form, in parts."""
         return list(pieces(self.text, self.chunks))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A method that cannot stream with these settings, and why: one line."""
+    """Method that cannot stream with these settings, and the reason in one line."""
 
     title: str
     about: str
@@ -74,15 +78,15 @@ def begin(
     cache_size: int,
     **config: Unpack[StreamConfig],
 ) -> list[TextStream | Refusal]:
-    """A stream of each method, fed with the prompt, or why it refuses; nothing is computed yet.
+    """A stream for each method, fed with the prompt, or its refusal; nothing is computed yet.
 
-    `config` is that of `kvalign.stream`, of which each method has what it takes; without a seed
-    one is drawn, the same for all. UserError says what is wrong for all of them.
+    `config` is that of `kvalign.stream`; each method takes the settings that apply to it. Without a
+    seed one is drawn, the same for all. UserError says what is wrong for all of them.
     """
     if not prompt.strip():
         raise UserError("the prompt is empty: give at least one word")
     if not methods:
-        raise UserError("no method is chosen: tick at least one")
+        raise UserError("no method is chosen: select at least one")
     sampling, asked = Sampling.of(begin, config)
     aligner = asked.pop("aligner", None)
     streams: list[TextStream | Refusal] = []
@@ -111,13 +115,13 @@ def side_by_side(
     words: frozenset[str],
     shown_every_s: float = SHOWN_EVERY_S,
 ) -> Iterator[list[View | Refusal]]:
-    """Run streams in turns and say now and then how they stand, at the beginning and at the end
-    too. Closing the iterator ends the work.
+    """Run streams in turns and report their state now and then, also at the beginning and the end.
+    Closing the iterator stops the work.
 
     Args:
-        streams: not yet iterated; what refuses the prompt becomes a refusal.
-        words: what the rule of readability takes for a word.
-        shown_every_s: seconds between two views of them, at least; more where showing takes long.
+        streams: not yet iterated; one that refuses the prompt becomes a refusal.
+        words: the words for the rule of readability.
+        shown_every_s: least seconds between two reports; more if showing takes long.
     """
     writing = {one: iter(one) for one in streams if isinstance(one, TextStream)}
     refused: dict[TextStream, Refusal] = {}
@@ -154,7 +158,7 @@ def side_by_side(
 
 
 def verdict(views: Sequence[View | Refusal]) -> str | None:
-    """The perplexities of finished texts in words, the lowest first; None with fewer than two."""
+    """Perplexities of finished texts in words, the lowest first; None for fewer than two."""
     done = [one for one in views if isinstance(one, View) and one.is_done]
     read = sorted((one.perplexity, one.title) for one in done if one.perplexity is not None)
     if len(read) < 2:
@@ -163,14 +167,17 @@ def verdict(views: Sequence[View | Refusal]) -> str | None:
     times = [f"that of {title} {perplexity / least:.1f} times" for perplexity, title in others]
     few = min(one.num_tokens for one in done) < LEAST_TOKENS
     return (
-        f"Read again, the text of {first} surprises the model least (perplexity {least:.1f}), "
-        f"{', '.join(times)} as much{': few tokens, so this may be chance' if few else ''}."
+        f"The text of {first} surprises the model least when it reads it again (perplexity "
+        f"{least:.1f}), {', '.join(times)} as "
+        f"much{': few tokens, so this may be chance' if few else ''}."
     )
 
 
 def _view(
     stream: TextStream, words: frozenset[str], perplexity: float | None, is_done: bool
 ) -> View:
+    from kvalign.eval.judging.chunks import chunks
+
     method, text, timing = stream.method, stream.text, stream.timing()
     all_chunks = chunks(text, words, RULES["paper"])
     return View(

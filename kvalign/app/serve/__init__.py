@@ -1,1 +1,1 @@
-"""`kvalign serve`: many endless streams of one model, behind the interface of OpenAI's API."""
+"""`kvalign serve`: many endless streams of one model, behind the OpenAI API."""

@@ -1,6 +1,4 @@
-"""Objects that a request waits for: events of its answers, and the session that is kept
-with one.
-"""
+"""Objects that a request waits for: its answers, and the session that is stored with one."""
 
 import logging
 import threading
@@ -30,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """An answer is whole, and kept if it is a session's."""
+    """Complete answer; a session's is also stored."""
 
     index: int
     finish: str  # `stop` or `length`
@@ -60,15 +58,15 @@ class Answers:
     on_cancel: Callable[[], None] = field(default=lambda: None)
 
     def count(self, method: Method, num_fed: int, num_gone: int) -> None:
-        """Count a prompt: what a method has been fed of it when the answers begin, and the tokens
-        of turns that have gone as a whole.
+        """Count a prompt: the tokens that a method has been fed of it when the answers begin, and
+        those of evicted turns.
         """
         self.num_prompt += num_gone + num_fed
         self.num_evicted += num_gone + method.sizes.num_dropped(num_fed)
         self.num_forgotten += num_gone + method.num_forgotten(num_fed)
 
     def cancel(self) -> None:
-        """Nobody waits any more; what has ended stays."""
+        """Cancel the request: the client has left. Finished answers stay."""
         for turn in self.turns:
             turn.is_cancelled = True
         self.on_cancel()
@@ -76,9 +74,7 @@ class Answers:
 
 @dataclass(eq=False)
 class Held:
-    """The session of a turn: kept when its answer is whole, else left as it was before; whichever
-    comes first.
-    """
+    """Session of a turn: stored when its answer is complete, else unchanged."""
 
     sessions: Sessions
     before: Session  # as it was taken
@@ -96,7 +92,7 @@ class Held:
             self.writer.submit(self._keep, row, state)
 
     def left(self, error: RequestError | None = None) -> None:
-        """It failed, or nobody waits any more."""
+        """The turn failed, or the client has left."""
         if self._end.acquire(blocking=False):
             self.sessions.release(self.before)
             if error is not None:
@@ -124,8 +120,8 @@ class Held:
         except Exception as error:
             self.sessions.release(self.before)
             if not isinstance(error, RequestError):  # it may name paths
-                log.error("an answer was not kept: %s", error)
-                what = "this answer was not kept: its session cannot be written"
+                log.error("an answer was not saved: %s", error)
+                what = "this answer was not saved: its session cannot be written"
                 error = RequestError(what, 500, code="not_kept")
             self.put(error)
         else:

@@ -1,6 +1,6 @@
-"""The body of a request: its bytes as they come, and the JSON in them, each as much as is allowed.
+"""Body of a request: its bytes as they arrive, and the JSON in them, both within limits.
 
-A megabyte of `{},` is 300 000 objects, which take long and a hundred times its memory to make.
+A megabyte of `{},` is 300 000 objects. Making them takes long and a hundred times the memory.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from kvalign.app.serve.errors import RequestError
 
 
 async def body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
-    """The body of a request; RequestError where it is no JSON by its type, too large, or late."""
+    """The body of a request; RequestError if it is not JSON, too large or late."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(
@@ -34,17 +34,17 @@ async def body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
                     raise too_large
     except TimeoutError:
         raise RequestError(
-            f"the body did not come within {timeout:g} seconds", 408, code="timeout"
+            f"the body did not arrive within {timeout:g} seconds", 408, code="timeout"
         ) from None
     return bytes(body)
 
 
 def values_of(body: bytes, most_values: int) -> Any:
-    """The values in a body; RequestError where it is no JSON, or has too many of them."""
+    """The values in a body; RequestError if it is not JSON or has too many of them."""
     if _num_marks(body) > most_values and _num_marks(_without_texts(body)) > most_values:
         raise RequestError(
-            f"the body has too many values, at most {most_values} values are read: send less at "
-            "once, or serve with a larger --max-prompt-tokens",
+            f"the body has too many values, more than {most_values}: send less at once, or "
+            "serve with a larger --max-prompt-tokens",
             code="body_too_large",
         )
     try:

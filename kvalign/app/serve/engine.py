@@ -1,8 +1,8 @@
-"""The one loop that steps a model: rows that come and go, on a thread of its own.
+"""The one loop that steps a model: rows join and leave it, on a thread of its own.
 
-Each round feeds parts of new prompts, of `PART` tokens at most, for about as long as a step takes,
-then steps every row by a token: new prompts do not keep the others waiting. A prompt is fed alone
-and then joins the rows of as many sinks.
+Each round first feeds parts of new prompts, of at most `PART` tokens, for about as long as a step
+takes. Then it steps every row by one token. So new prompts do not delay the others. A prompt is fed
+alone and then joins the rows with as many sinks.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from kvalign.streaming.health import most_likely
 log = logging.getLogger(__name__)
 PART = 512
 GIVE_BACK_S = 10.0
-"""Seconds between two times at which memory that was freed is given back."""
+"""Seconds between two returns of freed memory to the system."""
 NOT_FINITE = RequestError("the model's logits for this text are not finite", 500, code="not_finite")
 OUR_FAULT = RequestError("an error of the server ended this answer", 500, code="stream_failed")
 Pairs = list[tuple[Turn, Row]]
@@ -35,7 +35,7 @@ Pairs = list[tuple[Turn, Row]]
 
 @dataclass
 class _Group:
-    """Rows that are stepped together: a batch of a method, and whose rows they are."""
+    """Rows that are stepped together: a batch of a method, and the owners of its rows."""
 
     batch: Method
     rows: Pairs = field(default_factory=list)
@@ -46,10 +46,10 @@ def _shutting_down() -> RequestError:
 
 
 class Engine(threading.Thread):
-    """The thread that owns the model.
+    """Thread that owns the model.
 
-    `max_streams` are rows, those whose prompts are being fed included; `max_queue` are turns that
-    wait for a place.
+    `max_streams` is the number of rows, including prompts that are being fed. `max_queue` is the
+    number of turns that may wait for a place.
     """
 
     def __init__(self, max_streams: int, max_queue: int, metrics: Metrics):
@@ -62,14 +62,14 @@ class Engine(threading.Thread):
         self.num_rows, self._step_s = 0, 0.0
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Let turns wait for their places; RequestError (429) if too many do."""
+        """Queue turns until there are places for them; RequestError (429) if too many wait."""
         with self._wakes:
             if self._is_stopping or not self.is_alive():
                 raise _shutting_down()
             num = len(self._waiting)
             if num + len(turns) > self.max_queue + self.num_free:
                 raise RequestError(
-                    f"{num} requests are waiting, at most {self.max_queue} may",
+                    f"{num} requests are waiting, the most are {self.max_queue}",
                     429,
                     code="rate_limit_exceeded",
                 )
@@ -77,7 +77,7 @@ class Engine(threading.Thread):
             self._wakes.notify()
 
     def stop(self) -> None:
-        """End all turns."""
+        """Stop all turns."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
@@ -85,7 +85,7 @@ class Engine(threading.Thread):
 
     @property
     def num_free(self) -> int:
-        """Places that are free."""
+        """Free places."""
         return self.max_streams - self.num_rows
 
     @property
@@ -143,7 +143,7 @@ class Engine(threading.Thread):
         self.num_rows = feeding + sum(len(group.rows) for group in self._groups.values())
 
     def _feed(self) -> None:
-        """Parts of prompts; those that are whole choose their first tokens and join."""
+        """Feed parts of prompts; complete ones choose their first tokens and join."""
         begun = defaultdict[int, Pairs](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
@@ -205,7 +205,7 @@ class Engine(threading.Thread):
         self._keep(group, [not row.finish for _, row in group.rows])
 
     def _choose(self, pairs: Pairs, logits: Tensor, batch: Method) -> None:
-        """Let rows take their next tokens, of logits [B, V]; a sick one ends alone."""
+        """Let rows take their next tokens, from logits [B, V]; a failed row ends alone."""
         best, is_one = (x.tolist() for x in most_likely(logits))
         now = time.perf_counter()
         for i, (_, row) in enumerate(pairs):
@@ -227,7 +227,7 @@ class Engine(threading.Thread):
             row.since_s = now
 
     def _ended(self, pairs: Pairs, batch: Method) -> Pairs:
-        """Tell the turns of rows that have ended; return the others."""
+        """Notify the turns of rows that have ended; return the others."""
         kept = [i for i, (turn, row) in enumerate(pairs) if turn.keeps and row.is_whole]
         states = dict(zip(kept, states_of(batch, kept), strict=True))
         going = []
@@ -253,7 +253,7 @@ class Engine(threading.Thread):
         group.rows = []
 
     def _fail(self, turns: Iterable[Turn], error: Exception) -> None:
-        """End turns by an error of their step."""
+        """End turns with an error of their step."""
         if isinstance(error, UserError):
             answer = RequestError(str(error))
         else:

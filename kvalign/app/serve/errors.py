@@ -1,4 +1,4 @@
-"""Answers to requests that cannot be served, in the form of OpenAI's API."""
+"""Errors of requests, in the form of OpenAI's API."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 
 
 class RequestError(Exception):
-    """Something about one request; the others go on.
+    """Error of one request; the others go on.
 
-    `param` is the field that is meant, `code` a word for programs.
+    `param` is the field, `code` a word for programs.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RequestError(Exception):
         self.message, self.status, self.param, self.code = message, status, param, code
 
     def form(self) -> dict[str, Any]:
-        """`{"error": ...}`, as JSON can hold it."""
+        """`{"error": ...}`, as JSON values."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {

@@ -1,5 +1,5 @@
-"""Sessions in a folder: a stream's file each, written whole; `kvalign.load_stream` and `kvalign
-chat --state` read them, too.
+"""Sessions in a folder: one file for each stream, written completely or not at all.
+`kvalign.load_stream` and `kvalign chat --state` read them, too.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ _SUFFIX = ".safetensors"
 
 
 class DamagedError(UserError):
-    """A file of the folder that is not as a server left it."""
+    """File of the folder that differs from what a server wrote."""
 
 
 @dataclass
 class InFolder(Store):
-    """A store of files in a folder that no other server writes to; in memory are the sessions'
-    tokens, not their caches. `method_for` makes a method of so many sinks that has been fed
-    nothing.
+    """Store of files in a folder that no other server writes to. The sessions' tokens are in
+    memory, their caches are not. `method_for` makes an empty method with so many sinks.
 
-    A session is told from what others wrote under its name by the checksum of its file, over tokens
-    and cache together. What is not as it was left is neither read nor overwritten.
+    The checksum of a file, over tokens and cache, identifies the session. A changed file is neither
+    read nor overwritten.
 
     Attributes:
-        left: why files that lie there are left alone, a line each.
-        last: the highest number of a file. Clocks that are set may not say which one is newer.
+        left: why files in the folder are ignored, a line each.
+        last: the highest number of a file. Clocks that were changed may not tell which file is
+            newer.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class InFolder(Store):
             several = "s" * (num_unnamed > 1)
             self.left.append(
                 f"{num_unnamed} conversation{several} of requests without a session in "
-                f"{self.folder}: --keep-unnamed takes them up"
+                f"{self.folder}: --keep-unnamed continues them"
             )
         return found
 
@@ -135,7 +135,7 @@ class InFolder(Store):
         return is_there
 
     def _path(self, name: str) -> Path:
-        """A name that no request chooses."""
+        """Name that no request can choose."""
         return self.folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _read(self, path: Path) -> Session:
@@ -147,7 +147,7 @@ class InFolder(Store):
             raise DamagedError(str(error)) from None
         method = self.method_for(saved.num_sinks)
         own = {"method": method.name, **asdict(method.sizes)}
-        other = "name another --sessions, or serve as those there were served"
+        other = "name another --sessions, or use the former settings"
         if (
             any(getattr(saved, name) != value for name, value in own.items())
             or saved.aligner != self.aligner_digest

@@ -1,4 +1,4 @@
-"""Checks before the routes: who may ask, and from where."""
+"""Checks before the routes: which client may ask, and from which origin."""
 
 import hmac
 import ipaddress
@@ -17,10 +17,10 @@ _OPEN = ("/health",)  # asks for no key
 
 @dataclass
 class Guard:
-    """ASGI middleware that checks Host, Origin and key, and counts what is answered.
+    """ASGI middleware that checks Host, Origin and key, and counts answers.
 
-    A page that a browser shows may have a name that leads here (DNS rebinding), or send requests
-    from elsewhere: names are those of `allowed_hosts`, and an Origin is this very host or one of
+    A page in a browser may use a host name that leads here (DNS rebinding), or send requests from
+    another origin. So the host must be one of `allowed_hosts`, and an Origin this host or one of
     `allowed_origins`. A slash at the end of a path does not count.
     """
 
@@ -67,7 +67,7 @@ class Guard:
             is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
             if kind.lower() != "bearer" or not is_right:
                 raise RequestError(
-                    "no API key, or a wrong one: send it as Authorization: Bearer KEY",
+                    "API key missing or wrong: send it as Authorization: Bearer KEY",
                     401,
                     code="invalid_api_key",
                 )

@@ -8,7 +8,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """The figures of one server."""
+    """Metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -29,8 +29,8 @@ class Metrics:
         )
         self.streams = gauge("kvalign_streams", "answers being written")
         self.waiting = gauge("kvalign_waiting", "requests that wait")
-        self.sessions = gauge("kvalign_sessions", "sessions that are kept")
+        self.sessions = gauge("kvalign_sessions", "stored sessions")
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text form."""
+        """All metrics, in Prometheus' text form."""
         return generate_latest(self.registry)

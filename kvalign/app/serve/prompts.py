@@ -1,4 +1,4 @@
-"""Tokens to feed, made from messages and texts."""
+"""Prompts of requests: messages and texts as token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from kvalign.streaming.turns import asked_from, first_that_fits, message_ids, op
 
 @dataclass
 class Prompts:
-    """Tokens to feed for a request."""
+    """Token ids to feed for a request."""
 
     tokenizer: PreTrainedTokenizerBase
     method: Method  # as new sessions have it, but for their sinks
@@ -27,7 +27,7 @@ class Prompts:
     special_tokens: bool  # whether those in messages steer the model
 
     def begun(self, session: Session, messages: Sequence[Message]) -> Session:
-        """A new session of messages, with as many sinks as its system prompt has tokens."""
+        """A new session from messages, with as many sinks as its system prompt has tokens."""
         sizes, system = self.method.sizes, None
         if messages[0].role == "system":
             system = messages[0].content
@@ -44,13 +44,13 @@ class Prompts:
         return replace(session, system=system, num_sinks=num_sinks)
 
     def of_messages(self, session: Session, messages: Sequence[Message]) -> Tensor:
-        """The tokens [T] of messages that go on with a session."""
+        """The tokens [T] of messages that continue a session."""
         said = [message.model_dump() for message in messages]
         how = {"goes_on": not session.is_new, "special_tokens": self.special_tokens}
         return self.of(message_ids(self.tokenizer, said, **how), special=False)
 
     def of(self, prompt: str | list[int], *, special: bool) -> Tensor:
-        """The tokens [T] of a text, or of ids; `special`: with what begins a text."""
+        """The tokens [T] of a text, or of ids; `special`: with the tokenizer's opening tokens."""
         try:
             ids = encoded(prompt, self.tokenizer, self.method.model, special=special)
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
@@ -59,8 +59,8 @@ class Prompts:
             raise RequestError("the prompt is empty: give at least one word", param="prompt")
         if len(ids) > self.most_tokens:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, a request may bring {self.most_tokens}: send "
-                "it in parts",
+                f"the prompt has {len(ids)} tokens, the most for a request are "
+                f"{self.most_tokens}: send it in parts",
                 param="prompt",
                 code="prompt_too_long",
             )
@@ -69,15 +69,15 @@ class Prompts:
     def whole_turns(
         self, session: Session, before: Tensor, new: Tensor, num_answer: int
     ) -> tuple[Session, Tensor | None]:
-        """Let the oldest turns of a session go, as a whole, until a new one fits.
+        """Evict the oldest turns of a session, each as a whole, until a new one fits.
 
         Args:
             before: [T] int64, the session's tokens.
-            new: [N] int64, those of the turn.
-            num_answer: tokens that may be answered; room is left for them, up to half the cache.
+            new: [N] int64, the new turn's tokens.
+            num_answer: longest answer in tokens. Room is left for it, up to half the cache.
 
         Returns:
-            the session with its new turn; what is to be encoded anew, where a turn has gone.
+            the session with its new turn; the tokens to encode again, if a turn was evicted.
         """
         turns = (*session.turns, len(before))
         if session.is_new or not self.keeps_turns:
@@ -90,7 +90,7 @@ class Prompts:
         return replace(session, turns=turns[kept:]), anew
 
     def num_gone(self, session: Session) -> int:
-        """Tokens of the turns of a session that have gone as a whole."""
+        """Tokens of the session's evicted turns."""
         if not session.turns or not session.turns[0]:
             return 0
         num_opening, begins = self._begins(session.turns[:1], session.system)
@@ -105,9 +105,7 @@ class Prompts:
 
 
 def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that a session has not heard; RequestError if they are other ones than it has
-    said.
-    """
+    """The messages that are new to a session; RequestError if the others differ from its own."""
     if session.is_new:
         return messages
     digests = digest("", messages)
@@ -118,21 +116,22 @@ def unheard(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
     if len(turns) == 1 and system in (None, session.system):
         return turns
     raise RequestError(
-        "these messages do not continue the session: send the new turn alone, all "
-        "messages as they were answered, or name another session",
+        "these messages do not continue the session: send only the new turn, or all messages "
+        "with the server's answers unchanged, or name another session",
         param="session",
         code="session_mismatch",
     )
 
 
 def is_asked_again(session: Session, messages: Sequence[Message], sent: Sent) -> bool:
-    """Return whether these messages brought the session's last answer, which may have been lost.
+    """Return whether these messages led to the session's last answer, which may have been lost.
 
-    They do if they are all messages up to it, those of a first turn, or come with the same key or
-    as another try of the client's. A turn that comes alone with another key is said twice.
+    They did if they are all messages up to it, or the messages of a first turn, or if they come
+    with the same key or as a retry of the client. A turn that comes alone with another key is a new
+    turn.
 
     Raises:
-        RequestError: the same key, and other messages.
+        RequestError: the same key with other messages.
     """
     if session.is_new:
         return False

@@ -1,5 +1,5 @@
-"""Replies to a client, made from the engine's events in the forms of OpenAI's API: one JSON
-document, or Server-Sent Events.
+"""Replies to a client: the engine's events in the forms of OpenAI's API, as one JSON document or as
+Server-Sent Events.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class TextForm:
         self.created = int(time.time())
 
     def said(self, text: str) -> dict[str, Any]:
-        """Return what a choice says of a whole text; `told`: of a piece, in a chunk."""
+        """Return a choice's fields for a whole text; `told`: for a piece, in a chunk."""
         return {"text": text}
 
     told = said
@@ -60,7 +60,7 @@ def choice_of(index: int, said: dict[str, Any], finish: str | None) -> dict[str,
 
 
 def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
-    """The tokens of a request; `cached_tokens` are those of its session."""
+    """Token counts of a request; `cached_tokens` are those of its session."""
     ends = list(ends)
     num_tokens = sum(end.num_tokens for end in ends)
     return {
@@ -77,16 +77,16 @@ def usage_of(answers: Answers, ends: Iterable[End]) -> dict[str, Any]:
 
 
 def warning_of(answers: Answers) -> dict[str, str]:
-    """The header that says what of a prompt is forgotten as its answer begins; none if nothing."""
+    """Header about the forgotten part of a prompt when its answer begins; none without one."""
     if not (num := answers.num_forgotten):
         return {}
     what = f"{num} of the prompt's {answers.num_prompt} tokens are out of the cache and forgotten"
-    return {WARNING: f"{what}: a larger --cache-size of the server, or its --memory, keeps more"}
+    return {WARNING: f"{what}: use a larger --cache-size of the server, or its --memory"}
 
 
 async def events_of(answers: Answers, events: Events, receive: Receive) -> AsyncIterator[list]:
-    """Yield events of the engine, all that are there at a time, until the answers have ended or one
-    of its errors ends them. A client that leaves, or a reader that stops, cancels them.
+    """Yield the engine's available events, until the answers end or an error ends them. A client
+    that disconnects, or a reader that stops, cancels them.
     """
 
     async def watch() -> None:
@@ -115,7 +115,7 @@ async def events_of(answers: Answers, events: Events, receive: Receive) -> Async
 
 
 async def whole(form: TextForm, answers: Answers, events: Events, receive: Receive) -> Response:
-    """All of an answer at once."""
+    """The complete answer as one document."""
     texts, ends = [""] * answers.num, dict[int, End]()
     async for found in events_of(answers, events, receive):
         for event in found:
@@ -129,7 +129,7 @@ async def whole(form: TextForm, answers: Answers, events: Events, receive: Recei
 
 
 class EventStream(Response):
-    """An answer as it comes; a client that does not take a piece in time is left."""
+    """Answer that is sent piece by piece. A client that takes none in time is dropped."""
 
     media_type = "text/event-stream"
 

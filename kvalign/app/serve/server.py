@@ -1,4 +1,4 @@
-"""The routes, as an ASGI application, and the server that listens."""
+"""Routes, as an ASGI application, and the server that listens."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from kvalign.app.address import url_of
 from kvalign.app.serve.answers import Answers, Event
 from kvalign.app.serve.bodies import body_of
 from kvalign.app.serve.errors import RequestError
@@ -33,7 +34,7 @@ _LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
 def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
-    """The application; its engine runs while it does."""
+    """The application; its engine runs as long as it does."""
     service, name = Service(settings, loaded), loaded.spec.name
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
     most_values = _VALUES_A_TOKEN * settings.max_prompt_tokens
@@ -136,23 +137,19 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     return app
 
 
-def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
-    """Serve until Ctrl-C."""
-    app = build(settings, loaded)
+def serve(settings: ServeSettings, app: FastAPI, at: socket.socket) -> None:
+    """Serve what `build` made of the settings, until Ctrl-C."""
     service: Service = app.state.service
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     kept = f", {len(service.sessions)} sessions in {settings.sessions}" if settings.sessions else ""
     if left := service.said_of_folder():
         print(left, file=sys.stderr)
     print(
-        f"{loaded.spec.name} by {service.method.in_words}{kept}: http://{host}:{port}/v1 "
-        "(Ctrl-C ends it)",
+        f"{service.method.spec.name} with {service.method.in_words}{kept}: "
+        f"{url_of(settings.host, at)}/v1 (Ctrl-C ends it)",
         flush=True,
     )
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -160,13 +157,13 @@ def serve(settings: ServeSettings, loaded: LoadedModel, port: int) -> None:
     )
     gc.freeze()  # the model and its modules stay: collections would look through them each time
     try:
-        _Server(config, service).run()
+        _Server(config, service).run([at])
     except KeyboardInterrupt:
         print(file=sys.stderr)
 
 
 class _Server(uvicorn.Server):
-    """One that ends its answers before it waits for their connections."""
+    """Server that ends its answers before it waits for their connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -178,7 +175,7 @@ class _Server(uvicorn.Server):
 
 
 async def _answer_to(request: Request, error: Exception) -> Response:
-    """Every error in the form of OpenAI's API."""
+    """Error in the form of OpenAI's API."""
     match error:
         case RequestError():
             return error.response()
@@ -187,9 +184,9 @@ async def _answer_to(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=_LEFT)
         case HTTPException():
-            what = {404: "no such address", 405: "this address takes another method"}
+            what = {404: "no such address", 405: "this address needs another HTTP method"}
             message = f"{what.get(error.status_code, error.detail)}: {request.url.path!r:.80}"
             response = RequestError(message, error.status_code).response()
             response.headers.update(error.headers or {})
             return response
-    return RequestError("a fault of the server's", 500, code="internal_error").response()
+    return RequestError("an error of the server", 500, code="internal_error").response()

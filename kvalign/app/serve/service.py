@@ -1,6 +1,4 @@
-"""Handling of a request by the server: find its session, encode its prompt, put it to the
-engine.
-"""
+"""Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +33,8 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine; `start` it, `stop` it. UserError for settings that do
-    not fit the model, and sessions of another.
+    """One model, its sessions and its engine: `start` it, `stop` it. UserError for settings that do
+    not fit the model, and for sessions of another model.
     """
 
     def __init__(self, settings: ServeSettings, loaded: LoadedModel):
@@ -50,8 +48,8 @@ class Service:
             raise UserError(f"{self.method.name} cannot be served: its rows cannot be joined")
         if (num := self.method.tokens_left) is not None:
             raise UserError(
-                f"a server's streams must have no end, with --positions keep they end after {num} "
-                "tokens"
+                "a server's streams must have no end, but with --positions keep they end after "
+                f"{num} tokens"
             )
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         self.prompts = Prompts(
@@ -89,20 +87,18 @@ class Service:
         self.engine.start()
 
     def stop(self) -> None:
-        """End all turns; sessions are as they were after their last whole ones."""
+        """Stop all turns; sessions stay as they were after their last complete ones."""
         self.engine.stop()
         self._writer.shutdown()
 
     def said_of_folder(self) -> str:
-        """Return what lies in the folder of sessions and is left alone, a line each; "" for
-        nothing.
-        """
+        """Return the ignored files in the folder of sessions, a line each; "" for none."""
         store = self.sessions.store
         left = store.left if isinstance(store, InFolder) else []
         return "\n".join(f"not changed: {one}" for one in left)
 
     def chat(self, asked: Chat, sent: Sent, put: Put) -> Answers:
-        """Answer messages; those that go on with a session are fed alone."""
+        """Answer messages. Of messages that continue a session only the new ones are fed."""
         sampling, name, prompts = self._sampling(asked), asked.session, self.prompts
         if asked.num_choices > 1:
             _refuse(name)
@@ -119,13 +115,13 @@ class Service:
             return self._submit([(begun, ids)], sampling, 1, put, keep)
 
     def completion(self, asked: Completion, sent: Sent, put: Put) -> Answers:
-        """Continue texts; with a session, go on with its text."""
+        """Continue texts; with a session, continue its text."""
         sampling, name, texts = self._sampling(asked), asked.session, asked.prompts
         num_sinks = self.method.sizes.num_sinks
         if name is None or len(texts) * asked.num_choices > 1:
             _refuse(name)
             if len(texts) * asked.num_choices > (most := self.settings.max_streams):
-                raise RequestError(f"at most {most} answers can be asked at once", param="prompt")
+                raise RequestError(f"the most answers of a request are {most}", param="prompt")
             new = Session("", num_sinks=num_sinks)
             pairs = [(new, self.prompts.of(text, special=True)) for text in texts]
             return self._submit(pairs, sampling, asked.num_choices, put)
@@ -140,7 +136,7 @@ class Service:
 
     @contextmanager
     def _taken(self, name: str | None, messages: Sequence[Message] = ()) -> Iterator[Session]:
-        """A session for a turn, released if that cannot begin."""
+        """Session for a turn, released if that cannot begin."""
         session = self.sessions.take(name, messages)
         try:
             yield session
@@ -149,7 +145,7 @@ class Service:
             raise
 
     def _again(self, session: Session, put: Put) -> Answers:
-        """The last answer of a session once more."""
+        """Last answer of a session again."""
         num_before = len(session.ids) - session.num_new
         answers = Answers(1, num_cached=num_before)
         method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
@@ -162,12 +158,12 @@ class Service:
         return answers
 
     def _method_for(self, num_sinks: int) -> Method:
-        """One that has been fed nothing."""
+        """Method that has been fed nothing."""
         is_own = num_sinks == self.method.sizes.num_sinks
         return (self.method if is_own else self._blank(num_sinks)).new()
 
     def _make_blank(self, num_sinks: int) -> Method:
-        """Return the pattern for methods with this number of sinks."""
+        """Return the template for methods with this number of sinks."""
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
         asked = {name: size for name, size in sizes if name not in own.not_taken()}
@@ -208,10 +204,10 @@ class Service:
         put: Put,
         keep: tuple[Session, Sequence[Message], str, str] | None = None,
     ) -> Answers:
-        """Put turns to the engine: of each session, what is fed to it and `num_choices` answers.
+        """Pass turns to the engine: for each session, its input and `num_choices` answers.
 
-        `keep` is a session that is kept with its answer, as it was taken, and what `Held` has of
-        the turn: its new messages, the digest and the key of its request.
+        `keep` is a session that is stored with its answer, as it was taken, and the turn's data for
+        `Held`: its new messages, the digest and the key of its request.
         """
         answers = Answers(len(pairs) * num_choices)
         for number, (session, new) in enumerate(pairs):

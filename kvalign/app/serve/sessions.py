@@ -1,7 +1,7 @@
-"""Sessions: conversations whose caches are kept between requests, in memory or in a folder.
+"""Sessions: conversations whose caches are stored between requests, in memory or in a folder.
 
-A session changes when a turn's answer is whole, and only then: a client that leaves, a sick row or
-a killed server leave it as it was before the turn.
+A session changes only when a turn's answer is complete. A client that disconnects, a failed row or
+a killed server leaves it as it was before the turn.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MOST_DROPPED = 10_000  # names of dropped sessions that are remembered
 
 @dataclass(frozen=True)
 class Session:
-    """One conversation, or one text that goes on."""
+    """One conversation, or one text that is continued."""
 
     id: str  # as requests name it
     said: str = ""  # a digest of its messages, answers included
@@ -57,33 +57,31 @@ class Store:
     """Store of the states of sessions: here in memory, as long as the server lives."""
 
     def load(self) -> list[Session]:
-        """Those that are there, the least recently used first."""
+        """The stored sessions, the least recently used first."""
         return []
 
     def check_new(self, name: str) -> None:
-        """Raise RequestError if something is kept under the name of a session that is not known."""
+        """Raise RequestError if an unknown session's name already has a stored file."""
 
     def put(self, session: Session) -> Session:
-        """Keep it, whole or not at all; return what stays in memory of it. RequestError if what was
-        kept of it is not what this server left.
+        """Store it completely or not at all; return the part that stays in memory. RequestError if
+        the stored version is not the one that this server wrote.
         """
         assert session.state is not None  # views of buffers, which have more room
         return replace(session, state={name: x.clone() for name, x in session.state.items()})
 
     def state(self, session: Session) -> dict[str, Tensor]:
-        """The state of its method; nobody changes it. RequestError as of `put`."""
+        """The state of its method, which nobody changes. RequestError as of `put`."""
         assert session.state is not None
         return session.state
 
     def drop(self, name: str) -> bool:
-        """Forget what is kept under a name; whether there was anything."""
+        """Delete the session under a name; return whether there was one."""
         return False
 
 
 def digest(before: str, messages: Sequence[Message]) -> list[str]:
-    """Return digests of a conversation after each of these messages; `before` is the digest before
-    them.
-    """
+    """Return digests of a conversation after each message, from the digest `before` them."""
     digests = []
     for message in messages:
         said = json.dumps([before, message.role, message.content])
@@ -95,8 +93,8 @@ def digest(before: str, messages: Sequence[Message]) -> list[str]:
 class Sessions:
     """All sessions; each answers one turn at a time. Safe to use from several threads.
 
-    Those that requests name are in `store`, `max_named` at most; those of requests that name none
-    in `unnamed`, `max_unnamed` at most: neither pushes the other out.
+    Named sessions are in `store`, at most `max_named`. Those without a name are in `unnamed`, at
+    most `max_unnamed`. Neither kind displaces the other.
     """
 
     def __init__(self, store: Store, max_named: int, unnamed: Store, max_unnamed: int):
@@ -111,7 +109,7 @@ class Sessions:
             num, most = sum(one.is_named is is_named for one in found), self._most(is_named)
             if num > most:
                 raise UserError(
-                    f"{name} must be at least {num}, as many are kept already, got {most}"
+                    f"{name} must be at least {num}, the number of stored ones, got {most}"
                 )
         for session in found:
             self._add(session)
@@ -120,12 +118,12 @@ class Sessions:
         return len(self._by_id)
 
     def take(self, name: str | None, messages: Sequence[Message] = ()) -> Session:
-        """A session for one turn: that of a name, else the unnamed one that has said the most of
-        the beginning of these messages; else a new one. `put` or `release` it.
+        """The session for one turn: by name, else the unnamed one that shares the longest beginning
+        with these messages, else a new one. `put` or `release` it.
 
         Raises:
-            RequestError: it answers another turn; it had to go, and these messages do not tell it
-                anew; its file is there and is not what this server left.
+            RequestError: it is answering another turn; it was dropped and these messages do not
+                repeat it from the start; or its file is not the one that this server wrote.
         """
         said = digest("", messages)[-2::-1] if name is None else []
         is_told_anew = any(message.role == "assistant" for message in messages)
@@ -136,8 +134,8 @@ class Sessions:
             self._check_idle(name)
             if name in self._dropped and not is_told_anew:
                 raise RequestError(
-                    f"session {name} was dropped, at most {self.max_named} are kept: "
-                    f"send all its messages, or begin it anew after {_forget(name)}",
+                    f"session {name} was dropped, since at most {self.max_named} are kept: send "
+                    f"all its messages, or start it again after {_forget(name)}",
                     410,
                     param="session",
                     code="session_dropped",
@@ -154,20 +152,20 @@ class Sessions:
         return self._store_of(session).state(session)
 
     def put(self, session: Session) -> None:
-        """Keep a session after its turn, and drop the least recently used beyond the limit."""
+        """Store a session after its turn, and drop the least recently used beyond the limit."""
         kept = self._store_of(session).put(session)
         with self._lock:
             self._busy.discard(session.id)
             self._add(kept)
 
     def release(self, session: Session) -> None:
-        """Let it be as it was before its turn."""
+        """Leave it as it was before its turn."""
         with self._lock:
             self._busy.discard(session.id)
 
     def forget(self, name: str) -> None:
-        """Let the next turn of a session begin it, whatever is kept of it; RequestError if nothing
-        is, or it answers a turn.
+        """Delete a session, so that its next turn begins it. RequestError if it does not exist, or
+        is answering a turn.
         """
         with self._lock:
             self._check_idle(name)
@@ -212,10 +210,10 @@ class Sessions:
 
 
 def damaged(name: str) -> RequestError:
-    """Return the answer to a turn of a session whose file is not what this server left."""
+    """Return the error for a turn of a session whose file is not the one that this server wrote."""
     return RequestError(
         f"the file of session {name} is damaged, or another program changed it: {_forget(name)} "
-        "lets it begin anew",
+        "lets it start again",
         500,
         param="session",
         code="session_damaged",

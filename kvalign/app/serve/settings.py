@@ -1,4 +1,4 @@
-"""The settings of `kvalign serve`."""
+"""Settings of `kvalign serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalign.foundation.settings import option
 
 
 def lets_others_in(host: str) -> bool:
-    """Return whether who listens there listens at more than this machine's own addresses."""
+    """Return whether a server at this address can be reached from other machines."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,63 +21,71 @@ def lets_others_in(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
-    X-Session-Id) goes on where that session is. Where neither a request nor a flag says how to
-    sample, the model's generation_config does. The key may also be in KVALIGN_API_KEY.
+    X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
+    generation_config does. The key may also be in KVALIGN_API_KEY.
 
     Example:
         kvalign serve --model gpt2-mini --cache-size 128 --sessions talks
     """
 
-    host: str = option("127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
+    host: str = option(
+        "127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines connect"
+    )
     port: int = option(
-        8000, help="port to listen at; 0 takes any free one", at_least=0, at_most=65535
+        8000, help="port to listen on; 0 chooses a free one", at_least=0, at_most=65535
     )
     api_key: str | None = option(
-        None, help="bearer token that requests must have; required if --host lets other machines in"
+        None, help="bearer token for requests; required if --host lets other machines connect"
     )
-    without_key: bool = option(False, help="let other machines in without a key")
+    without_key: bool = option(False, help="let other machines connect without a key")
     allowed_hosts: tuple[str, ...] | None = option(
-        None, help="names that a request's Host may have, besides localhost and addresses"
+        None,
+        help="values of a request's Host header that are allowed, besides localhost and addresses",
     )
     allowed_origins: tuple[str, ...] | None = option(
         None,
-        help="origins of pages that may ask, besides this server's own: chrome-extension://ID",
+        help="origins of pages that may connect, besides this server's own: chrome-extension://ID",
     )
     sessions: Path | None = option(
         None,
-        help="folder that keeps sessions over a restart (default: in memory only)",
+        help="folder that keeps sessions over a restart (default: only in memory)",
         writes="folder",
     )
     max_sessions: int = option(
         256,
-        help="named sessions that are kept; beyond that the least recently used one is dropped",
+        help="most named sessions to keep; beyond that the least recently used one is dropped",
         at_least=1,
     )
     max_unnamed: int = option(
         64,
-        help="conversations without a session that are kept in memory and found by their beginning",
+        help="most conversations without a session to keep in memory; later requests find them "
+        "by their beginning",
         at_least=0,
     )
-    keep_unnamed: bool = option(False, help="keep those in --sessions, too")
-    max_streams: int = option(64, help="streams that run at the same time", at_least=1)
-    max_queue: int = option(256, help="requests that may wait; further ones get 429", at_least=0)
-    max_new_tokens: int | None = option(
-        None, help="tokens of an answer that a request may ask for (default: 2048)", at_least=1
+    keep_unnamed: bool = option(
+        False, help="keep conversations without a session in --sessions, too"
     )
-    max_prompt_tokens: int = option(32768, help="tokens of one request at most", at_least=1)
-    max_body_kb: int = option(1024, help="kilobytes of a request's body at most", at_least=1)
+    max_streams: int = option(64, help="most streams at the same time", at_least=1)
+    max_queue: int = option(
+        256, help="most requests that may wait; further ones get 429", at_least=0
+    )
+    max_new_tokens: int | None = option(
+        None, help="most tokens of an answer (default: 2048)", at_least=1
+    )
+    max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
+    max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
     compile: bool = option(False, help="not supported: the rows of a server change")
     top_k: int | None = option(
         None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
     )
     seed: int | None = option(
-        None, help="seed of the draws of requests that name none (default: random)", at_least=0
+        None, help="random seed of requests without one (default: random)", at_least=0
     )
     timeout: float = option(
-        30.0, help="seconds that a client has to send a request, and to take a piece", above=0
+        30.0, help="seconds for a client to send a request, and to receive a piece", above=0
     )
 
     @property
@@ -91,8 +99,8 @@ class ServeSettings(TalkSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.without_key and self.api_key is not None:
-            raise UserError("--without-key and a key contradict: leave one out")
+            raise UserError("--without-key and a key contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
-            raise UserError("--keep-unnamed needs a folder to keep them in: --sessions DIR")
+            raise UserError("--keep-unnamed needs a folder: --sessions DIR")
         if self.compile:
-            raise UserError("--compile is for one stream: the rows of a server come and go")
+            raise UserError("--compile is for one stream: the rows of a server change")

@@ -1,4 +1,4 @@
-"""One request to the engine: its answers, and the states of rows that are kept."""
+"""One request to the engine: its answers, and the states of rows to store."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,13 +19,13 @@ State = dict[str, Tensor]
 
 
 class Row:
-    """One answer of a turn: `index` is its number among those of a request, `ids` [T] int64 are all
-    that came before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
+    """One answer of a turn: `index` is its number within the request, `ids` [T] int64 are all
+    tokens before it, `sizes` are its cache's, `ends` end it, and it draws with seed + `draw`.
 
     Attributes:
-        finish: empty while it goes on; `stop`, `length`; `sick` or `failed` where it cannot.
-        since_s: when its last token came; at first, when it was asked for.
-        lookup: what guesses its tokens while no other row is stepped with it; None: nothing.
+        finish: empty while it continues; `stop`, `length`; `sick` or `failed` if it cannot.
+        since_s: time of its last token; at first, of the request.
+        lookup: guesses its tokens while no other row is stepped with it; None: nothing.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it has ended as it should."""
+        """Return whether it has ended without an error."""
         return self.finish in ("stop", "length")
 
     @property
     def num_evicted(self) -> int:
-        """Tokens that have left the cache since the answer began."""
+        """Tokens evicted since the answer began."""
         num_fed = self._num_before + len(self.token_ids) - 1
         return self._sizes.num_dropped(num_fed) - self._sizes.num_dropped(self._num_before)
 
     def take(self, token: int) -> None:
-        """Go on with a token that was chosen."""
+        """Append a chosen token."""
         if not self.chooser.is_bare:  # which looks at nothing that came before
             self.chooser.append(token)
         if self.lookup is not None:
@@ -75,10 +75,10 @@ class Row:
 
 @dataclass(eq=False)
 class Turn:
-    """One request to the engine: to take in tokens and to answer, once or several times.
+    """One request to the engine: tokens to read and to answer, once or several times.
 
-    `ended` is told of an answer that is whole, and of the state of a method that has been fed all
-    but its last token (None where `keeps` is False); `failed`, why the answers of this turn end.
+    `ended` receives a complete answer and the state of a method that was fed all but its last token
+    (None if `keeps` is False). `failed` receives the reason why the answers of this turn end.
     """
 
     method: Method  # the turn's own, which has been fed nothing
@@ -92,7 +92,7 @@ class Turn:
 
 
 def states_of(batch: Method, rows: list[int]) -> list[State]:
-    """Return the states of some rows of a batch, each alone; the batch stays as it is."""
+    """Return the states of some rows of a batch, each alone; the batch stays unchanged."""
     if not rows:
         return []
     several, states = batch.new(), []

@@ -81,12 +81,12 @@ class Asked(BaseModel, extra="forbid", strict=True):
         for name, neutral in _NEUTRAL.items():
             if values.get(name) is not None and values[name] not in neutral:
                 raise RequestError(
-                    f"{name} is not served here: leave it out", param=name, code="unsupported"
+                    f"{name} is not supported: leave it out", param=name, code="unsupported"
                 )
         without = {*_NEUTRAL, *_IGNORED}
         for name in values:
             if name not in without and name not in cls.model_fields:
-                raise RequestError(f"{name:.80}: no such parameter", param=name)
+                raise RequestError(f"{name:.80}: unknown parameter", param=name)
         return {name: value for name, value in values.items() if name not in without}
 
     @property
@@ -115,7 +115,7 @@ class Message(BaseModel, extra="ignore", strict=True):
         if not isinstance(values, dict):
             return values
         if values.get("tool_calls") or values.get("function_call"):
-            raise RequestError("tool calls are not supported here", param="messages")
+            raise RequestError("tool calls are not supported", param="messages")
         role = "system" if values.get("role") == "developer" else values.get("role")
         content = values.get("content")
         if isinstance(content, list):
@@ -171,7 +171,7 @@ class Completion(Asked):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each a text, or ids."""
+        """Prompts, each a text or ids."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else list(prompt)
@@ -183,7 +183,7 @@ class Completion(Asked):
 
 @dataclass(frozen=True)
 class Sent:
-    """Information in the headers of a request on how it was sent."""
+    """Information in the headers of a request about how it was sent."""
 
     session: str | None = None
     key: str = ""  # the same if it is sent again
@@ -191,7 +191,7 @@ class Sent:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "Sent":
-        """Return what headers say, by names in small letters; RequestError for a long key."""
+        """Return the information in headers with lower-case names; RequestError for a long key."""
         key = headers.get("idempotency-key", "")
         if len(key) > _LONGEST_KEY or not key.isprintable():
             raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} plain characters")
@@ -201,7 +201,7 @@ class Sent:
 
 def parsed(model: type[M], body: bytes, session: str | None, most_values: int) -> M:
     """A request from its body, and the session that a header names; RequestError, in one line, if
-    it is none.
+    it is invalid.
     """
     values = values_of(body, most_values)
     if isinstance(values, dict) and values.get("session") is None and session is not None:

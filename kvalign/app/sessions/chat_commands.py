@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/help": "this list",
     "/tokens": "length of the conversation, and the part of it that is in the cache",
-    "/memory": "which turns are out of the cache, and what keeps more",
-    "/system": "what --system said: it begins the conversation, and stays",
-    "/save [FILE]": "keep the conversation in FILE, from now on after each answer",
-    "/reset": "begin anew, with the same --system",
-    "/exit": "leave, as Ctrl-D does",
+    "/memory": "which turns are out of the cache, and how to keep more",
+    "/system": "the system prompt, which begins the conversation and stays",
+    "/save [FILE]": "save the conversation to FILE, now and after each answer",
+    "/reset": "start again, with the same --system",
+    "/exit": "leave, like Ctrl-D",
 }
 
 
 def is_command(line: str) -> bool:
-    """Return whether its first word is a slash and letters: `/etc/hosts` begins a turn."""
+    """Return whether the first word is a slash and letters; `/etc/hosts` begins a turn."""
     return re.match(r"/[A-Za-z]*(\s|$)", line) is not None
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Do what a command says, except `/exit`, and answer; UserError if it cannot be done."""
+    """Run a command, except `/exit`, and return its answer; UserError if it fails."""
     name, _, rest = line.partition(" ")
     names = [usage.split()[0] for usage in COMMANDS]
     if name not in names:
@@ -40,7 +40,7 @@ def obey(line: str, conversation: Conversation) -> str:
         return _save(conversation, rest.strip())
     if rest.strip():
         if name == "/system":
-            raise UserError("it is set at the start: kvalign chat --system TEXT")
+            raise UserError("it can only be set at the start: kvalign chat --system TEXT")
         raise UserError(f"{name} takes no argument, got {rest.strip()!r}")
     if name == "/tokens":
         return _tokens(conversation)
@@ -54,7 +54,7 @@ def obey(line: str, conversation: Conversation) -> str:
         until = (
             f"; {conversation.path} is written after the next answer" if conversation.path else ""
         )
-        return f"the conversation begins anew{until}"
+        return f"the conversation starts again{until}"
     return "\n".join(f"{usage:14}{about}" for usage, about in COMMANDS.items())
 
 

@@ -29,7 +29,7 @@ CALM = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}
 
 @dataclass(frozen=True, kw_only=True)
 class TalkSettings(StreamSettings):
-    """Base of the settings of conversations: their first words may stay, their answers end."""
+    """Base of the settings of conversations, with a kept opening and answers that end."""
 
     num_sinks: str = option(
         "auto",
@@ -38,14 +38,14 @@ class TalkSettings(StreamSettings):
     )
     evict: str = option(
         "entries",
-        help="what is evicted when the cache is full; turns: the oldest whole turns, before a "
-        "turn that would not fit, and the rest is encoded anew",
+        help="evicted when the cache is full; turns: the oldest whole turns, before a turn "
+        "that would not fit, and the rest is encoded again",
         choices=("entries", "turns"),
     )
     special_tokens: bool = option(
         False,
-        help="special tokens in messages, such as <|im_end|>, act as special tokens; by default "
-        "they are text",
+        help="special tokens in messages, such as <|im_end|>, act as special tokens; by "
+        "default they are plain text",
     )
     stop_at_end: bool | None = option(
         None, help="end an answer at the model's end-of-text token (the default)"
@@ -76,7 +76,9 @@ class ConversationSettings(TalkSettings):
         help="shipped name, hub id or folder of a causal LM (default: that of --state, else "
         f"{DEFAULT_MODEL})",
     )
-    system: str | None = option(None, help="first message to the model, which is never evicted")
+    system: str | None = option(
+        None, help="instructions to the model before the first turn, never evicted"
+    )
     temperature: float | None = option(
         None,
         help="divides the logits before drawing; 0 takes the most likely token (default: the "
@@ -94,7 +96,7 @@ class ConversationSettings(TalkSettings):
     )
     say: tuple[str, ...] | None = option(
         None,
-        help="a turn to say, instead of reading turns; repeat it for more turns",
+        help="a turn, instead of reading turns; repeat it for more turns",
         repeats=True,
     )
     state: Path | None = option(
@@ -113,7 +115,7 @@ class ConversationSettings(TalkSettings):
             raise UserError("--say is empty: give at least one word")
 
     def resolved(self) -> ConversationSettings:
-        """These settings with a model: the one that is named, that of the file, or the default."""
+        """These settings with a model: the named one, that of the file, or the default."""
         from kvalign.streaming import stream_file
 
         if self.model:
@@ -126,9 +128,7 @@ class ConversationSettings(TalkSettings):
 
 
 class Conversation:
-    """A stream that is fed the user's turns; `path` is written after each answer, if there is
-    one.
-    """
+    """Stream that is fed the user's turns; `path`, if given, is written after each answer."""
 
     def __init__(self, settings: ConversationSettings, loaded: LoadedModel):
         from kvalign.streaming.stream_file import checksum_of
@@ -150,8 +150,8 @@ class Conversation:
         turn_ids(loaded.tokenizer, "?", not self.stream.ids, system, **self._how)
 
     def answer(self, turn: str) -> Iterator[str]:
-        """The pieces of the answer to a turn, with a bar over a long one; Ctrl-C ends the answer.
-        Then the file is written.
+        """The pieces of the answer to a turn, with a progress bar for a long turn. Ctrl-C ends the
+        answer. Then the file is written.
         """
         from kvalign.streaming.turns import turn_ids
 
@@ -171,32 +171,32 @@ class Conversation:
             try:
                 self.save(self.path)
             except (OSError, UserError) as error:
-                raise RunError(f"this answer was not kept: {error}") from error
+                raise RunError(f"this answer was not saved: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the conversation to a file, from now on after each answer.
+        """Write the conversation to a file, and from now on after each answer.
 
         Raises:
-            UserError: a server writes to its folder, or another program to the file since this
-                conversation did.
+            UserError: the folder belongs to a server, or another program has written the file since
+                this conversation did.
         """
         from kvalign.streaming.stream_file import checksum_of
 
         check_not_locked(path.parent)
         if path == self.path and checksum_of(path) != self._checksum:
-            raise UserError(f"{path} was changed by another program since")
+            raise UserError(f"{path} was since changed by another program")
         self.stream.save(path)
         self.path, self._checksum = path, checksum_of(path)
 
     def reset(self) -> None:
-        """Begin anew, with the same --system."""
+        """Start again, with the same --system."""
         self.stream.reset()
         for note in (TURNS, NUM_GONE):
             self.stream.notes.pop(note, None)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Let Ctrl-C say what of it is in its file, and the command that goes on with that."""
+        """On Ctrl-C print how much is in the file, and the command that continues it."""
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -206,7 +206,7 @@ class Conversation:
             raise Interrupted(kept, self.to_go_on()) from stop
 
     def to_go_on(self) -> str:
-        """The command that takes it up from its file."""
+        """The command that continues it from its file."""
         same = (
             "dtype",
             "device",
@@ -227,18 +227,18 @@ class Conversation:
             for name, value in says.items()
             if flag(name) in flags.split() and getattr(sampling, name) == value
         ]
-        by_model = f" ({', '.join(taken)}: of the model's generation_config)" if taken else ""
+        by_model = f" ({', '.join(taken)}: from the model's generation_config)" if taken else ""
         goes_on = f", {len(stream.ids)} tokens so far" if stream.ids else ""
-        kept = f"; kept in {self.path}{goes_on}" if self.path else ""
+        kept = f"; saved in {self.path}{goes_on}" if self.path else ""
         return (
-            f"{stream.method.spec.name} by {stream.method.in_words}; "
-            f"--max-new-tokens {sampling.max_new_tokens} {flags}{by_model}{kept}"
+            f"{stream.method.spec.name} with {stream.method.in_words}; --max-new-tokens "
+            f"{sampling.max_new_tokens} {flags}{by_model}{kept}"
         )
 
 
 def turns(say: Sequence[str] | None = None) -> Iterator[str]:
-    """Yield what the user says, without empty turns: `say` alone, or else what stdin has. In a
-    terminal a first Ctrl-C in place of a turn is asked about.
+    """Yield the user's turns, without empty ones: only `say`, or else those on stdin. In a terminal
+    the first Ctrl-C instead of a turn asks for confirmation.
     """
     if say is not None:
         yield from say
@@ -259,7 +259,7 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
             if is_warned or isinstance(stop, Killed):
                 raise
             is_warned = True
-            print("\nCtrl-C once more leaves, as Ctrl-D does", file=sys.stderr)
+            print("\nCtrl-C again leaves, like Ctrl-D", file=sys.stderr)
             continue
         is_warned = False
         if turn:
@@ -267,7 +267,7 @@ def turns(say: Sequence[str] | None = None) -> Iterator[str]:
 
 
 def sinks_of(num_sinks: str) -> int | None:
-    """The number that `--num-sinks` says, None for auto; UserError if it says neither."""
+    """Number that `--num-sinks` gives, None for auto; UserError for anything else."""
     if num_sinks == "auto":
         return None
     if not (num_sinks.isascii() and num_sinks.isdigit()):

@@ -1,4 +1,4 @@
-"""Marks where a stream of text passes a limit of the model: its cache is full, its context ends."""
+"""Marks in a stream of text at two limits: the cache is full, the context length is passed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
 
 MOST = 1024
-"""The longest context length that a stream without a length passes: further takes minutes."""
+"""Longest context length that a stream without a length passes; longer ones take minutes."""
 BEYOND = 88
-"""Tokens that it writes past that."""
+"""Number of tokens that it writes past that."""
 
 
 def tokens_past(context_len: int | None, num_before: int) -> int | None:
-    """Return how many tokens lead past the context length; None where it is long, or none."""
+    """Return how many tokens lead past the context length; None if there is none, or it is long."""
     if context_len is None or context_len > MOST:
         return None
     return max(context_len - num_before, 0) + BEYOND
 
 
 def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
-    """The pieces of a stream; before the first that was written with an entry evicted, and the
-    first past the context length, a line on stderr says so.
+    """The pieces of a stream. A line on stderr marks the first piece after an eviction, and the
+    first past the context length.
     """
     context_len = stream.method.spec.context_len
     size = stream.method.sizes.cache_size
-    left = [(lambda: stream.num_evicted > 0, f"the cache of {size} entries is full, the oldest go")]
+    left = [
+        (
+            lambda: stream.num_evicted > 0,
+            f"the cache of {size} entries is full, from here on the oldest are evicted",
+        )
+    ]
     if context_len is not None:
-        said = f"the context of {context_len} tokens ends here, the stream continues"
+        said = f"the context length of {context_len} tokens ends here, the stream continues"
         left.append((lambda: stream.num_fed > context_len, said))
     for number, piece in enumerate(pieces):
         for mark in [one for one in left if one[0]()]:
@@ -41,6 +46,6 @@ def marked(pieces: Iterable[str], stream: TextStream) -> Iterator[str]:
 
 
 def _say(line: str) -> None:
-    """A line of its own, also where the text stands on the same terminal."""
+    """Print a separate line, also if the text is on the same terminal."""
     start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
     print(start + line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The settings of a method and of a stream of text, which commands share that stream."""
+"""Settings of a method and of a stream of text, shared by the commands that stream."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class MethodSettings(Settings):
     )
     cache_size: int | None = option(
         None,
-        help="entries the cache keeps, sinks included (default: what the context length and a "
-        f"quarter of the free memory allow, at most {MOST}; of a mini model {OF_A_MINI})",
+        help="entries the cache keeps, sinks included (default: as many as the context length "
+        f"and a quarter of the free memory allow, at most {MOST}; for a mini model "
+        f"{OF_A_MINI})",
         at_least=1,
     )
     num_evicted: str | None = option(None, help=NUM_EVICTED)
@@ -80,7 +81,7 @@ class MethodSettings(Settings):
         num_evicted_of(self.num_evicted or 1, 2)
 
     def sizes(self) -> dict[str, Any]:
-        """Return what the flags say of eviction and moves, as `make_method` takes it."""
+        """Return the flags' sizes, as arguments of `make_method`."""
         return {name: getattr(self, name) for name in SIZES}
 
 
@@ -91,8 +92,8 @@ class StreamSettings(MethodSettings, ModelSettings):
     weights: str = option("auto", help=OF_WEIGHTS, choices=WEIGHTS)
     aligner: str | None = option(
         None,
-        help="aligner of kvalign: folder, hub id or shipped name (default: of --method kvalign the "
-        "newest in kvalign-data/MODEL, else the shipped one)",
+        help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
+        "kvalign the newest in kvalign-data/MODEL, else the shipped one)",
     )
     compile: bool = option(
         False,
@@ -101,7 +102,7 @@ class StreamSettings(MethodSettings, ModelSettings):
     )
     # Their ranges are those of `Sampling`.
     max_new_tokens: int | None = option(
-        None, help=f"tokens to generate at most (default: {MAX_NEW_TOKENS})"
+        None, help=f"most tokens to generate (default: {MAX_NEW_TOKENS})"
     )
     do_sample: bool | None = option(
         None, help="draw each token (the default); --no-do-sample takes the most likely one"
@@ -157,7 +158,7 @@ class StreamSettings(MethodSettings, ModelSettings):
 
     @property
     def num_streams(self) -> int:
-        """Streams at once, which a default --cache-size leaves memory for."""
+        """Number of streams at once, for which a default --cache-size leaves memory."""
         return 1
 
     def load(self) -> LoadedModel:
@@ -168,7 +169,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         check_name(self.method)
         loaded = load_model(self.model, self.device, self.dtype, self.weights)
         if self.weights == "auto" and (weights := weights_of(loaded.model)) in PACKED:
-            print(f"weights {weights}: as they were stored (--weights float32)", file=sys.stderr)
+            print(f"weights {weights}: as in the file (--weights float32)", file=sys.stderr)
         return loaded
 
     def stream(
@@ -178,8 +179,8 @@ class StreamSettings(MethodSettings, ModelSettings):
         num_sinks: int | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> TextStream:
-        """A new stream, as `kvalign.stream` makes it; what `auto` takes is said on stderr, and
-        `defaults` of sampling are for what no flag says.
+        """A new stream, like `kvalign.stream`. The choice of `auto` is printed on stderr.
+        `defaults` hold for sampling without a flag.
         """
         from kvalign.methods import make_method
         from kvalign.methods.choice import choose
@@ -213,7 +214,7 @@ class StreamSettings(MethodSettings, ModelSettings):
         return text_stream
 
     def check_kept(self, what: str, num_sinks: int) -> None:
-        """Raise UserError if what never goes leaves no room in the cache that is asked for."""
+        """Raise UserError if the never evicted entries leave no room in the given cache."""
         if self.cache_size is not None and num_sinks >= self.cache_size:
             raise UserError(
                 f"{what} takes {num_sinks} entries, so --cache-size must be above that, got "
@@ -221,8 +222,8 @@ class StreamSettings(MethodSettings, ModelSettings):
             )
 
     def used(self, stream: TextStream) -> dict[str, Any]:
-        """Return the settings that hold for a stream, as JSON can hold them: the flags, and what
-        the stream takes where they leave it open or where it goes on from a file.
+        """Return the settings of a stream, as JSON values: the flags, and the stream's own values
+        for the rest.
         """
         from kvalign.models.packed import weights_of
 
@@ -231,17 +232,15 @@ class StreamSettings(MethodSettings, ModelSettings):
         return {**self.as_dict(), "method": stream.method.name, "weights": weights, **taken}
 
     def sampling(self) -> dict[str, Any]:
-        """Return what the flags say of sampling; one that says how to draw says that tokens are
-        drawn.
-        """
+        """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""
         values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         given = {name: value for name, value in values.items() if value is not None}
         return {"do_sample": True, **given} if given.keys() & set(DRAWS) else given
 
     def aligner_for(self, loaded: LoadedModel) -> str | None:
-        """The aligner to take: what is named, else, where the method is, what was trained here and
-        changes something, else None for what ships, else what was trained here; what was is said on
-        stderr, with how it compares.
+        """The aligner to use: the named one; else, for a named method, the one that was trained
+        here and changes something, else None for the shipped one; else the one that was trained
+        here. A trained one is printed on stderr, with its comparison.
         """
         from kvalign.methods.choice import in_figures, trained_here
 
@@ -255,20 +254,23 @@ class StreamSettings(MethodSettings, ModelSettings):
         trained = trained_here(loaded.model, self.model, at_least=merit)
         if trained is not None and shipped is None:
             taken = str(trained)
-            said = f"{trained}, trained here, is taken: none ships for {self.model}"
+            said = f"using {trained}, trained here: none ships for {self.model}"
         elif trained is not None and is_auto:
             said = (
-                f"{trained} was trained here: --aligner {trained} takes it in place of the shipped "
-                f"{shipped}"
+                f"{trained} was trained here: --aligner {trained} uses it instead of the "
+                f"shipped {shipped}"
             )
         elif trained is not None:
             taken = str(trained)
             figures = in_figures(trained) or f"not compared with the shipped {shipped}"
-            said = f"{trained}, trained here, is taken: {figures}; --aligner {shipped} takes that"
+            said = (
+                f"using {trained}, trained here: {figures}; --aligner {shipped} uses the "
+                "shipped one"
+            )
         elif is_auto and (other := trained_here(loaded.model, self.model)):
             said = (
-                f"{other}, trained here, was not judged by streams and is not taken: --method "
-                "kvalign takes it"
+                f"{other}, trained here, was never judged by streams and is not used: --method "
+                "kvalign uses it"
             )
         else:
             return None
@@ -277,7 +279,7 @@ class StreamSettings(MethodSettings, ModelSettings):
 
 
 def kept_of(keep: str, all_of: str) -> int | None:
-    """The number that `--keep` says, None for the word that it may say; UserError if neither."""
+    """Number that `--keep` gives, None for its one word; UserError for anything else."""
     if keep == all_of:
         return None
     if not (keep.isascii() and keep.isdigit()):
@@ -286,8 +288,8 @@ def kept_of(keep: str, all_of: str) -> int | None:
 
 
 def pieces_of(stream: TextStream, name: str) -> Iterator[str]:
-    """The pieces of a stream, with a bar of a name over what is read before the first, which may
-    be empty.
+    """The pieces of a stream, with a named progress bar while the input before the first is read;
+    the first may be empty.
     """
     pieces = iter(stream)
     with progress.shown_as(name) as bar:

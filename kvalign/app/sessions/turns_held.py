@@ -1,4 +1,4 @@
-"""Turns of a conversation that its cache still has, and a line about the others."""
+"""Turns of a conversation that are still in its cache, and a line about the others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ TURNS, EVICT, NUM_GONE = "turns", "evict", "gone"
 
 
 def note_turn(stream: TextStream, num_before: int) -> None:
-    """Note that a turn begins after so many tokens."""
+    """Record that a turn begins after so many tokens."""
     stream.notes[TURNS] = f"{stream.notes.get(TURNS, '')} {num_before}".strip()
 
 
 def begins_of(stream: TextStream) -> list[int]:
-    """The tokens that came before each turn; of a file that does not say, none."""
+    """The number of tokens before each turn; for a file without that record, none."""
     return [int(word) for word in stream.notes.get(TURNS, "").split() if word.isdecimal()]
 
 
 def evict_turns(stream: TextStream, system: str | None, *, special_tokens: bool) -> None:
-    """Let the oldest turns go, as a whole, until the one that was fed last fits; what stays is
-    encoded anew.
-    """
+    """Evict the oldest turns, each as a whole, until the last one fits; encode the rest again."""
     from kvalign.streaming.turns import asked_from, first_that_fits, opening_len
 
     how = {"special_tokens": special_tokens}
@@ -45,7 +43,7 @@ def _num_gone(stream: TextStream) -> int:
 
 
 def num_evicted(stream: TextStream) -> int:
-    """Tokens that are out of the cache; 0 of a method of the user's own that does not say."""
+    """Tokens that were evicted; 0 for a method of the user's own without that figure."""
     try:
         return stream.num_evicted
     except NotImplementedError:
@@ -53,8 +51,8 @@ def num_evicted(stream: TextStream) -> int:
 
 
 def num_forgotten(stream: TextStream) -> int:
-    """Turns, the first ones, of which no more is in the cache than the sinks. Other policies than
-    `oldest` evict some of each turn: there none is but those that have gone as a whole.
+    """Number of first turns of which only sinks are in the cache. Policies other than `oldest`
+    evict entries of every turn, so only turns that were evicted as a whole count.
     """
     sizes, num_gone = stream.method.sizes, _num_gone(stream)
     if not sizes.is_oldest:
@@ -64,7 +62,7 @@ def num_forgotten(stream: TextStream) -> int:
 
 
 def in_words(stream: TextStream) -> str:
-    """`the first 3 turns are out of the cache`; "" where none is."""
+    """`the first 3 turns are out of the cache`; "" if none is."""
     num = num_forgotten(stream)
     if not num:
         return ""
@@ -73,22 +71,31 @@ def in_words(stream: TextStream) -> str:
     return f"{what} out of the cache" + ", in the memory" * aside
 
 
+def memory_offer(stream: TextStream) -> str:
+    """Return what would keep the turns that go; "" where there is a memory, or none works."""
+    from kvalign.methods.cached import Cached
+
+    method = stream.method
+    if method.sizes.memory or EVICT in stream.notes:
+        return ""
+    works = isinstance(method, Cached) and method.is_exact and method.places_by is not None
+    return "--memory 100000 keeps evicted tokens and takes back what is asked for" * works
+
+
 def all_in_words(stream: TextStream) -> str:
-    """Return which turns are held and which are not, a line each."""
+    """Return which turns are in the cache and which are not, a line each."""
     sizes, num_out = stream.method.sizes, num_evicted(stream)
     num_turns, num_in = len(begins_of(stream)), stream.num_fed - num_out
     lines = [
-        f"said: {num_turns} turns, {len(stream.ids)} tokens",
-        f"in the cache: {num_in} tokens, of {sizes.cache_size} at most; the first "
-        f"{sizes.num_sinks} never go",
-        f"out of it: {num_out} tokens" + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
+        f"conversation: {num_turns} turns, {len(stream.ids)} tokens",
+        f"in the cache: {num_in} tokens, at most {sizes.cache_size}; the first "
+        f"{sizes.num_sinks} are never evicted",
+        f"out of the cache: {num_out} tokens"
+        + (f" ({in_words(stream)})" * bool(num_forgotten(stream))),
     ]
     if sizes.memory:
         held = min(num_out, sizes.memory)
-        lines.append(f"in the memory: {held} tokens, of {sizes.memory} at most, to be taken back")
-    else:
-        lines.append(
-            "in a memory: none; kvalign chat --memory 100000 keeps evicted tokens and takes back "
-            "those that are needed, which is slower"
-        )
+        lines.append(f"in the memory: {held} tokens, at most {sizes.memory}, to be taken back")
+    elif offer := memory_offer(stream):
+        lines.append(f"in a memory: none; {offer}, which is slower")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Cells, made from a suite's text: variables filled in, flags overridden, commands checked."""
+"""Cells from a suite's text: variables are filled in, flags overridden, commands checked."""
 
 import shlex
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Cell:
 
 
 def read_suite(name: str) -> str:
-    """The text of a shipped suite or of a file."""
+    """Text of a shipped suite or of a file."""
     shipped = suites()
     if name in shipped:
         return shipped[name]
@@ -36,18 +36,19 @@ def read_suite(name: str) -> str:
 
 
 def parse_suite(text: str, name: str, override: str = "", variables: str = "") -> list[Cell]:
-    """The cells of a suite, preparations first, their commands checked.
+    """Cells of a suite, preparations first, with their commands checked.
 
-    `override` are flags that replace those of the cells which know them: with another --model a
-    cell loses the aligners that it names. `variables` are NAME=VALUE of the suite's that change.
+    `override` are flags that replace those of the cells which have them. With another --model a
+    cell loses the aligners that it names. `variables` are NAME=VALUE pairs that replace the
+    suite's.
     """
     suite = parse_suite_text(text, name)
     changed = _changed(suite, variables, name)
     steps = [*suite.prepare, *suite.cells]
     if not suite.cells:
-        raise UserError(f"suite {name} has no cells: nothing would be run")
+        raise UserError(f"suite {name} has no cells: nothing to run")
     if len({step.name.casefold() for step in steps}) < len(steps):  # files, on any system
-        raise UserError(f"suite {name} has two cells of one name")
+        raise UserError(f"suite {name} has two cells with the same name")
     new = _flags(_split("--override", override))
     cells, known = [], set[str]()
     for number, step in enumerate(steps):
@@ -71,17 +72,15 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
 
 
 def _check_kind(words: list[str], is_preparation: bool) -> None:
-    """Raise UserError for a command whose document is no use to a suite."""
+    """Raise UserError for a command whose document a suite cannot use."""
     if not words:
         raise UserError("its command is empty")
     command = catalogue.find(words)[0]
     if is_preparation and not command.has_json:
-        raise UserError(f"{command.name} prints no document, so it prepares nothing")
+        raise UserError(f"{command.name} prints no document, so it cannot be a preparation")
     evaluations = {f"{catalogue.FAMILY} {name}" for name in (*EVALUATIONS, *READERS)}
     if not is_preparation and command.name not in evaluations:
-        raise UserError(
-            f"{command.name} is not an evaluation: put commands that others need under prepare"
-        )
+        raise UserError(f"{command.name} is not an evaluation: move preparations to prepare")
     if own := {"-h", "--help", "--json", "--debug"} & set(words):
         raise UserError(f"leave out {', '.join(sorted(own))}: the suite sets it")
 
@@ -101,7 +100,7 @@ def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
 
 
 def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
-    """A command, checked, with those of the new flags that it knows, and all that it knows."""
+    """Checked command with the new flags that it has, and all that it has."""
     command, words = catalogue.find(words)
     known = command.settings_for(words).flags()
     of_cell = _flags(words)

@@ -1,8 +1,8 @@
-"""Suites: a file of named commands, each a cell whose result is kept in a folder as one document.
+"""Suites: a file of named commands. Each is a cell, and its result is one document in a folder.
 
-Each cell runs in a process of its own, so that its memory and its threads are measured alone, and
-its command can be repeated by hand. A cell is finished when its document exists: a run that was
-interrupted goes on with the next one, and `eval perplexity --keep` within its cell.
+Each cell runs in its own process, so that its memory and its threads are measured alone and its
+command can be repeated by hand. A cell is finished when its document exists. An interrupted run
+continues with the next cell, and `eval perplexity --keep` within its cell.
 """
 
 import json
@@ -27,13 +27,13 @@ from kvalign.foundation.runs import keeping
 
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
-    """Run the cells that the folder lacks, preparations first and in order.
+    """Run the cells whose document is missing, preparations first and in order.
 
-    What is wrong with the suite, its commands or the folder is refused before any work; finished
-    cells are kept when one fails.
+    Errors in the suite, its commands or the folder are raised before any work. Finished cells are
+    kept when one fails.
 
     Returns:
-        for each cell `run`, or `kept` if it was finished before.
+        for each cell `run`, or `kept` if it was already finished.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
@@ -44,7 +44,9 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
 
     def kept() -> str:
         num_kept = sum(is_finished(cell, settings.out) for cell in cells)
-        return f"{num_kept} of {len(cells)} cells are kept in {settings.out}" if num_kept else ""
+        return (
+            f"{num_kept} of {len(cells)} cells are finished in {settings.out}" if num_kept else ""
+        )
 
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
@@ -101,9 +103,7 @@ def _run_there(command: str, out: Path, folder: str, num_threads: int) -> tuple[
 
 
 def is_finished(cell: Cell, out: Path) -> bool:
-    """Return whether the cell's document exists; UserError if it is damaged, or another
-    command's.
-    """
+    """Return whether the cell's document exists; UserError if damaged, or another command's."""
     path = _path(cell, out)
     if not path.exists():
         return False
@@ -113,8 +113,8 @@ def is_finished(cell: Cell, out: Path) -> bool:
 
 
 def run_cell(command: str, out: Path) -> str:
-    """Run a cell's command in a process of its own and return what it prints, a JSON document;
-    UserError if it was refused, RunError if it failed, as its own message on stderr says.
+    """Run a cell's command in its own process and return its output, a JSON document. UserError if
+    it was refused, RunError if it failed; its own message is on stderr.
     """
     words = [sys.executable, "-m", *shlex.split(filled_in(command, out)), "--json"]
     environment = {**os.environ, PART_OF_RUN: "1"}
@@ -127,7 +127,7 @@ def run_cell(command: str, out: Path) -> str:
 
 
 def keep(cell: Cell, out: Path, output: str, changed: str = "") -> None:
-    """Write what a cell printed as its document, with what the run changed of the suite."""
+    """Write a cell's output as its document, with the run's changes to the suite."""
     printed = json.loads(output)
     document: dict[str, Any] = {"result": printed} if cell.is_preparation else printed
     document["command"] = cell.command

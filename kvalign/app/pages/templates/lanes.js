@@ -77,8 +77,8 @@ function showSettings() {
   const sinks = count(num_sinks, "sink");
   $("about").textContent = `${method} ${data.methods[method]}.` + (data.controls ? "" :
     ` Here: ${family} positions, a cache of ${cache_size} entries, ${sinks}, ${memory ? `a memory of ${memory} tokens` : `${num_evicted} evicted at once`}.`) +
-    (memory ? ` It has a memory: of what its window loses each token takes back ${count(num_recalled, "entry", "entries")}.` : "") + (evicts === "after" ? "" :
-    ` It evicts before a step: that sees ${count(cache_size, "entry", "entries")}, the new token's with them. KV-Align evicts after a step, and does these steps` +
+    (memory ? ` It has a memory: each token takes back ${count(num_recalled, "entry", "entries")}.` : "") + (evicts === "after" ? "" :
+    ` It evicts before a step, which sees ${count(cache_size, "entry", "entries")}, the new token's with them. KV-Align evicts after a step, and does these steps` +
     ` with --cache-size ${num_kept}.`);
   $("of-away").hidden = !memory || family !== "rotary";
   drawSlots();
