@@ -32,7 +32,7 @@ from helpers.mixed_requests import WORDS, Mix
 
 from kvalign.app.serve.engine import GIVE_BACK_S
 
-NUM_PARTS = 8  # of a mix; sessions fill their places in the first half
+NUM_PARTS = 6  # of a mix; sessions fill their places in the first half
 
 
 @contextmanager
@@ -124,8 +124,10 @@ async def sampled(process: subprocess.Popen, every_s: float, sizes: list[float])
 
 
 async def mixed(model: str, address: str, process: subprocess.Popen, minutes: float) -> dict:
-    """Statuses under a mix of requests, and resident memory at rest, after each of its parts."""
-    sizes, at_rest = list[float](), list[float]()
+    """Statuses under a mix of requests; resident memory before it, and at rest after each of its
+    parts.
+    """
+    sizes, at_rest = list[float](), [memory_mb(process)]
     base, limits = address.removesuffix("/v1"), httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=base, timeout=600, limits=limits) as client:
         mix = Mix(client, model, seed=0)
@@ -142,7 +144,7 @@ async def mixed(model: str, address: str, process: subprocess.Popen, minutes: fl
         "errors": mix.wrong,
         "memory_most_mb": max(sizes),
         "at_rest_mb": at_rest,
-        "grown_by": at_rest[-1] / at_rest[NUM_PARTS // 2] - 1,
+        "grown_by": at_rest[-1] / at_rest[NUM_PARTS // 2 + 1] - 1,
     }
 
 

@@ -44,6 +44,7 @@ class AnySlotLayer(StreamingLayer):
     def reset(self) -> None:
         super().reset()
         self.held = KV(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+        self.index, self.scores = torch.empty(0, 0, 0, dtype=torch.int64), torch.empty(0, 0, 0)
 
     @property
     def is_filled(self) -> bool:

@@ -1,5 +1,6 @@
 """Layer of a cache of fixed size, of any kind."""
 
+import weakref
 from abc import abstractmethod
 from typing import Any, Protocol
 
@@ -37,6 +38,19 @@ class StreamingLayer(CacheLayerMixin, Part):
         self.cache, self.layer_idx = cache, layer_idx
         self.reset()
 
+    @property
+    def cache(self) -> Owner:
+        """The cache that it is a layer of. It does not hold it: when nobody else does, both go at
+        once, and do not wait for the garbage collector.
+        """
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    @cache.setter
+    def cache(self, cache: Owner) -> None:
+        self._cache = weakref.ref(cache)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         """Take in [B, H, T, D]; return all entries for this pass's attention."""
         new = KV(key_states, value_states)
@@ -54,6 +68,7 @@ class StreamingLayer(CacheLayerMixin, Part):
         return found
 
     def reset(self) -> None:
+        """Let go of all entries."""
         self.is_initialized = False
 
     @property

@@ -135,6 +135,7 @@ class MemoryCache(StreamingCache):
     def _end(self, step: Step) -> None:
         if step.is_single:
             self._num_pending += 1
+        self.recalls.end()
         super()._end(step)
 
     def reset(self) -> None:

@@ -48,6 +48,10 @@ class MemoryLayer(WindowLayer):
         super().lazy_initialization(key_states, value_states)
         self.memory = Memory(KV(key_states, value_states), self.sizes, self.grows)
 
+    def reset(self) -> None:
+        super().reset()
+        self.__dict__.pop("memory", None)  # there is none before the first entry
+
     def take(self, step: Step, new: KV) -> KV:
         # 1. What attention sees of the window.
         found = super().take(step, new)

@@ -184,6 +184,10 @@ class Recalls:
         is_asked = step.is_single and max(step.seen) >= self.sizes.first_input_len
         self.of_step = self._of_pass(step, None) if is_asked else None
 
+    def end(self) -> None:
+        """The pass has ended: let go of its queries."""
+        self._asking, self.of_step = {}, None
+
     def of_block(self, block: Block) -> Asking:
         """The queries of a block of this pass, for whichever layer."""
         first = block.queries.start

@@ -26,6 +26,7 @@ class Rows(NotPickled, ABC):
     instead = "a cache cannot be pickled: state() returns its tensors, restore() restores them"
     seen: list[int]
     layers: list[Any]
+    attention: list[Any]
     realigner: Realigner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -33,6 +34,8 @@ class Rows(NotPickled, ABC):
         memo[id(self.realigner)] = self.realigner
         memo[id(self)] = other = object.__new__(type(self))
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for layer in other.attention:
+            layer.cache = other
         return other
 
     @abstractmethod

@@ -21,10 +21,7 @@ class WindowLayer(StreamingLayer):
     """Sinks and a window in a sliding buffer.
 
     Attributes:
-        entries: in their stored form; attention gets a slice.
-        sources: the input of a realigner that moves entries: a buffer of its own; or `entries`, if
-            nothing moves or moves start from the last output in the model's precision.
-        buffers: one or both of them; none before the first entry.
+        buffers: `entries` and `sources`, which may be one; none before the first entry.
     """
 
     def __init__(self, cache: Owner, layer_idx: int, sinks: Sinks, sizes: CacheSizes):
@@ -39,13 +36,24 @@ class WindowLayer(StreamingLayer):
         """Allocate buffers for entries like these."""
         like, realigner = KV(key_states, value_states), self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.entries = self.sources = KVBuffer(like, self.sizes, self.dtype)
         self.source_dtype = torch.float32 if realigner.recursive else self.dtype
+        self.buffers = [KVBuffer(like, self.sizes, self.dtype)]
         if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
-            self.sources = KVBuffer(like, self.sizes, self.source_dtype)
-        self.buffers = [*dict.fromkeys([self.entries, self.sources])]
+            self.buffers.append(KVBuffer(like, self.sizes, self.source_dtype))
         self.sinks.make(like)
         self.is_initialized = True
+
+    @property
+    def entries(self) -> KVBuffer:
+        """Entries in their stored form; attention gets a slice."""
+        return self.buffers[0]
+
+    @property
+    def sources(self) -> KVBuffer:
+        """Input of a realigner that moves entries: a buffer of its own; or `entries`, if nothing
+        moves or moves start from the last output in the model's precision.
+        """
+        return self.buffers[-1]
 
     @property
     def is_filled(self) -> bool:

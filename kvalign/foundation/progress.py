@@ -110,6 +110,11 @@ class Bar(tqdm):
                     self.last_print_t = self._time()
         super().close()
 
+    def __del__(self) -> None:
+        """Leave it: to close it waits for a lock, which a thread may have that has ended with
+        Python.
+        """
+
     def _draw(self) -> None:
         counted, advanced_at = self.n, self.began
         while not self._ended.wait(DELAY_S):

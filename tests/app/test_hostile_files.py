@@ -227,3 +227,15 @@ def test_pickles_of_code_are_not_run(tmp_path):
     torch.save({"state_dict": Evil()}, tmp_path / BEST)
     with pytest.raises(Exception, match="[Ww]eights"):
         best_weights(torch.nn.Linear(1, 1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["generate --model model --prompt Hi", "chat --state model/model.safetensors --say Hi"],
+)
+def test_files_of_terabytes(argv, tmp_path, monkeypatch, capfd):
+    """With a hole in place of weights."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoints.model_path("gpt2-mini"), "model")
+    os.truncate("model/model.safetensors", 2**41)
+    refused(argv.split(), "model.safetensors", capfd)

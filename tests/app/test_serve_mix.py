@@ -4,8 +4,9 @@ import asyncio
 
 import httpx
 import pytest
-from helpers.mixed_requests import Mix
-from helpers.patience import PATIENCE_S
+from helpers.live_tensors import live_bytes, no_collections
+from helpers.mixed_requests import CHAT, TEXT, Mix
+from helpers.patience import PATIENCE_S, until
 from helpers.served import serving
 
 from kvalign.models.loading import load_model
@@ -27,3 +28,25 @@ def test_a_mix_of_requests(more, tmp_path):
         kinds = {name.partition(" ")[0] for name in mix.found}
         assert kinds >= {"turn", "talk", "long", "again", "leave", "many", "refused", "watch"}
         assert not server.service.sessions._busy
+
+
+def test_what_is_answered_leaves_nothing(tmp_path):
+    """Without the garbage collector, which may come hundreds of answers later."""
+
+    async def ask_some(server, name):
+        async with httpx.AsyncClient(base_url=server.address, timeout=PATIENCE_S) as client:
+            mix = Mix(client, "llama-mini", seed=0)
+            turns = [mix.asked("Who? " * 30, session=f"{name}{i}") for i in range(3)]
+            text = {"model": "llama-mini", "prompt": "An island " * 200, "n": 2, "max_tokens": 9}
+            asking = [mix.ask("turn", CHAT, json=asked) for asked in turns]
+            await asyncio.gather(*asking, mix.leave(), mix.ask("text", TEXT, json=text))
+            assert mix.found == {"turn 200": 3, "leave 200": 1, "text 200": 1}
+        until(lambda: not server.service.engine._groups)
+
+    limits = dict(cache_size=48, memory=60, max_sessions=3, max_unnamed=0, sessions=tmp_path)
+    with serving(load_model("llama-mini"), **limits) as server, no_collections():
+        asyncio.run(ask_some(server, "a"))
+        before = live_bytes()
+        for name in "bcd":
+            asyncio.run(ask_some(server, name))
+        until(lambda: live_bytes() < before + 100_000)  # one cache has more

@@ -81,6 +81,13 @@ def test_requests_without_a_session_push_no_named_one_out(loaded):
         assert all(num_cached(ask(server, "Why?", name)) > 0 for name in ("a", "b")), first
 
 
+def test_what_is_kept_in_memory_is_no_larger_than_it_has_to_be(server):
+    """A buffer has room for more, and a long row of a batch lengthens those of all others."""
+    text(ask(server, "Who?"))
+    (session,) = server.service.sessions._by_id.values()
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in session.state.values())
+
+
 def test_requests_without_a_session_leave_no_files(loaded, tmp_path):
     talk = [{"role": "user", "content": "Who?"}]
     with serving(loaded, cache_size=48, sessions=tmp_path) as server:

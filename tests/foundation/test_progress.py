@@ -11,8 +11,10 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from threading import Thread
 
 import pytest
+from helpers.patience import PATIENCE_S
 
 from kvalign.foundation import progress
 
@@ -159,6 +161,16 @@ def test_ctrl_c_leaves_it_where_it_was(hurried, capfd):
     assert last.startswith("job: starting: 30 of 100 rows in ")
     with progress.shown_as("next") as bar:
         assert bar.name == "next"
+
+
+def test_a_bar_that_was_not_closed_waits_for_no_lock():
+    bar = progress.Bar("job")
+    with bar.get_lock():
+        dropping = Thread(target=bar.__del__, daemon=True)
+        dropping.start()
+        dropping.join(PATIENCE_S)
+        assert not dropping.is_alive()
+    bar.close()
 
 
 def test_it_can_be_turned_off():

@@ -185,6 +185,7 @@ COMMANDS = (
         _NETWORK,
         ("config.json", "model.safetensors", "training/*/*.json"),
         _trained,
+        ("config.json", "model.safetensors"),  # streams judge networks that are whole
     ),
     *(
         Command(

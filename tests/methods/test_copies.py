@@ -1,5 +1,5 @@
 """Streams that are copied, pickled, or whose model is turned to another precision on the way: they
-go on, or are refused in one line that says what to do.
+go on, or are refused in one line that says what to do. Those that are let go leave nothing.
 """
 
 import copy
@@ -7,11 +7,13 @@ import pickle
 
 import pytest
 import torch
+from helpers.live_tensors import live_bytes, no_collections
 from helpers.methods import anchored, make, tables
 from helpers.pairwise import of_each_family
 from helpers.tiny_models import tiny_model
 
 import kvalign
+from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
 from kvalign.models.loading import load_model
@@ -62,6 +64,32 @@ def test_a_copy_goes_on_alone(name, kind, sizes, models, ids):
     assert "restore() restores them" in refused(lambda: pickle.dumps(method))
     if caches:
         assert "restore() restores them" in refused(lambda: pickle.dumps(method.cache))
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes"), WAYS)
+def test_what_is_let_go_is_gone_at_once(name, kind, sizes, models, ids):
+    """Without the garbage collector, which may come hundreds of streams later."""
+
+    def stream(num):
+        method = made(name, models[kind], **sizes)
+        for part in ids[:, :num].split(30, 1) if num else ():
+            method.feed(part)
+        return method
+
+    with no_collections():
+        stream(31)  # what is made once and for all
+        before = live_bytes()
+        method = stream(31)
+        copied = copy.deepcopy(method)
+        del method, copied
+        assert live_bytes() == before
+        method = stream(0)
+        empty = live_bytes()
+        method = stream(31)
+        fed = live_bytes()
+        if isinstance(cache := getattr(method, "cache", None), FixedSizeCache):
+            cache.reset()
+            assert live_bytes() - empty < (fed - empty) / 2  # tables at all places stay
 
 
 def test_a_text_is_saved():

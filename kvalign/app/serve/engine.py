@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.metrics import Metrics
-from kvalign.app.serve.turn import Row, Turn, free, states_of
+from kvalign.app.serve.turn import Row, Turn, states_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.memory import give_back
 from kvalign.methods.base import Method
@@ -107,15 +107,7 @@ class Engine(threading.Thread):
                 self._drop_cancelled()
                 self._admit()
             self._feed()
-            begun_s = time.perf_counter()
-            for num_sinks, group in list(self._groups.items()):
-                try:
-                    if group.rows:
-                        self._step(group)
-                except Exception as error:
-                    self._fail_all(group, error)
-                self._drop_empty(num_sinks)
-            self._step_s = time.perf_counter() - begun_s
+            self._step_all()
             self._count()
             if time.monotonic() - given_back_s > GIVE_BACK_S:
                 give_back()  # prompts and rows of any length leave holes
@@ -134,7 +126,6 @@ class Engine(threading.Thread):
         for turns in (self._waiting, self._feeding):
             for turn in [turn for turn in turns if turn.is_cancelled]:
                 turns.remove(turn)
-                free(turn.method)
         for num_sinks, group in list(self._groups.items()):
             try:
                 self._keep(group, [not turn.is_cancelled for turn, _ in group.rows])
@@ -145,7 +136,7 @@ class Engine(threading.Thread):
 
     def _drop_empty(self, num_sinks: int) -> None:
         if not self._groups[num_sinks].rows:
-            free(self._groups.pop(num_sinks).batch)
+            del self._groups[num_sinks]
 
     def _count(self) -> None:
         feeding = sum(len(turn.rows) for turn in self._feeding)
@@ -176,7 +167,6 @@ class Engine(threading.Thread):
                 self._fail([turn], error)
                 going = []
             if not going:
-                free(turn.method)
                 continue
             if len(turn.rows) > 1:
                 turn.method.select([0] * len(going))
@@ -190,7 +180,18 @@ class Engine(threading.Thread):
             except Exception as error:
                 self._fail_all(group, error)
             for method in methods:
-                free(method)
+                method.reset()  # its turn goes on, in the batch
+
+    def _step_all(self) -> None:
+        begun_s = time.perf_counter()
+        for num_sinks, group in list(self._groups.items()):
+            try:
+                if group.rows:
+                    self._step(group)
+            except Exception as error:
+                self._fail_all(group, error)
+            self._drop_empty(num_sinks)
+        self._step_s = time.perf_counter() - begun_s
 
     def _step(self, group: _Group) -> None:
         rows = [row for _, row in group.rows]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
 from kvalign.app.serve.sessions import Session, Store, damaged
-from kvalign.app.serve.turn import free
 from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
@@ -171,7 +170,6 @@ class InFolder(Store):
             device = method.model.device
             state = {name: x.to(device) for name, x in state.items()}
             method.restore(state)
-            free(method)
         except DamagedError:
             raise
         except (KeyError, ValueError) as error:

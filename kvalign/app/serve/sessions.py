@@ -9,7 +9,7 @@ import json
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class Store:
         """Store it completely or not at all; return the part that stays in memory. RequestError if
         the stored version is not the one that this server wrote.
         """
-        return session
+        assert session.state is not None  # views of buffers, which have more room
+        return replace(session, state={name: x.clone() for name, x in session.state.items()})
 
     def state(self, session: Session) -> dict[str, Tensor]:
         """The state of its method, which nobody changes. RequestError as of `put`."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.cache.base import FixedSizeCache
 from kvalign.cache.sizes import CacheSizes
 from kvalign.methods.base import Method
 from kvalign.streaming.answer import Answer
@@ -104,15 +103,4 @@ def states_of(batch: Method, rows: list[int]) -> list[State]:
         one.join([several])
         one.select([i])
         states.append(one.state())
-        free(one)
-    free(several)
     return states
-
-
-def free(method: Method) -> None:
-    """Free the memory of a finished method at once. A cache and its layers refer to each other, and
-    the garbage collector would find them much later.
-    """
-    cache = getattr(method, "cache", None)
-    if isinstance(cache, FixedSizeCache):
-        cache.reset()
