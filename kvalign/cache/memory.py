@@ -57,6 +57,7 @@ class Memory(Part):
         boxes: [B, H, S / group, 2 D], for each whole group the centre of its keys and their reach
             from there.
         alike: cosine of two keys from which the older entry is not taken back.
+        has_kernel: whether the kernel of `kvalign.models.kernel` searches.
     """
 
     def __init__(self, like: KV, sizes: CacheSizes, grows: bool = True):
@@ -67,6 +68,8 @@ class Memory(Part):
         self.most = -(-most // self.group) * self.group
         self.held = like.slots(0, 0)
         self.boxes = torch.cat([self.held.keys, self.held.keys], -1)
+        is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
+        self.has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
@@ -115,7 +118,7 @@ class Memory(Part):
     def prepare(self, asking: Asking) -> Lost:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
         lost = asking.lost(self.num_slots, self.group, self.held.keys.device)
-        if not self._has_kernel:
+        if not self.has_kernel:
             _ = lost.of_groups, lost.newer  # and worth
         return lost
 
@@ -123,7 +126,7 @@ class Memory(Part):
         """Return the evicted entries that match scaled queries [B, H, G, T, D]."""
         lost = self.prepare(asking)
         queries = queries.to(self.held.keys.dtype)
-        if self._has_kernel:
+        if self.has_kernel:
             return self._find_by_kernel(queries, lost)
         groups = self._groups(queries, lost)
         # To multiply many queries with all keys takes less than to gather those of each one's
@@ -138,12 +141,6 @@ class Memory(Part):
         if len(parts) > 1:
             slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return Found(self.held.map(lambda x: _at(x, slots)), ages, visible)
-
-    @property
-    def _has_kernel(self) -> bool:
-        keys = self.held.keys
-        is_fit = keys.device.type == "cpu" and keys.dtype == torch.float32
-        return is_fit and keys.shape[3] in kernel.DIMS and kernel.is_here()
 
     def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
         num = self.sizes.num_recalled

@@ -77,7 +77,7 @@ class Lost:
 
     @cached_property
     def worth(self) -> Tensor:
-        """Return what is added to the score of an entry [B, 1, T, S] float32; -inf: it is not lost."""
+        """Return what is added to the score of each entry, [B, 1, T, S] float32; -inf: not lost."""
         ages = self.ages(torch.arange(self.num_slots, device=self.newest.device))
         worths = self.worths[ages.clamp(0, len(self.worths) - 1)]
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
