@@ -71,7 +71,8 @@ class Lost:
         self.newest, self.since = newest - sizes.num_sinks, seen - newest
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
-        self.worths = _worths(self.near + sizes.memory + 1, recency, seen.device)
+        # What is not yet put aside is in the window; so none is older.
+        self.worths = _worths(num_slots + self.near + 1, recency, seen.device)
         self._num_compared = min(COMPARED * sizes.num_recalled, num_slots)
         self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
 

@@ -107,7 +107,7 @@ def test_a_file_that_was_cut_is_said_to_be_unreadable_in_one_line(file, tmp_path
         (dict(architecture="warp"), "^cannot read.*architecture warp is not supported"),
         (dict(architecture="mamba"), "is a 'mamba' model, whose positions KV-Align does not know"),
         (dict(scaling="yarn"), r"does not read its RoPE scaling \(llama.rope.scaling.type\)"),
-        (dict(leave_out="blk.1."), "it lacks 9 weights of the model, as model.layers.1."),
+        (dict(leave_out="blk.1."), "it lacks 9 weights of the model, such as model.layers.1."),
     ],
 )
 def test_what_would_make_another_model_is_refused(model, tmp_path, changes, message, capsys):

@@ -308,7 +308,7 @@ def test_guesses_follow_the_longest_place_and_stop_where_they_fail():
 def test_what_cannot_be_taken_back_is_refused(case, models):
     name, kind, changes = REFUSED[case]
     method = make(name, models[kind], **changes)
-    with pytest.raises(UserError, match="^lookup is not for .*, which cannot take back a wrong"):
+    with pytest.raises(UserError, match="^lookup does not work with .*, which cannot undo a wrong"):
         next(kvalign.stream_tokens(method, torch.tensor([[5, 6]]), lookup=4))
 
 
@@ -319,7 +319,9 @@ def test_rows_and_wrong_numbers_are_refused(loaded, ids, models):
     batch = kvalign.stream_batch(gpt2.model, gpt2.tokenizer, [PROMPT], lookup=4)
     with pytest.raises(UserError, match="^lookup is for one stream: rows of a batch"):
         next(batch)
-    with pytest.raises(UserError, match="^lookup is not for recompute, cache of 24 entries"):
+    with pytest.raises(
+        UserError, match="^lookup does not work with recompute, cache of 24 entries"
+    ):
         begin(gpt2, method="recompute", lookup=4)
     for wrong in (-1, MOST_GUESSED + 1):
         with pytest.raises(
