@@ -1,7 +1,7 @@
-"""Recall: how the queries of a pass take entries back, the same for the memories of all layers.
+"""Recall: how the queries of a pass take back entries, the same way for the memories of all layers.
 
-A query asks as if what it asks for lay right before its window. What is found is brought to its
-place, and stands for the window's oldest entries.
+A query is turned as if the entries it looks for lay right before its window. The entries that are
+found replace the oldest entries of the window.
 """
 
 from functools import cached_property, lru_cache
@@ -26,12 +26,12 @@ COMPARED = 2
 
 
 class Found(NamedTuple):
-    """Entries that each of T queries takes back, in the order of time.
+    """Entries that each of T queries takes back, oldest first.
 
     Attributes:
-        entries: [B, H, T, R, D], without their position.
-        ages: [B, H, T, R] int64, tokens from each to the query.
-        visible: [B, H, T, R] bool; what is not counts for nothing: fewer were found.
+        entries: [B, H, T, R, D], without positions.
+        ages: [B, H, T, R] int64, tokens from each entry to the query.
+        visible: [B, H, T, R] bool; false where fewer than R entries were found.
     """
 
     entries: KV
@@ -40,20 +40,21 @@ class Found(NamedTuple):
 
 
 class Lost:
-    """Entries of a ring of slots that the windows of T queries have lost; one row if all are alike.
+    """Entries of a ring of slots that the windows of T queries have lost; one row if all rows are
+    equal.
 
     Args:
-        recency: by how much a score is worth less for each e-fold of age.
+        recency: loss of an entry's score for each e-fold of age.
         seen: [B, T] int64, tokens before each query.
-        end: [B] int64, tokens of each row that have been put aside.
-        num_slots, group: of the ring, and of a group of it.
+        end: [B] int64, number of tokens of each row in the memory.
+        num_slots, group: slots of the ring, and of a group.
 
     Attributes:
-        newest: [B, 1, 1, 1] int64, the slot of the newest entry, in a ring without an end.
-        since: [B, 1, T, 1] int64, tokens after it.
-        oldest: [B, 1, T, 1] int64, the age of the oldest entry that is lost; 0: none is.
+        newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
+        since: [B, 1, T, 1] int64, tokens after the newest entry.
+        oldest: [B, 1, T, 1] int64, age of the oldest lost entry; 0 if none is lost.
         worths: [A] float32, added to the score of an entry, by its age.
-        are_many: whether each has lost as many as are compared.
+        are_many: whether each query has lost as many entries as are compared.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Lost:
         self.newest, self.since = newest - sizes.num_sinks, seen - newest
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
-        # What is not yet put aside is in the window; so none is older.
+        # Entries that are not yet in the memory are in the window, so no age is greater.
         self.worths = _worths(num_slots + self.near + 1, recency, seen.device)
         self._num_compared = min(COMPARED * sizes.num_recalled, num_slots)
         self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
@@ -118,17 +119,17 @@ def _worths(num: int, recency: float, device: torch.device) -> Tensor:
 
 
 class Asking:
-    """Queries that ask together: those of a block of a segment, or one a row.
+    """Queries that search together: those of a block of a segment, or one per row.
 
     Args:
         seen: [B, T] int64, tokens before each query.
-        end: [B] int64, tokens of each row that have been put aside.
-        recency: by how much a score is worth less for each e-fold of age.
-        positions: at which the queries were computed, one number or [B, 1, 1, T].
-        turn: what turns the queries as if what they ask for lay right before their windows.
+        end: [B] int64, number of tokens of each row in the memory.
+        recency: loss of an entry's score for each e-fold of age.
+        positions: positions of the queries, one number or [B, 1, 1, T].
+        turn: rotation of the queries, as if the entries they look for lay right before the window.
 
     Attributes:
-        has_lost: [B, T] bool, whether a query's window has lost anything; None: that of all has.
+        has_lost: [B, T] bool, whether a query's window has lost entries; None: all have.
     """
 
     def __init__(
@@ -161,11 +162,11 @@ class Asking:
 
 
 class Recalls:
-    """Recall for all layers of a cache: they take back what they have lost.
+    """Recall for all layers of a cache.
 
     Args:
-        born: what places entries from their birth.
-        places: where what is taken back lies.
+        born: realigner that places entries by their original positions.
+        places: places of the entries that are taken back.
 
     Attributes:
         of_step: the queries of a pass of one token a row; None where no window has lost anything.
