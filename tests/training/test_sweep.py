@@ -266,7 +266,7 @@ def test_a_finished_sweep_is_left_alone(resumed, capsys):
     assert lines[1][:2] == ["trial", "hidden1"]
     assert sorted(line[0] for line in lines[3:]) == ["000", "001"]
     assert main([*resumed.words, "--seed", "1"]) == 2
-    assert "of other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
+    assert "with other settings (seed is 0 there, 1 now)" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in resumed.out.rglob("*")} == made
 
 
