@@ -243,7 +243,7 @@ struct Best {  // finds the best so many of numbers, in any order; -inf is none
     maxima.assign(16 * num_shares, -INFINITY);
     for (int64_t i = 0; i < length; i += 16) {
       float* most = &maxima[i % (16 * num_shares)];
-      _mm512_storeu_ps(most, _mm512_max_ps(_mm512_loadu_ps(most), _mm512_loadu_ps(worth + i)));
+      _mm512_storeu_ps(most, _mm512_max_ps(_mm512_loadu_ps(worth + i), _mm512_loadu_ps(most)));  // none is a NaN
     }
     std::nth_element(maxima.begin(), maxima.begin() + num - 1, maxima.end(), std::greater<float>());
     const __m512 least = _mm512_set1_ps(std::max(maxima[num - 1], std::numeric_limits<float>::lowest()));

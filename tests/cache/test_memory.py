@@ -100,6 +100,20 @@ def test_our_kernel_finds_what_pytorch_finds(num_rows, group, num_queries, head_
         assert torch.equal(x[found.visible], y[found.visible])
 
 
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
+    sizes = CacheSizes(cache_size=20, num_sinks=4, memory=8000, num_recalled=5)
+    rng = torch.Generator().manual_seed(0)
+    held = KV(*(torch.randn(1, 2, 928, 16, generator=rng) for _ in range(2)))  # all slots
+    held.keys[:, :, -64:] = torch.nan
+    memory = Memory(held, sizes)
+    memory.write([sizes.num_sinks], held)
+    seen = torch.tensor([[928 + sizes.num_sinks]])
+    queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
+    found = memory.find(queries, Asking(sizes, seen, seen[0], RECENCY_BY_AGE))
+    assert memory.has_kernel and found.visible.all() and found.entries.keys.isfinite().all()
+
+
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_however_an_input_is_cut(kind, way, large, ids):
     """Token by token, or in parts: what follows has the same logits."""

@@ -74,3 +74,10 @@ def test_notebook_runs():
 def test_nothing_is_made_smaller_that_is_not_there():
     text = "".join(path.read_text() for path in [*SCRIPTS, NOTEBOOK])
     assert [large for large in SMALLER if large not in text] == []
+
+
+def test_the_notebook_shows_what_it_prints_alone():
+    """No warnings of the machine that it ran on."""
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    outputs = [x for cell in cells for x in cell.get("outputs", [])]
+    assert outputs and not [x for x in outputs if x.get("name") == "stderr"]
