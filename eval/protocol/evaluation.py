@@ -22,7 +22,7 @@ Documents = Mapping[str, Document]
 Fields = tuple[tuple[str, Any], ...]
 """Names and types."""
 
-OF_POLICY = ("policy", "num_recent", "positions", "memory", "num_recalled")
+OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", "memory", "num_recalled")
 """Sizes of methods that take a policy."""
 
 SIZES = (

@@ -105,8 +105,15 @@ def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str,
     moves = cls.takes_aligner and "compact" in settings.positions
     kinds = ("compact",) if moves else settings.positions
     found: list[dict[str, Any]] = [
-        {"policy": policy, "num_recent": None if policy == OLDEST else recent, "positions": kind}
-        for kind, policy, recent in product(kinds, settings.policy, settings.num_recent or (None,))
+        {
+            "policy": policy,
+            "num_recent": None if policy == OLDEST else recent,
+            "positions": kind,
+            "cache_dtype": dtype,
+        }
+        for dtype, kind, policy, recent in product(
+            settings.cache_dtype, kinds, settings.policy, settings.num_recent or (None,)
+        )
     ]
     how = {"recall_places": settings.recall_places, "recall_layers": settings.recall_layers}
     return [
@@ -194,4 +201,5 @@ def title_of(method: Method) -> str:
     """Return its name in a progress bar."""
     policy = "" if method.sizes.policy == OLDEST else f" {method.sizes.policy}"
     memory = f" memory {method.sizes.memory}" if method.sizes.memory else ""
-    return f"{method.title}{policy}{memory} C={method.sizes.cache_size}"
+    dtype = " int8" if method.sizes.cache_dtype == "int8" else ""
+    return f"{method.title}{policy}{dtype}{memory} C={method.sizes.cache_size}"

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from kvalign.cache.sizes import OF_MEMORY, Positions, RecallBy, num_evicted_of
+from kvalign.cache.sizes import OF_MEMORY, CacheDtype, Positions, RecallBy, num_evicted_of
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import (
+    CACHE_DTYPE,
     MEMORY,
     MOST_SEED,
     NUM_EVICTED,
@@ -65,6 +66,9 @@ class ComparisonSettings(ModelSettings):
     )
     positions: tuple[str, ...] = option(
         ("compact",), help=f"{POSITIONS}; or both, comma-separated", choices=get_args(Positions)
+    )
+    cache_dtype: tuple[str, ...] = option(
+        ("model",), help=f"{CACHE_DTYPE}; or both, comma-separated", choices=get_args(CacheDtype)
     )
     memory: tuple[int, ...] = option((0,), help=f"{MEMORY}, comma-separated; 0: none", at_least=0)
     num_recalled: tuple[int, ...] | None = option(

@@ -92,6 +92,8 @@ def method_name(row: Row) -> str:
     policy = row.get("policy") or OLDEST
     kept = " positions kept" if row.get("positions") == "keep" else ""
     name = f"{name}, {policy}{kept}" if kept or policy != OLDEST else name
+    if row.get("cache_dtype") not in (None, "model"):
+        name = f"{name}, {row['cache_dtype']}"
     if not row.get("memory"):
         return name
     is_usual = row["num_recalled"] == usual_recalled(row["cache_size"], row["num_sinks"])

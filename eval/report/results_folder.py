@@ -98,6 +98,7 @@ class _Row(BaseModel, extra="allow"):
     policy: _Name | None = None
     num_recent: _Count | None = None
     positions: _Name | None = None
+    cache_dtype: _Name | None = None
     memory: _Count | None = None
     num_recalled: _Count | None = None
 

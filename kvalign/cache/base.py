@@ -60,6 +60,11 @@ class FixedSizeCache(Saving, ForeignCalls):
         sizes.check_fits(spec)
         self.sizes = sizes
         self.realigner = (realigner or Realigner()).within(sizes, spec.context_len)
+        if sizes.cache_dtype == "int8" and self.realigner.moves:
+            raise UserError(
+                f"cache_dtype int8 does not work with {spec.name or 'this model'} here: its entries "
+                "are computed again when they move, and each time would be rounded again"
+            )
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None
         self._whole = Whole()

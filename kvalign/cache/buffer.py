@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvalign.cache.form import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
 
@@ -84,20 +85,32 @@ class KVBuffer:
     """Keys and values appended at the end; the owner knows how many of the last ones count.
 
     Args:
-        like: entries of the shape [B, H, ?, D], on the device and in the form of those to store.
+        like: entries of the shape [B, H, ?, D], on the device of those to store.
         sizes: of the cache. A step reads as many entries as it sees at once; `slack_of` more fit
             before a copy.
-        dtype: of the stored entries.
+        form: of the stored entries.
+
+    Attributes:
+        data: all slots, as they are stored: [B, H, S, width of the form].
     """
 
-    def __init__(self, like: KV, sizes: CacheSizes, dtype: torch.dtype):
-        self.size, self.end = sizes.first_input_len + slack_of(sizes), 0
-        self.data = like.map(lambda x: _empty(x, 0, dtype))
+    def __init__(self, like: KV, sizes: CacheSizes, form: Form):
+        self.size, self.end, self.form = sizes.first_input_len + slack_of(sizes), 0, form
+        self.data = like.map(lambda x: _empty(form.stored(x), 0, form.stored_dtype))
+
+    def stored(self, num: int) -> KV:
+        """View of the newest entries as they are stored."""
+        assert num <= self.end
+        return self.data.slots(self.end - num, num)
+
+    def read(self, slot: int, num: int, rows: slice = slice(None)) -> KV:
+        """Entries [B, H, num, D] of the slots from this one on."""
+        return self.data.slots(slot, num).rows(rows).map(self.form.read)
 
     def last(self, num: int, rows: slice = slice(None)) -> KV:
-        """View of the newest entries [B, H, num, D]."""
+        """The newest entries [B, H, num, D]."""
         assert num <= self.end
-        return self.data.slots(self.end - num, num).rows(rows)
+        return self.read(self.end - num, num, rows)
 
     def make_room(self, num_kept: int, num_new: int) -> None:
         """Make room for `num_new` more after the `num_kept` last ones."""
@@ -108,7 +121,7 @@ class KVBuffer:
 
     def put(self, slot: int, new: KV, rows: slice = slice(None)) -> None:
         """Write entries [B, H, T, D] into the slots from this one on."""
-        self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new)
+        self.data.slots(slot, new.keys.shape[2]).rows(rows).put(new.map(self.form.stored))
 
     def write(self, new: KV) -> None:
         """Write new entries [B, H, T, D] after the last; there is room."""
@@ -121,11 +134,11 @@ class KVBuffer:
         """Write entries [B, H, S, D] over the newest S."""
         self.put(self.end - new.keys.shape[2], new, rows)
 
-    def replace(self, entries: KV) -> None:
-        """Store these entries [B, H, S, D] only."""
-        num = entries.keys.shape[2]
-        self.data, self.end = entries.map(lambda x: _empty(x, max(num, 1), x.dtype)), 0
-        self.write(entries)
+    def replace(self, stored: KV) -> None:
+        """Have these entries only, given as they are stored."""
+        self.end = stored.keys.shape[2]
+        self.data = stored.map(lambda x: _empty(x, max(self.end, 1), x.dtype))
+        self.stored(self.end).put(stored)
 
     @lasting()
     def select(self, rows: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from kvalign.cache.buffer import KV, Part, cat
+from kvalign.cache.form import form_of
 from kvalign.cache.recall import COMPARED, Asking, Found, Lost
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
@@ -53,7 +54,8 @@ class Memory(Part):
             step.
 
     Attributes:
-        held: [B, H, S, D]; S doubles until all slots are there.
+        form: of the stored entries.
+        held: [B, H, S, width of the form]; S doubles until all slots are there.
         boxes: [B, H, S / group, 2 D], for each whole group the centre of its keys and their reach
             from there.
         alike: cosine of two keys from which the older entry is not taken back.
@@ -66,13 +68,18 @@ class Memory(Part):
         # a group is overwritten as a whole.
         most = sizes.memory + sizes.num_in_sight + SEGMENT_LEN + self.group
         self.most = -(-most // self.group) * self.group
-        self.held = like.slots(0, 0)
-        self.boxes = torch.cat([self.held.keys, self.held.keys], -1)
+        self.form = form_of(sizes, like.keys.dtype)
+        none = like.slots(0, 0)
+        self.held, self.boxes = none.map(self.form.stored), torch.cat([none.keys, none.keys], -1)
         is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
         self.has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
+        self.put(seen, new.map(self.form.stored))
+
+    def put(self, seen: Sequence[int], new: KV) -> None:
+        """Same for entries as they are stored."""
         num_new = new.keys.shape[2]
         self._grow(max(seen) + num_new - self.sizes.num_sinks)
         alike = len(set(seen)) == 1
@@ -94,7 +101,7 @@ class Memory(Part):
     def _sum_up(self, rows: slice, first: int, end: int) -> None:
         """Have the boxes of the groups from `first` to before `end`."""
         if first < end:
-            keys = self.held.keys[rows, :, first * self.group : end * self.group]
+            keys = self.form.read(self.held.keys[rows, :, first * self.group : end * self.group])
             least, most = keys.unflatten(2, (-1, self.group)).aminmax(dim=3)
             box = torch.cat([least + most, REACH * (most - least)], -1) / 2
             self.boxes[rows, :, first:end] = box
@@ -125,7 +132,7 @@ class Memory(Part):
     def find(self, queries: Tensor, asking: Asking) -> Found:
         """Return the evicted entries that match scaled queries [B, H, G, T, D]."""
         lost = self.prepare(asking)
-        queries = queries.to(self.held.keys.dtype)
+        queries = queries.to(self.form.dtype)
         if self.has_kernel:
             return self._find_by_kernel(queries, lost)
         groups = self._groups(queries, lost)
@@ -140,7 +147,7 @@ class Memory(Part):
         slots, ages, visible = parts[0]
         if len(parts) > 1:
             slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        return Found(self.held.map(lambda x: _at(x, slots)), ages, visible)
+        return Found(self.held.map(lambda x: self.form.read(_at(x, slots))), ages, visible)
 
     def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
         num = self.sizes.num_recalled
@@ -162,7 +169,7 @@ class Memory(Part):
         """The worth [B, H, T, S'] of all entries, or of those of groups [B, H, T, N]."""
         queries = queries[:, :, :, span]
         if reads_all:
-            scores = _products(queries, self.held.keys).amax(2)
+            scores = _products(queries, self.form.read(self.held.keys)).amax(2)
         if groups is None:
             return scores + lost.worth[:, :, span]
         groups = groups[:, :, span]
@@ -171,7 +178,8 @@ class Memory(Part):
             scores = scores.unflatten(-1, (-1, self.group)).gather(3, of_groups).flatten(3)
         else:
             keys = _at(self.held.keys.unflatten(2, (-1, self.group)).flatten(3), groups)
-            keys = keys.view(*groups.shape[:3], -1, queries.shape[-1])  # [B, H, T, S', D]
+            keys = keys.view(*groups.shape[:3], -1, self.held.keys.shape[3])
+            keys = self.form.read(keys)  # [B, H, T, S', D]
             scores = (queries.transpose(2, 3) @ keys.mT).float().amax(3)
         return scores + lost.worth_in(groups, span)
 
@@ -192,7 +200,7 @@ class Memory(Part):
         ages, order = lost.ages(slots, span).sort(-1, descending=True)
         slots, worth = slots.gather(-1, order), worth.gather(-1, order)
         is_lost = None if lost.are_many else worth > -torch.inf
-        keys = _at(self.held.keys, slots)
+        keys = self.form.read(_at(self.held.keys, slots))
         superseded = _alike_newer(keys, lost.newer, is_lost) > self.alike
         best = worth.masked_fill(superseded, -torch.inf).topk(num, sorted=False)
         # What is not visible lies in front of the oldest: it moves none of the others.

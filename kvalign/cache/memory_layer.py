@@ -24,7 +24,7 @@ from kvalign.cache.segments import Block
 from kvalign.cache.sinks import Sinks
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.step import Step
-from kvalign.cache.window_layer import WindowLayer
+from kvalign.cache.window_layer import WindowLayer, read_kv
 from kvalign.models.attention import mark
 
 
@@ -141,6 +141,5 @@ class MemoryLayer(WindowLayer):
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         super().restore(read, seen, head_dim, dtype)
-        num = self.memory.used(seen)
-        held = KV(*(read(f"memory.{j}", (num, head_dim), dtype) for j in range(2)))
-        self.memory.write([self.sizes.num_sinks] * len(held.keys), held)
+        held = read_kv(read, "memory", self.memory.used(seen), head_dim, self.memory.form)
+        self.memory.put([self.sizes.num_sinks] * len(held.keys), held)

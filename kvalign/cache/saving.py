@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvalign.cache.form import is_finite
 from kvalign.cache.rows import Rows
 from kvalign.cache.saved import expect_tensor
 from kvalign.cache.state_layer import restore_states
@@ -56,7 +57,10 @@ class Saving(Rows):
 
             def read(name: str, shape: tuple[int, ...], dtype: torch.dtype, i: int = i) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
-                return expect_tensor(state, f"{i}.{name}", of_rows, dtype).to(model.device)
+                tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
+                if dtype == torch.int8 and not is_finite(tensor):
+                    raise UserError(f"a stream's {i}.{name} has scales that are not finite")
+                return tensor.to(model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)
         self._hold(seen)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.buffer import KV, Part, cat
+from kvalign.cache.form import Form
 from kvalign.cache.step import Step
 from kvalign.foundation.lasting import lasting
 
@@ -15,7 +16,8 @@ class Sinks(Part):
     them follow the window.
 
     Attributes:
-        held: by device, [L, B, H, num_sinks, D]; a layer's sinks are on its device.
+        held: by device, as they are stored: [L, B, H, num_sinks, width of the form]; a layer's
+            sinks are on its device.
     """
 
     def __init__(self, num_layers: int, num_sinks: int):
@@ -23,16 +25,16 @@ class Sinks(Part):
         self.held: dict[torch.device, KV] = {}
 
     @lasting()
-    def make(self, like: KV) -> None:
+    def make(self, like: KV, form: Form) -> None:
         """Allocate the sinks of a layer whose entries [B, H, ?, D] are like these."""
-        num_layers, num_sinks = self.num_layers, self.num_sinks
+        num_layers, num_sinks, self.form = self.num_layers, self.num_sinks, form
         if like.keys.device not in self.held:
-            self.held[like.keys.device] = like.map(
+            self.held[like.keys.device] = like.map(form.stored).map(
                 lambda x: x.new_zeros(num_layers, *x.shape[:2], num_sinks, x.shape[3])
             )
 
     def of(self, layer: int, device: torch.device) -> KV:
-        """Sinks of a layer [B, H, num_sinks, D]."""
+        """Sinks of a layer, as they are stored."""
         return self.held[device].map(lambda x: x[layer])
 
     def add(self, layer: int, step: Step, new: KV) -> None:
@@ -43,7 +45,7 @@ class Sinks(Part):
         for row, seen in enumerate(step.seen):
             num = max(0, min(step.num_new, self.num_sinks - seen))
             for sinks, x in zip(own, new, strict=True):
-                sinks[row, :, seen : seen + num] = x[row, :, :num].detach()
+                sinks[row, :, seen : seen + num] = self.form.stored(x[row, :, :num].detach())
 
     @lasting()
     def select(self, rows: Tensor) -> None:

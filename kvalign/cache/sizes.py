@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, "Tensor")
 Positions = Literal["compact", "keep"]
+CacheDtype = Literal["model", "int8"]
 RecallBy = Literal["age", "rank"]
 OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
-OF_POLICY = ("policy", "num_recent", "positions", *OF_MEMORY)
+OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", *OF_MEMORY)
 """Sizes of methods that keep entries in a cache."""
 MOST_RECALLED = 32
 """Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
@@ -52,6 +53,7 @@ class CacheSizes:
             evict; None: a quarter of the window.
         positions: `compact`: an entry has the position of its cache slot; `keep`: it keeps its
             original position.
+        cache_dtype: of stored entries: the model's, or `int8` (`form.py`).
         memory: number of evicted entries to store, from which each step takes back those that match
             its queries; 0: none.
         num_recalled: entries that each step takes back, in place of window entries; None: a quarter
@@ -72,6 +74,7 @@ class CacheSizes:
     policy: str = OLDEST
     num_recent: int | None = None
     positions: Positions = "compact"
+    cache_dtype: CacheDtype = "model"
     memory: int = 0
     num_recalled: int | None = None
     recall_places: RecallBy | None = None
@@ -106,6 +109,13 @@ class CacheSizes:
             raise UserError(unknown("policy", self.policy, POLICIES))
         if not isinstance(self.positions, str) or self.positions not in get_args(Positions):
             raise UserError(f"positions must be compact or keep, got {self.positions!r:.80}")
+        if self.cache_dtype not in get_args(CacheDtype):
+            raise UserError(f"cache_dtype must be model or int8, got {self.cache_dtype!r:.80}")
+        if self.cache_dtype == "int8" and not self.is_oldest:
+            raise UserError(
+                "cache_dtype int8 needs policy oldest with compact positions: other settings place "
+                "all entries at each step"
+            )
         if self.num_recent is None:
             num_recent = 0 if self.policy == OLDEST else self.window_size // 4
             most = self.window_size + 1 - self.num_evicted

@@ -98,9 +98,12 @@ class StreamingCache(FixedSizeCache):
 
     def _write_sinks(self, step: Step) -> None:
         """Write the sinks in front of the window again, rotated to follow it."""
+        form = self.sinks.form
         for device, (keys, values) in self.sinks.held.items():
             if self.realigner.rotation is not None:
+                keys = form.read(keys)
                 keys = self.realigner.rotation.shift_layers(keys, -step.behind_rows, dim=0)
+                keys = form.stored(keys)
             for layer in self.attention:
                 if layer.device == device:
                     layer.write_sinks(step, KV(keys[layer.layer_idx], values[layer.layer_idx]))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.cache.buffer import KV, KVBuffer, cat
+from kvalign.cache.form import Form, form_of
 from kvalign.cache.layer import Owner, StreamingLayer
 from kvalign.cache.saved import ReadTensor
 from kvalign.cache.sinks import Sinks
@@ -36,11 +37,12 @@ class WindowLayer(StreamingLayer):
         """Allocate buffers for entries like these."""
         like, realigner = KV(key_states, value_states), self.cache.realigner
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.source_dtype = torch.float32 if realigner.recursive else self.dtype
-        self.buffers = [KVBuffer(like, self.sizes, self.dtype)]
+        form = form_of(self.sizes, self.dtype)
+        self.buffers = [KVBuffer(like, self.sizes, form)]
         if realigner.moves and not (realigner.recursive and self.dtype == torch.float32):
-            self.buffers.append(KVBuffer(like, self.sizes, self.source_dtype))
-        self.sinks.make(like)
+            dtype = torch.float32 if realigner.recursive else self.dtype
+            self.buffers.append(KVBuffer(like, self.sizes, form_of(self.sizes, dtype)))
+        self.sinks.make(like, form)
         self.is_initialized = True
 
     @property
@@ -68,15 +70,17 @@ class WindowLayer(StreamingLayer):
         if segment is not None:
             new = KV(segment.turned(self.layer_idx, new.keys), new.values)
         stored = self.without_position(step, new) if realigner.reads else new
+        if not step.is_single:  # attention is given what it will find stored
+            stored = stored.map(self.entries.form.rounded)
         # 2. What attention sees of a prefill chunk: all that was there, and all of the chunk.
         found = None
         if segment is not None:
             num_sinks = min(step.sizes.num_sinks, step.seen[0])
             sinks = self.sinks.of(self.layer_idx, self.device).slots(0, num_sinks)
-            found = cat([sinks, self.entries.last(step.stored[0] - num_sinks), stored])
+            found = cat([sinks.map(self.entries.form.read), self.entries.last(step.stored[0] - num_sinks), stored])
             mark(found.keys, partial(segment.attend, self.layer_idx))
         elif step.num_new > 1:
-            found = cat([*self.pieces(step), new])
+            found = cat([*self.pieces(step), new if realigner.reads else stored])
         # 3. They are written.
         self._write(step, stored, new)
         # 4. What attention sees of single tokens: a slice of what is stored.
@@ -99,7 +103,7 @@ class WindowLayer(StreamingLayer):
                 self.sources.put(decode.slot, anchored)
         self.entries.put(decode.slot, stored)
         first = decode.slot + 1 - decode.num_visible
-        found = self.entries.data.slots(first, decode.num_visible)
+        found = self.entries.read(first, decode.num_visible)
         if realigner.reads:
             mark(found.keys, partial(realigner.attend, step, self.layer_idx))
         return found
@@ -132,16 +136,16 @@ class WindowLayer(StreamingLayer):
                 self.sources.rewrite(KV(*placed), rows)
 
     def write_sinks(self, step: Step, sinks: KV) -> None:
-        """Write sinks [B, H, num_sinks, D] in front of each row's window."""
+        """Write sinks, given as they are stored, in front of each row's window."""
         num, end = step.sizes.num_sinks, self.entries.end
         if step.is_even:
-            self.entries.put(end - step.num_before, sinks)
+            self.entries.data.slots(end - step.num_before, num).put(sinks)
             return
         full = [row for row, seen in enumerate(step.seen) if seen >= num]
         starts = torch.tensor([end - step.stored[row] for row in full])
         rows, slots = torch.tensor(full)[:, None], starts[:, None] + torch.arange(num)
         for data, x in zip(self.entries.data, sinks, strict=True):
-            data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(self.dtype)
+            data[rows, :, slots] = x[rows[:, 0]].transpose(1, 2).to(data.dtype)
 
     def _write(self, step: Step, stored: KV, new: KV) -> None:
         """Append the entries that stay after this pass; if they move, also their source."""
@@ -164,31 +168,33 @@ class WindowLayer(StreamingLayer):
 
     def join(self, layers: Sequence[Self]) -> None:
         if not self.is_initialized:
-            self.lazy_initialization(*layers[0].entries.data)
+            self.lazy_initialization(*layers[0].entries.last(0))
         of_layers = [(layer.cache.num_stored, layer.buffers) for layer in layers]
         width = max(num for num, _ in of_layers)
         for j, buffer in enumerate(self.buffers):
-            rows = (buffers[j].last(num).padded(width) for num, buffers in of_layers)
+            rows = (buffers[j].stored(num).padded(width) for num, buffers in of_layers)
             buffer.replace(cat(rows, dim=0))
 
     def state(self) -> dict[str, Tensor]:
         num, sinks = self.cache.num_stored, self.sinks.of(self.layer_idx, self.device)
-        held = {"entries": self.entries.last(num), "sinks": sinks}
+        held = {"entries": self.entries.stored(num), "sinks": sinks}
         if self.sources is not self.entries:
-            held["sources"] = self.sources.last(num)
+            held["sources"] = self.sources.stored(num)
         return {f"{name}.{j}": x for name, pair in held.items() for j, x in enumerate(pair)}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
-        width = max(map(self.sizes.num_stored, seen))
-
-        def pair(name: str, length: int, dtype: torch.dtype) -> KV:
-            return KV(*(read(f"{name}.{j}", (length, head_dim), dtype) for j in range(2)))
-
-        entries = pair("entries", width, dtype)
-        self.lazy_initialization(*entries)
-        sinks = self.sinks.of(self.layer_idx, self.device)
-        for x, y in zip(sinks, pair("sinks", self.sizes.num_sinks, dtype), strict=True):
-            x.copy_(y)
+        width, form = max(map(self.sizes.num_stored, seen)), form_of(self.sizes, dtype)
+        entries = read_kv(read, "entries", width, head_dim, form)
+        self.lazy_initialization(*entries.slots(0, 0).map(form.read))
+        sinks = read_kv(read, "sinks", self.sizes.num_sinks, head_dim, form)
+        self.sinks.of(self.layer_idx, self.device).put(sinks)
         self.entries.replace(entries)
         if self.sources is not self.entries:
-            self.sources.replace(pair("sources", width, self.source_dtype))
+            sources = read_kv(read, "sources", width, head_dim, self.sources.form)
+            self.sources.replace(sources)
+
+
+def read_kv(read: ReadTensor, name: str, length: int, head_dim: int, form: Form) -> KV:
+    """So many entries of a saved state, as they are stored."""
+    shape, dtype = (length, form.width(head_dim)), form.stored_dtype
+    return KV(*(read(f"{name}.{j}", shape, dtype) for j in range(2)))

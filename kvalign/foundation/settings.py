@@ -313,6 +313,7 @@ MEMORY = "evicted tokens to store; each step takes back the entries that match i
 NUM_RECALLED = "entries that a step takes back (default: a quarter of the cache, at most 32)"
 RECALL_LAYERS = "layers with a memory, counted from 0, such as 7,15-29 (default: all)"
 RECALL_PLACES = "positions of the entries taken back (default: age on rotary positions, else rank)"
+CACHE_DTYPE = "type of stored entries: the model's, or int8, a quarter of the bytes of float32"
 POSITIONS = (
     "compact: an entry has the position of its cache slot; keep: entries keep their original "
     "positions, until the context length ends"

@@ -61,6 +61,8 @@ class MethodConfig(TypedDict, total=False):
         realign_every: for `kvalign`: see `CacheSizes`; None: each time that entries are evicted.
         policy, num_recent, positions: for methods with a cache: see `CacheSizes`; None: `oldest`,
             compact.
+        cache_dtype: for methods with a cache: `"int8"` stores entries in 8 bits; None: in the
+            model's dtype.
         memory, num_recalled, recall_places, recall_layers: for `streaming-llm`, `window` and
             `kvalign`: see `CacheSizes`; None: evicted entries are forgotten.
         aligner: for `kvalign`: an aligner, its folder, shipped name or hub id; None: the shipped
@@ -73,6 +75,7 @@ class MethodConfig(TypedDict, total=False):
     policy: str | None
     num_recent: int | None
     positions: str | None
+    cache_dtype: str | None
     memory: int | None
     num_recalled: int | None
     recall_places: str | None

@@ -106,7 +106,8 @@ class Method(NotPickled, ABC):
         policy = "" if sizes.is_oldest else f", policy {sizes.policy}{kept}"
         aside = f", memory of {sizes.memory} tokens" if sizes.memory else ""
         sinks = f"{sizes.num_sinks} sinks"
-        return f"{self.title}, cache of {sizes.cache_size} entries, {sinks}{policy}{aside}"
+        size = f"{sizes.cache_size} entries{' in int8' if sizes.cache_dtype == 'int8' else ''}"
+        return f"{self.title}, cache of {size}, {sinks}{policy}{aside}"
 
     @property
     def goes_stale(self) -> bool:

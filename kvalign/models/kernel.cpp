@@ -233,6 +233,34 @@ inline __attribute__((always_inline)) __m512 reduced(__m512* sums) {  // of each
   return sums[0];
 }
 
+// Keys or values: of float32, or of int8, as `kvalign/cache/form.py` says.
+template <int VECTORS, bool ARE_INT8>
+struct Entries {
+  static constexpr int64_t dim = 16 * VECTORS, bytes = ARE_INT8 ? dim + sizeof(float) : dim * sizeof(float);
+  const char* first;
+
+  Entries from(int64_t slot) const { return {first + slot * bytes}; }
+
+  __m512 part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
+    const char* one = first + slot * bytes;
+    if (!ARE_INT8) return _mm512_loadu_ps((const float*)one + 16 * i);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)one + i)));
+  }
+
+  __m512 scaled(int64_t slot, __m512 x) const {
+    if (!ARE_INT8) return x;
+    float scale;
+    std::memcpy(&scale, first + slot * bytes + dim, sizeof scale);
+    return _mm512_mul_ps(x, _mm512_set1_ps(scale));
+  }
+
+  __m512 read(int64_t slot, int i) const { return scaled(slot, part(slot, i)); }
+
+  void copy(int64_t slot, float* to) const {
+    for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + 16 * i, read(slot, i));
+  }
+};
+
 struct Best {  // finds the best so many of numbers, in any order; -inf is none
   std::vector<float> maxima;
   std::vector<int32_t> found;
@@ -270,31 +298,33 @@ struct Candidate {
 };
 
 struct Search {
-  const float *queries, *keys, *values, *boxes, *worths;
+  const float *queries, *boxes, *worths;
+  const char *keys, *values;
   const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
   bool* visible;
   int64_t num_heads, num_queries, num_tokens, num_slots, group;  // queries of a head of keys, tokens that ask
   int64_t near, num_groups, num_compared, num_recalled;
-  bool rows_are_alike;  // one row of `since` and `oldest` for all
+  bool are_int8, rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
 
-  // The scores of `num` keys or boxes from x on, in vectors of 16: of each the greatest that a query gives it,
-  // q . x, and of a box + |q| . y, where y follows x.
-  template <int VECTORS, bool ARE_BOXES>
-  void scores(const float* query, const float* x, int64_t num, float* out) const {
-    constexpr int64_t dim = 16 * VECTORS, size = ARE_BOXES ? 2 * dim : dim;
+  // The scores of `num` keys, or of boxes, in vectors of 16: of each the greatest that a query gives it, q . x,
+  // and of a box + |q| . y, where y follows x.
+  template <int VECTORS, bool ARE_BOXES, bool ARE_INT8>
+  void scores(const float* query, Entries<VECTORS, ARE_INT8> x, int64_t num, float* out) const {
+    constexpr int64_t dim = 16 * VECTORS, step = ARE_BOXES ? 2 : 1;
     __m512 q[VECTORS], sums[16];
     for (int64_t r = 0; r < num_queries; r++) {
       for (int i = 0; i < VECTORS; i++) q[i] = _mm512_loadu_ps(query + r * num_tokens * dim + 16 * i);
       for (int64_t first = 0; first < num; first += 16) {
         for (int64_t j = 0; j < 16; j++) {
-          const float* one = x + std::min(first + j, num - 1) * size;
-          sums[j] = _mm512_mul_ps(q[0], _mm512_loadu_ps(one));
-          for (int i = 1; i < VECTORS; i++) sums[j] = _mm512_fmadd_ps(q[i], _mm512_loadu_ps(one + 16 * i), sums[j]);
+          const int64_t one = step * std::min(first + j, num - 1);
+          sums[j] = _mm512_mul_ps(q[0], x.part(one, 0));
+          for (int i = 1; i < VECTORS; i++) sums[j] = _mm512_fmadd_ps(q[i], x.part(one, i), sums[j]);
           for (int i = 0; ARE_BOXES && i < VECTORS; i++)
-            sums[j] = _mm512_fmadd_ps(_mm512_abs_ps(q[i]), _mm512_loadu_ps(one + dim + 16 * i), sums[j]);
+            sums[j] = _mm512_fmadd_ps(_mm512_abs_ps(q[i]), x.part(one + 1, i), sums[j]);
+          sums[j] = x.scaled(one, sums[j]);
         }
         const __m512 found = reduced(sums);
         _mm512_storeu_ps(out + first, r == 0 ? found : _mm512_max_ps(found, _mm512_loadu_ps(out + first)));
@@ -302,8 +332,9 @@ struct Search {
     }
   }
 
-  template <int VECTORS>
+  template <int VECTORS, bool ARE_INT8>
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
+    using Stored = Entries<VECTORS, ARE_INT8>;
     constexpr int64_t dim = 16 * VECTORS;
     const int64_t all_groups = num_slots / group, most = std::min(num_groups, all_groups);
     std::vector<float> of_boxes((all_groups + 15) / 16 * 16), of_keys((most * group + 15) / 16 * 16);
@@ -315,13 +346,15 @@ struct Search {
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
       const int64_t of_row = rows_are_alike ? 0 : row, asked = of_row * num_tokens + t;
-      const float *query = queries + (head * num_queries * num_tokens + t) * dim, *k = keys + head * num_slots * dim;
+      const float* query = queries + (head * num_queries * num_tokens + t) * dim;
+      const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
+      const Entries<VECTORS, false> of_groups{(const char*)(boxes + head * all_groups * 2 * dim)};
       const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
       auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
       auto worth = [&](int64_t age) { return near < age && age <= farthest ? worths[age] : -INFINITY; };
       // 1. The groups whose boxes promise most.
       if (most < all_groups)
-        scores<VECTORS, true>(query, boxes + head * all_groups * 2 * dim, all_groups, of_boxes.data());
+        scores<VECTORS, true, false>(query, of_groups, all_groups, of_boxes.data());
       else
         std::fill(of_boxes.begin(), of_boxes.end(), 0.0f);
       for (int64_t g = 0; g < all_groups; g++) {  // a group counts by its youngest that is lost
@@ -339,7 +372,7 @@ struct Search {
       std::fill(of_keys.begin(), of_keys.end(), -INFINITY);
       for (size_t g = 0; g < groups.size(); g++) {
         const int64_t slot = groups[g] * group;
-        scores<VECTORS, false>(query, k + slot * dim, group, scored.data());
+        scores<VECTORS, false, ARE_INT8>(query, k.from(slot), group, scored.data());
         for (int64_t j = 0; j < group; j++) of_keys[g * group + j] = scored[j] + worth(age(slot + j));
       }
       found.clear();
@@ -349,7 +382,7 @@ struct Search {
       }
       std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.age > b.age; });
       // 3. Of those, the best that no newer one says again.
-      keys_apart<VECTORS>(k, found, apart);
+      keys_apart(k, found, apart);
       ranked.resize(found.size());
       std::iota(ranked.begin(), ranked.end(), 0);
       std::sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return found[a].worth > found[b].worth; });
@@ -365,26 +398,26 @@ struct Search {
         const Candidate one = j < missing ? Candidate{0, 0, 0} : found[kept[j - missing]];
         ages[to] = one.age;
         visible[to] = j >= missing;
-        std::memcpy(found_keys + to * dim, k + one.slot * dim, dim * sizeof(float));
-        std::memcpy(found_values + to * dim, values + (head * num_slots + one.slot) * dim, dim * sizeof(float));
+        k.copy(one.slot, found_keys + to * dim);
+        v.copy(one.slot, found_values + to * dim);
       }
     }
   }
 
-  template <int VECTORS>  // the keys of entries less their mean, of length 1
-  static void keys_apart(const float* k, const std::vector<Candidate>& found, std::vector<float>& apart) {
+  template <int VECTORS, bool ARE_INT8>  // the keys of entries less their mean, of length 1
+  static void keys_apart(Entries<VECTORS, ARE_INT8> k, const std::vector<Candidate>& found, std::vector<float>& apart) {
     constexpr int64_t dim = 16 * VECTORS;
     apart.resize(found.size() * dim);
     __m512 mean[VECTORS], x[VECTORS];
     for (auto& part : mean) part = _mm512_setzero_ps();
     for (const auto& entry : found)
       for (int i = 0; i < VECTORS; i++)
-        mean[i] = _mm512_add_ps(mean[i], _mm512_loadu_ps(k + entry.slot * dim + 16 * i));
+        mean[i] = _mm512_add_ps(mean[i], k.read(entry.slot, i));
     for (auto& part : mean) part = _mm512_div_ps(part, _mm512_set1_ps(found.size()));
     for (size_t j = 0; j < found.size(); j++) {
       __m512 squares = _mm512_setzero_ps();
       for (int i = 0; i < VECTORS; i++) {
-        x[i] = _mm512_sub_ps(_mm512_loadu_ps(k + found[j].slot * dim + 16 * i), mean[i]);
+        x[i] = _mm512_sub_ps(k.read(found[j].slot, i), mean[i]);
         squares = _mm512_fmadd_ps(x[i], x[i], squares);
       }
       const float length = std::max(std::sqrt(_mm512_reduce_add_ps(squares)), 1e-12f);
@@ -408,8 +441,10 @@ struct Search {
 
   template <int VECTORS>
   void run(int64_t num_rows) {
-    auto some = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS>(begin, end); };
-    torch_parallel_for(0, num_rows * num_heads * num_tokens, 1, some, this);
+    auto floats = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS, false>(begin, end); };
+    auto int8 = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS, true>(begin, end); };
+    const int64_t num = num_rows * num_heads * num_tokens;
+    are_int8 ? torch_parallel_for(0, num, 1, int8, this) : torch_parallel_for(0, num, 1, floats, this);
   }
 };
 
@@ -505,13 +540,15 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
   const auto [queries, keys, values, boxes, worths, newest, since, oldest] = given;
-  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2), dim = size_of(keys, 3);
+  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2);
+  const int64_t dim = size_of(queries, 4);
   const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
   AtenTensorHandle found[] = {made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
-  Search search{data_of(queries), data_of(keys), data_of(values), data_of(boxes), data_of(worths)};
+  Search search{data_of(queries), data_of(boxes), data_of(worths), (char*)data_of(keys), (char*)data_of(values)};
+  search.are_int8 = size_of(keys, 3) != dim;
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);

@@ -114,7 +114,7 @@ def _define() -> torch.library.Library:
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
         shape = (*keys.shape[:2], queries.shape[3], others[-2])
-        entries = [keys.new_empty(*shape, keys.shape[3]) for _ in range(2)]
+        entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
 
     for shape_of in (packed_product, attend, find):
@@ -160,7 +160,7 @@ def find(
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D]; boxes [B, H, S / group, 2 D]; worths [A] of ages, added to scores, all
-            float32. And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of
+            float32, but keys and values may be int8, [B, H, S, D + 4] (`kvalign.cache.form`). And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of
             the newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest
             [B, 1, T, 1], the age of the oldest entry that is lost.
         near: age of the oldest that is not lost.

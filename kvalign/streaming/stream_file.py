@@ -54,6 +54,7 @@ class SavedStream(BaseModel):
     policy: str = OLDEST
     num_recent: Count = 0
     positions: str = "compact"
+    cache_dtype: str = "model"
     memory: Count = 0
     num_recalled: Count = 0
     recall_places: str | None = None

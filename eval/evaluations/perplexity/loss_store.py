@@ -82,6 +82,8 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     # What was not there before is left out where it says nothing, so that older files still serve.
     if sizes["realign_every"] == 1:
         del sizes["realign_every"]
+    if sizes["cache_dtype"] == "model":
+        del sizes["cache_dtype"]
     if method.sizes.is_oldest:
         for name in ("policy", "num_recent", "positions"):
             del sizes[name]

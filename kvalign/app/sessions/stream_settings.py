@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kvalign import checkpoints
 from kvalign.cache.default_size import MOST, OF_A_MINI
-from kvalign.cache.sizes import OF_POLICY, Positions, RecallBy, num_evicted_of
+from kvalign.cache.sizes import OF_POLICY, CacheDtype, Positions, RecallBy, num_evicted_of
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import (
+    CACHE_DTYPE,
     MEMORY,
     MOST_SEED,
     NUM_EVICTED,
@@ -67,6 +68,9 @@ class MethodSettings(Settings):
     num_recent: int | None = option(None, help=NUM_RECENT, at_least=0)
     positions: str | None = option(
         None, help=f"{POSITIONS} (default: compact)", choices=get_args(Positions)
+    )
+    cache_dtype: str | None = option(
+        None, help=f"{CACHE_DTYPE} (default: model)", choices=get_args(CacheDtype)
     )
     memory: int | None = option(None, help=f"{MEMORY} (default: 0, none)", at_least=0)
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)

@@ -1,0 +1,75 @@
+"""Form in which a cache stores entries: numbers of the model's dtype, or of 8 bits.
+
+    int8    [ D numbers from -127 to 127 | 4 bytes: their scale in float32 ]    x = scale * number
+
+Each key and each value of an entry and a head has a scale of its own, made once from its greatest
+number. What is stored is always copied as it is: only a key that turns is rounded again.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvalign.cache.sizes import CacheSizes
+
+_SCALE = 4  # bytes
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of stored keys and values.
+
+    Args:
+        dtype: of entries as attention reads them.
+        is_int8: whether they are stored in 8 bits.
+    """
+
+    dtype: torch.dtype
+    is_int8: bool
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.int8 if self.is_int8 else self.dtype
+
+    def width(self, head_dim: int) -> int:
+        """Stored numbers of a key or a value."""
+        return head_dim + _SCALE * self.is_int8
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Keys or values [..., D] as they are stored, [..., width]; in floats they stay as they are
+        and are cast where they are written.
+        """
+        if not self.is_int8:
+            return x
+        x = x.detach().float()
+        scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True) / 127
+        numbers = (x / scale.clamp_min(_TINY)).round_().to(torch.int8)
+        return torch.cat([numbers, scale.view(torch.int8)], -1)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Keys or values [..., D] as they are read again."""
+        return self.read(self.stored(x)) if self.is_int8 else x
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Keys or values [..., D] from what is stored: a view, or what int8 stands for."""
+        if not self.is_int8:
+            return stored
+        return (stored[..., :-_SCALE] * _scales(stored)).to(self.dtype)
+
+
+def form_of(sizes: CacheSizes, dtype: torch.dtype) -> Form:
+    """Form of the entries of a cache, for a model of this dtype."""
+    return Form(dtype, sizes.cache_dtype == "int8")
+
+
+def is_finite(stored: Tensor) -> bool:
+    """Return whether all scales of int8 are numbers."""
+    return bool(_scales(stored).isfinite().all())
+
+
+def _scales(stored: Tensor) -> Tensor:
+    if stored.shape[-1] % _SCALE:
+        return stored[..., -_SCALE:].contiguous().view(torch.float32)
+    return stored.view(torch.float32)[..., -1:]
