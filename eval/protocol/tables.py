@@ -8,7 +8,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal
 
-from kvalign.cache.sizes import usual_recalled
+from kvalign.cache.recall_layers import usual_recalled
 from kvalign.eval.protocol.evaluation import FLOOR, PEER, SIZES, Column, Row, Table
 from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, is_reference
 from kvalign.policies import OLDEST

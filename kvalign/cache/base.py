@@ -62,8 +62,8 @@ class FixedSizeCache(Saving, ForeignCalls):
         self.realigner = (realigner or Realigner()).within(sizes, spec.context_len)
         if sizes.cache_dtype == "int8" and self.realigner.moves:
             raise UserError(
-                f"cache_dtype int8 does not work with {spec.name or 'this model'} here: its entries "
-                "are computed again when they move, and each time would be rounded again"
+                f"cache_dtype int8 does not work here: entries of {spec.name or 'this model'} are "
+                "computed again when they move, and would be rounded each time"
             )
         self.frame = self.realigner.frame(sizes, spec.context_len)
         self.step: Step | None = None

@@ -96,7 +96,7 @@ class KVBuffer:
 
     def __init__(self, like: KV, sizes: CacheSizes, form: Form):
         self.size, self.end, self.form = sizes.first_input_len + slack_of(sizes), 0, form
-        self.data = like.map(lambda x: _empty(form.stored(x), 0, form.stored_dtype))
+        self.data = like.map(lambda x: form.empty(x, 0))
 
     def stored(self, num: int) -> KV:
         """View of the newest entries as they are stored."""
@@ -137,7 +137,7 @@ class KVBuffer:
     def replace(self, stored: KV) -> None:
         """Have these entries only, given as they are stored."""
         self.end = stored.keys.shape[2]
-        self.data = stored.map(lambda x: _empty(x, max(self.end, 1), x.dtype))
+        self.data = stored.map(lambda x: _empty(x, max(self.end, 1)))
         self.stored(self.end).put(stored)
 
     @lasting()
@@ -149,7 +149,7 @@ class KVBuffer:
         first, length = self.end - num_kept, self.data.keys.shape[2]
         if length < self.size or needed > length:
             length = max(needed, min(self.size, max(2 * needed, _SHORTEST)))
-            old, self.data = self.data, self.data.map(lambda x: _empty(x, length, x.dtype))
+            old, self.data = self.data, self.data.map(lambda x: _empty(x, length))
             for x, y in zip(self.data, old, strict=True):
                 x[:, :, :num_kept] = y[:, :, first : self.end]
         elif first:
@@ -162,6 +162,6 @@ class KVBuffer:
 
 
 @lasting()
-def _empty(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    num_rows, num_heads, _, head_dim = like.shape
-    return like.new_empty(num_rows, num_heads, length, head_dim, dtype=dtype)
+def _empty(like: Tensor, length: int) -> Tensor:
+    num_rows, num_heads, _, width = like.shape
+    return like.new_empty(num_rows, num_heads, length, width)

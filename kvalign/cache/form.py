@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvalign.cache.sizes import CacheSizes
+from kvalign.foundation.lasting import lasting
 
 _SCALE = 4  # bytes
 _TINY = torch.finfo(torch.float32).tiny
@@ -36,6 +37,12 @@ class Form:
     def width(self, head_dim: int) -> int:
         """Stored numbers of a key or a value."""
         return head_dim + _SCALE * self.is_int8
+
+    @lasting()
+    def empty(self, like: Tensor, length: int) -> Tensor:
+        """Room for so many entries beside one another, like these [..., S, D]."""
+        shape = (*like.shape[:-2], length, self.width(like.shape[-1]))
+        return like.new_zeros(shape, dtype=self.stored_dtype)
 
     def stored(self, x: Tensor) -> Tensor:
         """Keys or values [..., D] as they are stored, [..., width]; in floats they stay as they are

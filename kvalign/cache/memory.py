@@ -17,11 +17,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from kvalign.cache.buffer import KV, Part, cat
 from kvalign.cache.form import form_of
 from kvalign.cache.recall import COMPARED, Asking, Found, Lost
+from kvalign.cache.search import alike_newer, at, products
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.lasting import lasting
@@ -69,8 +70,8 @@ class Memory(Part):
         most = sizes.memory + sizes.num_in_sight + SEGMENT_LEN + self.group
         self.most = -(-most // self.group) * self.group
         self.form = form_of(sizes, like.keys.dtype)
-        none = like.slots(0, 0)
-        self.held, self.boxes = none.map(self.form.stored), torch.cat([none.keys, none.keys], -1)
+        self.held = like.map(lambda x: self.form.empty(x, 0))
+        self.boxes = torch.cat([like.keys[:, :, :0]] * 2, -1)
         is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
         self.has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
 
@@ -147,7 +148,7 @@ class Memory(Part):
         slots, ages, visible = parts[0]
         if len(parts) > 1:
             slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        return Found(self.held.map(lambda x: self.form.read(_at(x, slots))), ages, visible)
+        return Found(self.held.map(lambda x: self.form.read(at(x, slots))), ages, visible)
 
     def _find_by_kernel(self, queries: Tensor, lost: Lost) -> Found:
         num = self.sizes.num_recalled
@@ -169,7 +170,7 @@ class Memory(Part):
         """The worth [B, H, T, S'] of all entries, or of those of groups [B, H, T, N]."""
         queries = queries[:, :, :, span]
         if reads_all:
-            scores = _products(queries, self.form.read(self.held.keys)).amax(2)
+            scores = products(queries, self.form.read(self.held.keys)).amax(2)
         if groups is None:
             return scores + lost.worth[:, :, span]
         groups = groups[:, :, span]
@@ -177,7 +178,7 @@ class Memory(Part):
             of_groups = groups[..., None].expand(*groups.shape, self.group)
             scores = scores.unflatten(-1, (-1, self.group)).gather(3, of_groups).flatten(3)
         else:
-            keys = _at(self.held.keys.unflatten(2, (-1, self.group)).flatten(3), groups)
+            keys = at(self.held.keys.unflatten(2, (-1, self.group)).flatten(3), groups)
             keys = keys.view(*groups.shape[:3], -1, self.held.keys.shape[3])
             keys = self.form.read(keys)  # [B, H, T, S', D]
             scores = (queries.transpose(2, 3) @ keys.mT).float().amax(3)
@@ -200,8 +201,8 @@ class Memory(Part):
         ages, order = lost.ages(slots, span).sort(-1, descending=True)
         slots, worth = slots.gather(-1, order), worth.gather(-1, order)
         is_lost = None if lost.are_many else worth > -torch.inf
-        keys = self.form.read(_at(self.held.keys, slots))
-        superseded = _alike_newer(keys, lost.newer, is_lost) > self.alike
+        keys = self.form.read(at(self.held.keys, slots))
+        superseded = alike_newer(keys, lost.newer, is_lost) > self.alike
         best = worth.masked_fill(superseded, -torch.inf).topk(num, sorted=False)
         # What is not visible lies in front of the oldest: it moves none of the others.
         num_compared = slots.shape[-1]
@@ -225,7 +226,7 @@ class Memory(Part):
         if num is None:
             return None
         both = torch.cat([queries, queries.abs()], -1)
-        worth = _products(both, self.boxes).amax(2) + lost.of_groups
+        worth = products(both, self.boxes).amax(2) + lost.of_groups
         return worth.topk(num, sorted=False).indices
 
     @lasting()
@@ -243,38 +244,3 @@ class Memory(Part):
     def used(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""
         return max(0, min(max(seen) - self.sizes.num_sinks, self.most))
-
-
-def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return products of queries [B, H, G, T, D] with keys [B, H, S, D]: [B, H, G, T, S]
-    float32.
-    """
-    return (queries.flatten(2, 3) @ keys.mT).float().unflatten(2, queries.shape[2:4])
-
-
-def _alike_newer(keys: Tensor, newer: Tensor, is_lost: Tensor | None) -> Tensor:
-    """Return for keys [..., M, D], in the order of time, the cosine of each with the newer one that
-    is most like it: [..., M].
-
-    Args:
-        newer: as of `Lost`.
-        is_lost: [..., M] bool, those that are compared; None: all.
-    """
-    if is_lost is None:
-        apart = keys - keys.mean(-2, keepdim=True)
-    else:
-        keys = keys * is_lost[..., None]
-        apart = keys - keys.sum(-2, keepdim=True) / is_lost.sum(-1)[..., None, None].clamp_min(1)
-    apart = normalize(apart, dim=-1).flatten(0, -3)  # [N, M, D]
-    alike = torch.baddbmm(newer.to(keys.dtype), apart, apart.mT).unflatten(0, keys.shape[:-2])
-    if is_lost is not None:
-        alike = alike.masked_fill(~is_lost[..., None, :], -torch.inf)
-    return alike.amax(-1)
-
-
-def _at(x: Tensor, slots: Tensor) -> Tensor:
-    """Return the slots [B, H, T, R] of x [B, H, S, D]: [B, H, T, R, D]."""
-    num_rows, num_heads, num_slots, head_dim = x.shape
-    firsts = torch.arange(0, num_rows * num_heads * num_slots, num_slots, device=x.device)
-    at = (slots.flatten(0, 1).flatten(1) + firsts[:, None]).flatten()
-    return x.view(-1, head_dim).index_select(0, at).view(*slots.shape, head_dim)

@@ -1,4 +1,6 @@
-"""Layers with a memory, as `--recall-layers` names them."""
+"""What a memory gives back: how many entries by default, and in which layers, as `--recall-layers`
+names them.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +8,15 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.settings import typed
 
 NAME = "recall_layers"
+MOST_RECALLED = 32
+"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
+
+
+def usual_recalled(cache_size: int, num_sinks: int) -> int:
+    """Default number of entries that a step takes back: a quarter of the cache, at most
+    `MOST_RECALLED`. The window keeps at least one entry.
+    """
+    return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
 def layers_asked(text: str | None, attention: Sequence[int]) -> set[int]:

@@ -29,9 +29,8 @@ class Sinks(Part):
         """Allocate the sinks of a layer whose entries [B, H, ?, D] are like these."""
         num_layers, num_sinks, self.form = self.num_layers, self.num_sinks, form
         if like.keys.device not in self.held:
-            self.held[like.keys.device] = like.map(form.stored).map(
-                lambda x: x.new_zeros(num_layers, *x.shape[:2], num_sinks, x.shape[3])
-            )
+            one = like.map(lambda x: form.empty(x, num_sinks))
+            self.held[like.keys.device] = one.map(lambda x: x.new_zeros(num_layers, *x.shape))
 
     def of(self, layer: int, device: torch.device) -> KV:
         """Sinks of a layer, as they are stored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from kvalign.cache.recall_layers import numbers_in
+from kvalign.cache.recall_layers import numbers_in, usual_recalled
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.registry import unknown
 from kvalign.foundation.settings import typed
@@ -27,15 +27,6 @@ RecallBy = Literal["age", "rank"]
 OF_MEMORY = ("memory", "num_recalled", "recall_places", "recall_layers")
 OF_POLICY = ("policy", "num_recent", "positions", "cache_dtype", *OF_MEMORY)
 """Sizes of methods that keep entries in a cache."""
-MOST_RECALLED = 32
-"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
-
-
-def usual_recalled(cache_size: int, num_sinks: int) -> int:
-    """Default number of entries that a step takes back: a quarter of the cache, at most
-    `MOST_RECALLED`. The window keeps at least one entry.
-    """
-    return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,13 @@ class WindowLayer(StreamingLayer):
         if segment is not None:
             num_sinks = min(step.sizes.num_sinks, step.seen[0])
             sinks = self.sinks.of(self.layer_idx, self.device).slots(0, num_sinks)
-            found = cat([sinks.map(self.entries.form.read), self.entries.last(step.stored[0] - num_sinks), stored])
+            found = cat(
+                [
+                    sinks.map(self.entries.form.read),
+                    self.entries.last(step.stored[0] - num_sinks),
+                    stored,
+                ]
+            )
             mark(found.keys, partial(segment.attend, self.layer_idx))
         elif step.num_new > 1:
             found = cat([*self.pieces(step), new if realigner.reads else stored])

@@ -8,7 +8,7 @@ from kvalign.cache.on_read import OnRead
 from kvalign.cache.realigner import Realigner
 from kvalign.invariants.aged import Aged, age, first_layer_outputs, tokens_held
 from kvalign.invariants.base import Measured, difference, invariant
-from kvalign.invariants.stream import SAME, NotApplicableError
+from kvalign.invariants.stream import NotApplicableError
 from kvalign.invariants.subject import Subject
 
 
@@ -64,7 +64,7 @@ def kept(subject: Subject) -> Measured:
                     "its aligner changes values, and it has no sinks: see moves"
                 )
         apart = (values[:, : len(places)] - born[:, places]).abs().amax((0, 2))
-        num_other = int((apart > SAME * born.abs().max()).sum())
+        num_other = int((apart > subject.same * born.abs().max()).sum())
         return Measured(num_other, 0, f"{len(places)} {which}")
     held, num_sinks = tokens_held(watched), aged.num_sinks or 0
     known = [place for place in held if place is not None]
@@ -105,7 +105,7 @@ def moves(subject: Subject) -> Measured:
                 "a network moves entries from its own last output: its moves are not meant to "
                 "add up"
             )
-        return _placed_once(aged, cache, placing)
+        return _placed_once(subject, aged, cache, placing)
     if subject.family is None:
         raise NotApplicableError("the position encoding of this model is unknown")
     if subject.family == "learned":
@@ -125,7 +125,9 @@ def moves(subject: Subject) -> Measured:
 
 
 @torch.no_grad()
-def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measured:
+def _placed_once(
+    subject: Subject, aged: Aged, cache: FixedSizeCache, placing: Realigner
+) -> Measured:
     """Entries as attention sees them, and the same after one move from their original form."""
     sizes, num = cache.sizes, aged.stream.ids.shape[1]
     behind, index = cache.frame.num_behind(num), cache.index()
@@ -151,4 +153,5 @@ def _placed_once(aged: Aged, cache: FixedSizeCache, placing: Realigner) -> Measu
         for found, one in zip((layer.keys, layer.values), expected, strict=True):
             assert found is not None
             worst = max(worst, difference(found, one))
-    return Measured(worst, note=f"entries after {num} tokens and entries placed once, all layers")
+    note = f"entries after {num} tokens and entries placed once, all layers"
+    return Measured(worst, subject.exact, note)

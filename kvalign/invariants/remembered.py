@@ -193,8 +193,12 @@ def stored(subject: Subject) -> Measured:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
         for born, held in zip((keys, values), layer.memory.held, strict=True):
+            born, found = born[:, :, lost], layer.memory.form.read(held[:, :, slots]).float()
             # A turn by the same angle may differ in the last digit with what is turned beside it.
-            same = torch.isclose(born[:, :, lost], held[:, :, slots].float(), rtol=1e-5, atol=1e-6)
+            same = torch.isclose(born, found, rtol=1e-5, atol=1e-6)
+            if subject.is_int8:
+                most = born.abs().amax(-1, keepdim=True)
+                same = (born - found).abs() <= subject.same * most
             num_other += int((~same.all(-1)).sum())
     num_lost = num - (lost.start or 0)
     return Measured(num_other, 0, f"{num_lost} tokens, {len(cache.asking)} layers, each head")
@@ -209,7 +213,7 @@ def recalled(subject: Subject) -> Measured:
     remembered = remember(subject)
     token, layer = remembered.where
     note = f"{remembered.times} steps, all layers; the most in layer {layer} at token {token}"
-    return Measured(remembered.apart, note=note)
+    return Measured(remembered.apart, subject.exact, note)
 
 
 @invariant(

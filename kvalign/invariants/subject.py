@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from kvalign.cache.base import FixedSizeCache
 from kvalign.foundation.errors import UserError
-from kvalign.invariants.stream import NotApplicableError, Stream
+from kvalign.invariants.stream import SAME, NotApplicableError, Stream
 from kvalign.methods.base import Method
 from kvalign.models.architectures import Family, ModelSpec, spec_of
 from kvalign.models.packed import PACKED, weights_of
@@ -20,6 +21,10 @@ EXACT = 1e-3
 ROUNDED = 0.4
 """The same with packed weights, whose products round their inputs: what differs by the last digit
 before may come out a step apart."""
+
+OF_INT8 = 0.3
+"""The same with entries in 8 bits, where tokens that are fed together, or had other scales before
+they turned, are not rounded alike."""
 
 T = TypeVar("T")
 Make = Callable[[PreTrainedModel], Cache | Method]
@@ -74,7 +79,21 @@ class Subject:
     @property
     def exact(self) -> float:
         """Tolerance between two computations of the same logits, in standard deviations of them."""
-        return ROUNDED if weights_of(self.model) in PACKED else EXACT
+        of_weights = ROUNDED if weights_of(self.model) in PACKED else EXACT
+        return max(of_weights, OF_INT8) if self.is_int8 else of_weights
+
+    @cached_property
+    def is_int8(self) -> bool:
+        """Return whether its cache stores entries in 8 bits."""
+        cache = self.stream().cache
+        return isinstance(cache, FixedSizeCache) and cache.sizes.cache_dtype == "int8"
+
+    @property
+    def same(self) -> float:
+        """Share of the greatest number by which numbers of the same entry may be apart: of 8 bits
+        half a step for each time that it was rounded.
+        """
+        return 2 / 127 if self.is_int8 else SAME
 
     @property
     def room(self) -> int:

@@ -160,9 +160,10 @@ def find(
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
             [B, H, S, D]; boxes [B, H, S / group, 2 D]; worths [A] of ages, added to scores, all
-            float32, but keys and values may be int8, [B, H, S, D + 4] (`kvalign.cache.form`). And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of
-            the newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest
-            [B, 1, T, 1], the age of the oldest entry that is lost.
+            float32, but keys and values may be int8, [B, H, S, D + 4] (`kvalign.cache.form`). And
+            int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the newest entry
+            in a ring without an end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the
+            age of the oldest entry that is lost.
         near: age of the oldest that is not lost.
         num_groups, num_compared, num_recalled: to look at, to compare, and to take back.
         alike: cosine from which two keys say the same.

@@ -78,8 +78,12 @@ def stepped(method, ids):
         (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
     ],
 )
-def test_our_kernel_finds_what_pytorch_finds(num_rows, group, num_queries, head_dim, num, size):
-    sizes = CacheSizes(cache_size=size, num_sinks=4, memory=8000, num_recalled=size // 4)
+@pytest.mark.parametrize("dtype", ["model", "int8"])
+def test_our_kernel_finds_what_pytorch_finds(
+    num_rows, group, num_queries, head_dim, num, size, dtype
+):
+    of_memory = dict(memory=8000, num_recalled=size // 4)
+    sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=dtype, **of_memory)
     rng = torch.Generator().manual_seed(num)
     held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again

@@ -135,14 +135,15 @@ def _of_memories(
 
 def _stored(one: Timed, batch_size: int) -> Row:
     """Bytes that a memory takes by the tokens that it keeps aside, and by what these take in a
-    cache; 0 without one.
+    cache of the model's dtype; 0 without one.
     """
     cache = timing.memory_of(one)
     if cache is None:
         return {"stored_bytes": 0.0, "stored_ratio": 0.0}
     memories = [layer.memory for layer in cache.asking]
     num_bytes = sum(x.nbytes for memory in memories for x in (*memory.held, memory.boxes))
-    in_cache = len(cache.attention) * sum(x[:, :, 0].nbytes for x in memories[0].held)
+    num = memories[0].boxes[:, :, 0].numel()  # of a key and a value
+    in_cache = len(cache.attention) * num * memories[0].form.dtype.itemsize
     num = one.sizes.memory
     return {
         "stored_bytes": num_bytes / batch_size / num,
