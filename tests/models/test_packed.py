@@ -268,4 +268,4 @@ def test_invariants_hold_within_the_bound_of_their_rounding(mini):
         invariants=names,
     )
     assert [outcome.state for outcome in outcomes] == ["passed"] * len(names)
-    assert {outcome.bound for outcome in outcomes} == {0.4}
+    assert {outcome.bound for outcome in outcomes} == {0.8}
