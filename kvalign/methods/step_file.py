@@ -15,9 +15,11 @@ import torch
 import transformers
 from filelock import FileLock
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from kvalign.cache import form
+from kvalign.cache.form import Form
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
@@ -28,8 +30,8 @@ from kvalign.models.fetched import cache_dir
 log = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""Of a token [1, 1], its position [1, 1], and keys and values [1, H, C + 1, D] of each layer:
-logits [1, 1, V]. The last of the entries are written.
+"""Of a token [1, 1], its position [1, 1], and keys and values [1, H, C + 1, D] as each layer stores
+them: logits [1, 1, V]. The last of the entries are written.
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -61,18 +63,19 @@ def has_compiler() -> bool:
 class _Layer(CacheLayerMixin):
     """Given entries, the last of which is written."""
 
-    def __init__(self, keys: Tensor, values: Tensor, is_marked: bool):
+    def __init__(self, keys: Tensor, values: Tensor, form: Form, is_marked: bool):
         self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
-        self.is_marked = is_marked
+        self.form, self.is_marked = form, is_marked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         for x, new in zip(self.entries, (key_states, value_states), strict=True):
-            x.narrow(2, self.length - 1, 1).copy_(new)
+            x.narrow(2, self.length - 1, 1).copy_(self.form.stored(new))
         if self.is_marked:
             attention.mark(self.entries[0], kernel.attend)
-        return self.entries
+            return self.entries
+        return tuple(map(self.form.read, self.entries))
 
     def get_seq_length(self) -> int:
         return self.length - 1
@@ -95,19 +98,23 @@ class _Step(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor, *entries: Tensor) -> Tensor:
         pairs = zip(entries[::2], entries[1::2], strict=True)
-        is_marked = _is_read_by_kernel(self.model.config, entries[0])
-        cache = Cache(layers=[_Layer(*pair, is_marked) for pair in pairs])
+        how = _form_of(self.model, entries[0]), _is_read_by_kernel(self.model, entries[0])
+        cache = Cache(layers=[_Layer(*pair, *how) for pair in pairs])
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
 
 
-def _is_read_by_kernel(config: PretrainedConfig, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such keys [1, H, S, D] instead of the model."""
+def _form_of(model: PreTrainedModel, keys: Tensor) -> Form:
+    return Form(model.dtype, is_int8=keys.dtype == torch.int8)
+
+
+def _is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
+    """Return whether our kernel attends to such stored keys [1, H, S, D] instead of the model."""
     return (
-        config.model_type in attention.REGISTERED
-        and window_of(config) is None
-        and keys.shape[3] in kernel.DIMS
-        and keys.dtype == torch.float32
+        model.config.model_type in attention.REGISTERED
+        and window_of(model.config) is None
+        and keys.shape[3] in map(_form_of(model, keys).width, kernel.DIMS)
+        and model.dtype == torch.float32
         and kernel.is_here()
     )
 
@@ -116,7 +123,7 @@ def load_or_make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
 ) -> Run | None:
     """The file's step for this model and these inputs, compiled if need be; None if impossible."""
-    if _is_read_by_kernel(model.config, inputs[2]):
+    if _is_read_by_kernel(model, inputs[2]):
         attention.install(model.config)
     about = _about(model, inputs, weights)
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -193,7 +200,8 @@ def _about(
 ) -> dict[str, Any]:
     """All that a compiled step depends on."""
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    sources = (Path(__file__), Path(packed.__file__), Path(kernel.__file__), kernel.SOURCE)
+    modules = __file__, form.__file__, packed.__file__, kernel.__file__
+    sources = (*map(Path, modules), kernel.SOURCE)
     return {
         "config": config,
         "attention": model.config._attn_implementation,

@@ -71,7 +71,7 @@ class StoredStep:
             and len(cache.seen) == 1
             and sizes.num_evicted == 1
             and layer.device.type == "cpu"
-            and layer.entries.form.stored_dtype == self.model.dtype
+            and layer.dtype == self.model.dtype
         )
 
     def _run_for(self, cache: StreamingCache, inputs: list[Tensor]) -> Run | None:

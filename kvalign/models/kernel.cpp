@@ -159,16 +159,47 @@ void softmax(float* scores, int64_t length) {  // in vectors of 16
     _mm512_storeu_ps(scores + s, _mm512_div_ps(_mm512_loadu_ps(scores + s), whole));
 }
 
-struct Attention {
-  const float *query, *keys, *values;  // a head's keys, and values, are one stretch
-  float* out;
-  int64_t num_queries, length, key_stride, value_stride;  // queries of a head of keys
-  float scale;
+// Keys or values: of float32, or of int8, as `kvalign/cache/form.py` says.
+template <int VECTORS, bool ARE_INT8>
+struct Entries {
+  static constexpr int64_t dim = 16 * VECTORS, bytes = ARE_INT8 ? dim + sizeof(float) : dim * sizeof(float);
+  const char* first;
 
-  template <int VECTORS>
+  Entries from(int64_t slot) const { return {first + slot * bytes}; }
+
+  __m512 part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
+    const char* one = first + slot * bytes;
+    if (!ARE_INT8) return _mm512_loadu_ps((const float*)one + 16 * i);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)one + i)));
+  }
+
+  __m512 scaled(int64_t slot, __m512 x) const {
+    if (!ARE_INT8) return x;
+    float scale;
+    std::memcpy(&scale, first + slot * bytes + dim, sizeof scale);
+    return _mm512_mul_ps(x, _mm512_set1_ps(scale));
+  }
+
+  __m512 read(int64_t slot, int i) const { return scaled(slot, part(slot, i)); }
+
+  void copy(int64_t slot, float* to) const {
+    for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + 16 * i, read(slot, i));
+  }
+};
+
+struct Attention {
+  const float* query;
+  const char *keys, *values;  // of a head one stretch
+  float* out;
+  int64_t num_queries, length, key_bytes, value_bytes;  // queries of a head of keys; from head to head
+  float scale;
+  bool are_int8;
+
+  template <int VECTORS, bool ARE_INT8>
   void head(int64_t h) {
     constexpr int64_t dim = 16 * VECTORS;
-    const float *q = query + h * num_queries * dim, *k = keys + h * key_stride, *v = values + h * value_stride;
+    const float* q = query + h * num_queries * dim;
+    const Entries<VECTORS, ARE_INT8> k{keys + h * key_bytes}, v{values + h * value_bytes};
     float* to = out + h * num_queries * dim;
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
@@ -177,9 +208,9 @@ struct Attention {
       for (int64_t r = 0; r < num_queries; r++) {
         for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(q + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
-          __m512 sum = _mm512_mul_ps(x[0], _mm512_loadu_ps(k + s * dim));
-          for (int i = 1; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], _mm512_loadu_ps(k + s * dim + 16 * i), sum);
-          scores[r * filled + s] = scale * _mm512_reduce_add_ps(sum);
+          __m512 sum = _mm512_mul_ps(x[0], k.part(s, 0));
+          for (int i = 1; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], k.part(s, i), sum);
+          scores[r * filled + s] = scale * _mm512_reduce_add_ps(k.scaled(s, sum));
         }
       }
     for (int64_t r = 0; r < num_queries; r++) softmax(&scores[r * filled], filled);
@@ -188,8 +219,8 @@ struct Attention {
       for (int64_t r = 0; r < num_queries; r++) {
         for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(to + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
-          const __m512 share = _mm512_set1_ps(scores[r * filled + s]);
-          for (int i = 0; i < VECTORS; i++) x[i] = _mm512_fmadd_ps(share, _mm512_loadu_ps(v + s * dim + 16 * i), x[i]);
+          const __m512 share = v.scaled(s, _mm512_set1_ps(scores[r * filled + s]));
+          for (int i = 0; i < VECTORS; i++) x[i] = _mm512_fmadd_ps(share, v.part(s, i), x[i]);
         }
         for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + r * dim + 16 * i, x[i]);
       }
@@ -198,7 +229,8 @@ struct Attention {
   template <int VECTORS>
   void run(int64_t num_heads) {
     auto heads = [](int64_t begin, int64_t end, void* self) {
-      for (int64_t h = begin; h < end; h++) ((Attention*)self)->head<VECTORS>(h);
+      auto& all = *(Attention*)self;
+      for (int64_t h = begin; h < end; h++) all.are_int8 ? all.head<VECTORS, true>(h) : all.head<VECTORS, false>(h);
     };
     torch_parallel_for(0, num_heads, FEW / (num_queries * length * 16 * VECTORS) + 1, heads, this);
   }
@@ -232,34 +264,6 @@ inline __attribute__((always_inline)) __m512 reduced(__m512* sums) {  // of each
                               _mm512_shuffle_f32x4(sums[2 * i], sums[2 * i + 1], 0xdd));
   return sums[0];
 }
-
-// Keys or values: of float32, or of int8, as `kvalign/cache/form.py` says.
-template <int VECTORS, bool ARE_INT8>
-struct Entries {
-  static constexpr int64_t dim = 16 * VECTORS, bytes = ARE_INT8 ? dim + sizeof(float) : dim * sizeof(float);
-  const char* first;
-
-  Entries from(int64_t slot) const { return {first + slot * bytes}; }
-
-  __m512 part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
-    const char* one = first + slot * bytes;
-    if (!ARE_INT8) return _mm512_loadu_ps((const float*)one + 16 * i);
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)one + i)));
-  }
-
-  __m512 scaled(int64_t slot, __m512 x) const {
-    if (!ARE_INT8) return x;
-    float scale;
-    std::memcpy(&scale, first + slot * bytes + dim, sizeof scale);
-    return _mm512_mul_ps(x, _mm512_set1_ps(scale));
-  }
-
-  __m512 read(int64_t slot, int i) const { return scaled(slot, part(slot, i)); }
-
-  void copy(int64_t slot, float* to) const {
-    for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + 16 * i, read(slot, i));
-  }
-};
 
 struct Best {  // finds the best so many of numbers, in any order; -inf is none
   std::vector<float> maxima;
@@ -496,17 +500,19 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
   return AOTI_TORCH_SUCCESS;
 }
 
-// query [1, H, 1, D], keys and values [1, H_kv, S, D] float32: [1, 1, H, D].
+// query [1, H, 1, D], keys and values [1, H_kv, S, D] float32, or [1, H_kv, S, D + 4] int8: [1, 1, H, D].
 SHIM aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, double scale,
                            AtenTensorHandle* result) {
-  const int64_t num_heads = size_of(keys, 1), length = size_of(keys, 2), dim = size_of(keys, 3);
-  const int64_t num_queries = size_of(query, 1) / num_heads;
-  const bool is_one = stride_of(keys, 2) == dim && stride_of(values, 2) == dim && stride_of(query, 1) == dim;
+  const int64_t num_heads = size_of(keys, 1), length = size_of(keys, 2), width = size_of(keys, 3);
+  const int64_t num_queries = size_of(query, 1) / num_heads, dim = size_of(query, 3);
+  const bool is_one = stride_of(keys, 2) == width && stride_of(values, 2) == width && stride_of(query, 1) == dim;
   if (!is_one || stride_of(keys, 3) != 1 || stride_of(values, 3) != 1 || stride_of(query, 3) != 1)
     return AOTI_TORCH_FAILURE;
   *result = made({1, 1, size_of(query, 1), dim}, aoti_torch_dtype_float32());
-  Attention attention{data_of(query), data_of(keys),       data_of(values),      data_of(*result), num_queries,
-                      length,         stride_of(keys, 1), stride_of(values, 1), (float)scale};
+  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), data_of(*result), num_queries, length};
+  const int64_t bytes = width == dim ? sizeof(float) : 1;
+  attention.key_bytes = bytes * stride_of(keys, 1), attention.value_bytes = bytes * stride_of(values, 1);
+  attention.scale = scale, attention.are_int8 = width != dim;
   return run_for(dim, attention, num_heads);
 }
 

@@ -141,8 +141,8 @@ def inductor_configs() -> dict[str, Any]:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of a query [1, H, 1, D] to all of keys and values [1, H_kv, S, D], in float32:
-    [1, 1, H, D]; D is one of `DIMS`.
+    """Attention of a query [1, H, 1, D] to all of keys and values [1, H_kv, S, D], in float32, or
+    as int8 [1, H_kv, S, D + 4] (`kvalign.cache.form`): [1, 1, H, D]; D is one of `DIMS`.
     """
     return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
 

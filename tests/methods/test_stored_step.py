@@ -74,6 +74,10 @@ def test_a_stored_step_is_the_eager_one(kind):
     assert differ(tiny(kind)) < 1e-5
 
 
+def test_a_stored_step_reads_and_writes_entries_of_8_bits():
+    assert differ(tiny(num_hidden_layers=1), cache_dtype="int8") < 0.01
+
+
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
 @pytest.mark.parametrize(
     ("model", "num_asked"),

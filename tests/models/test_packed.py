@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
+from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
 from kvalign.models import kernel, packed
@@ -138,11 +139,14 @@ def test_gradients_go_through_the_unpacked_weights():
 @needs_kernel
 @pytest.mark.parametrize("dim", kernel.DIMS)
 @pytest.mark.parametrize("length", [1, 63, 64, 200])
-def test_our_attention_is_that_of_pytorch(dim, length, num_threads):
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
     """Also where scores differ by hundreds."""
+    form = Form(torch.float32, is_int8)
     query = 10 * torch.randn(1, 6, 1, dim)
-    keys, values = torch.randn(2, 1, 2, 300, dim)[:, :, :, 7 : 7 + length]
-    found = kernel.attend(query, keys, values, 0.5)
+    stored = form.stored(torch.randn(2, 1, 2, 300, dim))[:, :, :, 7 : 7 + length]
+    found = kernel.attend(query, *stored, 0.5)
+    keys, values = form.read(stored)
     expected = nn.functional.scaled_dot_product_attention(
         query, keys, values, scale=0.5, enable_gqa=True
     )
