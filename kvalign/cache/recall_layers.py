@@ -1,4 +1,4 @@
-"""What a memory gives back: how many entries by default, and in which layers, as `--recall-layers`
+"""Entries that a memory gives back: how many by default, and in which layers, as `--recall-layers`
 names them.
 """
 

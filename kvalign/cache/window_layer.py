@@ -201,6 +201,6 @@ class WindowLayer(StreamingLayer):
 
 
 def read_kv(read: ReadTensor, name: str, length: int, head_dim: int, form: Form) -> KV:
-    """So many entries of a saved state, as they are stored."""
+    """Entries of a saved state, `length` of them, as they are stored."""
     shape, dtype = (length, form.width(head_dim)), form.stored_dtype
     return KV(*(read(f"{name}.{j}", shape, dtype) for j in range(2)))
