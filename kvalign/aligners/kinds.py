@@ -31,4 +31,6 @@ def label_of(kind: str, training: Mapping[str, Any]) -> str:
         kind, training: as in `AlignerConfig`.
     """
     parts = (part for part in training.values() if isinstance(part, dict))
-    return "-".join([kind, *sorted({str(part.get("objective", "mse")) for part in parts} - {"mse"})])
+    return "-".join(
+        [kind, *sorted({str(part.get("objective", "mse")) for part in parts} - {"mse"})]
+    )

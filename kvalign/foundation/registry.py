@@ -52,7 +52,7 @@ class Registry(UserDict[str, T], Generic[T]):
                 for line in next(own, []):
                     if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "about":
                         return str(ast.literal_eval(line.value))
-        return str(getattr(self[name], "about"))
+        return str(self[name].about)  # type: ignore[attr-defined]
 
     def find(self, name: str) -> T:
         """Return the object of a name; UserError, with the known names, if it is unknown."""

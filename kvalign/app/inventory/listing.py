@@ -99,7 +99,7 @@ def aligners() -> list[Row]:
 
     def row(name: str, folder: Path) -> Row | None:
         config = _config(folder)
-        if (kind := config.get("kind")) not in KINDS:
+        if (kind := config.get("kind", "")) not in KINDS:
             return None
         training = config.get("training", {})
         parts = {key: part for key, part in training.items() if isinstance(part, dict)}
