@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
-from kvalign.aligners.kinds import KINDS, label_of
+from kvalign.aligners.label import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
@@ -235,6 +235,8 @@ class Aligner(
         if not (folder / CONFIG).is_file():
             raise NotFoundError(f"no aligner in {str(model_id)!r}: it has no {CONFIG}")
         config = read_checked(AlignerConfig, folder / CONFIG)
+        from kvalign.aligners.kinds import KINDS
+
         kind = KINDS.find(config.kind)
         if unknown := sorted(config.sizes.keys() - kind.default_sizes.keys()):
             known = ", ".join(kind.default_sizes) or "none"

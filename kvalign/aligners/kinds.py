@@ -6,8 +6,7 @@ aligner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvalign.foundation.registry import Registry
 
@@ -22,15 +21,3 @@ KINDS: Registry[type[Aligner]] = Registry(
         "anchored": "kvalign.aligners.anchored:AnchoredAligner",
     },
 )
-
-
-def label_of(kind: str, training: Mapping[str, Any]) -> str:
-    """Name of an aligner in tables of results: its kind, and its objective unless `mse`.
-
-    Args:
-        kind, training: as in `AlignerConfig`.
-    """
-    parts = (part for part in training.values() if isinstance(part, dict))
-    return "-".join(
-        [kind, *sorted({str(part.get("objective", "mse")) for part in parts} - {"mse"})]
-    )

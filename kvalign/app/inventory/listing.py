@@ -95,7 +95,8 @@ def policies() -> list[Row]:
 
 def aligners() -> list[Row]:
     """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
-    from kvalign.aligners.kinds import KINDS, label_of
+    from kvalign.aligners.kinds import KINDS
+    from kvalign.aligners.label import label_of
 
     def row(name: str, folder: Path) -> Row | None:
         config = _config(folder)
