@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvalign import checkpoints
+from kvalign.aligners.label import label_of
 from kvalign.foundation import hub
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import read_checked, sha256, write_json, write_together
@@ -138,10 +139,8 @@ class Aligner(
 
     @property
     def label(self) -> str:
-        """Name of the aligner in tables of results: its kind, and its objective unless `mse`."""
-        parts = self.config.training.values()
-        objectives = {str(part.get("objective", "mse")) for part in parts if isinstance(part, dict)}
-        return "-".join([self.config.kind, *sorted(objectives - {"mse"})])
+        """Name of the aligner in tables of results, as of `label_of`."""
+        return label_of(self.config.kind, self.config.training)
 
     def anchor(self, layer: int, keys: Tensor, values: Tensor, birth: Birth) -> KeysValues:
         """Return the form in which a layer stores its new entries. `realign` starts from it unless

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -45,12 +46,22 @@ class Cached(Method):
 
     def _new_cache(self) -> FixedSizeCache:
         if self.sizes.memory:
-            of_model = self.model.config, self.num_positions
-            grows = self.compiled is None
-            return MemoryCache(self.spec, self.sizes, self.places_by, *of_model, grows)
+            return self._memory_cache(self.sizes)
         if self.sizes.is_oldest:
             return StreamingCache(self.spec, self.sizes, self.places_by)
         return AnySlotCache(self.spec, self.sizes, self.places_by, self.model.config)
+
+    def _memory_cache(self, sizes: CacheSizes) -> MemoryCache:
+        of_model, grows = (self.model.config, self.num_positions), self.compiled is None
+        return MemoryCache(self.spec, sizes, self.places_by, *of_model, grows)
+
+    def takes_memory(self, num: int) -> bool:
+        """Return whether a stream with these sizes could have a memory of so many tokens."""
+        try:
+            self._memory_cache(replace(self.sizes, memory=num, num_recalled=None))
+        except UserError:
+            return False
+        return True
 
     @abstractmethod
     def realigner(self) -> Realigner | None:

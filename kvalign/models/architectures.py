@@ -220,7 +220,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
             _rope_kind(rope) in _LENGTH_ROPE for rope in _ropes(model.config)
         )
         try:
-            found = rotation_trial.measured(model, spec.context_len, is_bounded)
+            found = rotation_trial.measured(model, spec, is_bounded)
         except UserError as error:
             raise UserError(
                 f"the entries of {spec.name or 'this model'} ({spec.model_type}) cannot be "

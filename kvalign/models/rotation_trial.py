@@ -4,14 +4,20 @@ what turns the first keys into the second, layer by layer.
 The frequencies are the model's own. The measurement tells which layer rotates by which frequencies,
 in which layout, or not at all. So no architecture must be known by name. If no rotation moves the
 keys, the model is refused, with the difference.
+
+Of an architecture that is known, layers of which the config says the same are alike. The pass then
+ends after the first of each kind, and the one that reads its output.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.lasting import lasting
+from kvalign.models.architectures import FAMILIES, ModelSpec
 from kvalign.models.eval_mode import in_eval_mode
 from kvalign.models.rope import LAYOUTS, Rotation, RotationByLayer
 
@@ -65,30 +71,52 @@ def _of_table(table: Tensor) -> Tensor:
     return inv_freq.float()
 
 
+class _Enough(Exception):  # noqa: N818  not an error
+    """The first layers are encoded."""
+
+
+class _FirstLayers(DynamicCache):
+    """Cache that ends a pass in its layer `last`; None: in no layer."""
+
+    def __init__(self, config: PretrainedConfig, last: int | None):
+        super().__init__(config=config)
+        self.last = last
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        held = super().update(keys, values, layer_idx, *args, **kwargs)
+        if layer_idx == self.last:
+            raise _Enough
+        return held
+
+
 @lasting()
-def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) -> Rotation:
+def measured(model: PreTrainedModel, spec: ModelSpec, is_bounded: bool) -> Rotation:
     """Measured rotation of the keys of a model.
 
     Args:
-        context_len: positions that the model was built for.
+        spec: of the model.
         is_bounded: see `Rotation`.
 
     Raises:
         UserError: no rotation by its frequencies fits; the message says by how much, and where.
     """
-    most = OFFSETS[-1] if context_len is None else min(OFFSETS[-1], context_len - 2)
+    most = OFFSETS[-1] if spec.context_len is None else min(OFFSETS[-1], spec.context_len - 2)
     offsets = [min(offset, most) for offset in OFFSETS]
-    cache, hidden = _encoded(model, offsets)
+    kinds = _kinds(model.config, spec)
+    firsts = [kinds.index(kinds[i]) for i in range(spec.num_layers)]
+    last = next((i for i in spec.attention if i > max(firsts)), None)
+    cache, hidden = _encoded(model, offsets, last)
     candidates: list[Rotation] = [
         Rotation(inv_freq, is_bounded or path.endswith(_TABLE), layout)
         for path, inv_freq in frequencies(model).items()
         for layout in LAYOUTS
     ]
     candidates.append(Still())
-    # Layers without attention keep no keys.
-    held = {i: layer for i, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
     found: dict[int, Rotation] = {}
-    for i, layer in held.items():
+    for i in (i for i in spec.attention if last is None or i <= last):
+        layer = cache.layers[i]
         near = _near(layer.keys.dtype)
         candidates.sort(key=lambda one: one not in list(found.values())[-1:])  # as the layer before
         errors = []
@@ -107,29 +135,46 @@ def measured(model: PreTrainedModel, context_len: int | None, is_bounded: bool) 
             raise UserError(
                 f"a value of layer {i} changes with the position, by {apart:.2g} of its size"
             )
+    if hidden is None:
+        assert last is not None
+        hidden = cache.layers[last].values.transpose(1, 2)
     near = _NEAR_AFTER * _near(hidden.dtype)
     if (apart := _apart(hidden[:, 1])) > near:
         raise UserError(
             "the score of a token with the one before it changes with the position of the pair, by "
             f"{apart:.2g} of its size"
         )
-    kinds = list(dict.fromkeys(found.values()))
-    if len(kinds) == 1:
-        return kinds[0]
+    if len({*found.values()}) == 1:
+        return found[spec.attention[0]]
     still = Still()
-    return RotationByLayer([found.get(i, still) for i in range(len(cache.layers))])
+    return RotationByLayer([found.get(i, still) for i in firsts])
 
 
-def _encoded(model: PreTrainedModel, offsets: list[int]) -> tuple[DynamicCache, Tensor]:
-    """The cache after two tokens at each offset, and what it ends in [2, 2, ...]."""
+def _kinds(config: PretrainedConfig, spec: ModelSpec) -> list[Any]:
+    """Kind of each layer: what the config says of it, in an architecture that is known."""
+    if spec.model_type not in FAMILIES:
+        return list(range(spec.num_layers))
+    said = [x for x in vars(config).values() if isinstance(x, list) and len(x) == spec.num_layers]
+    return [[of_all[i] for of_all in said] for i in range(spec.num_layers)]
+
+
+def _encoded(
+    model: PreTrainedModel, offsets: list[int], last: int | None
+) -> tuple[DynamicCache, Tensor | None]:
+    """The cache after two tokens at each offset, and what the model ends in [2, 2, N]; None if the
+    pass ends in layer `last`.
+    """
     device, vocab_size = model.device, model.config.vocab_size
     ids = torch.tensor([[vocab_size // 2, vocab_size // 3]], device=device).expand(len(offsets), -1)
     positions = torch.tensor(offsets, device=device)[:, None] + torch.arange(2, device=device)
-    cache = DynamicCache(config=model.config)
-    with in_eval_mode([*model.modules()]):
-        out = model.base_model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
-        )
+    cache = _FirstLayers(model.config, last)
+    try:
+        with in_eval_mode([*model.modules()]):
+            out = model.base_model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+    except _Enough:
+        return cache, None
     return cache, out[0]
 
 

@@ -12,14 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 from helpers.patience import PATIENCE_S
 from helpers.served import serving
+from helpers.tiny_models import tiny_model
 
 from kvalign import checkpoints
 from kvalign.app.cli.main import main
+from kvalign.app.sessions.turns_held import memory_offer
+from kvalign.foundation.errors import UserError
+from kvalign.methods import make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.turns import opening_len, turn_ids
 
@@ -118,6 +123,20 @@ def test_the_first_mark_says_what_would_keep_the_turns(evict, monkeypatch, capsy
     first = f"; {offer}" if evict == "entries" else ""
     assert marks[0] == first and len(marks) > 1 and not any(marks[1:])
     assert (f"in a memory: none; {offer}" in err) == (evict == "entries")
+
+
+@pytest.mark.parametrize(
+    ("kind", "works"),
+    [("llama", True), ("phi3", True), ("gemma3_text", False), ("gptj", False), ("gpt2", False)],
+)
+def test_a_memory_is_offered_where_one_works(kind, works):
+    """Keys of Gemma 3 rotate by layer, GPT-J hides its queries, GPT-2 has no aligner here."""
+    model, sizes = tiny_model(kind), {"cache_size": 7}
+    stream = SimpleNamespace(method=make_method("streaming-llm", model, warn=False, **sizes))
+    stream.notes = {}
+    assert bool(memory_offer(stream)) == works
+    with nullcontext() if works else pytest.raises(UserError, match="memory"):
+        make_method("streaming-llm", model, memory=100, warn=False, **sizes)
 
 
 def test_what_a_memory_holds_is_not_said_to_be_forgotten(monkeypatch, capsys):

@@ -356,6 +356,15 @@ def test_it_is_said_how_much_of_a_prompt_is_out_of_the_cache(capfd, caplog):
     assert "3 tokens with kvalign (table-kl), cache of 16 entries, 0 sinks: first after" in lines[1]
 
 
+@pytest.mark.parametrize(("keep", "num_sinks"), [("prompt", 2), ("5", 5)])
+def test_what_is_kept_of_a_prompt_are_the_sinks(keep, num_sinks, capsys):
+    argv = ["generate", *PROMPT, "--cache-size", "16", "--max-new-tokens", "3", "--json"]
+    assert main([*argv, "--keep", keep]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["num_sinks"] == num_sinks
+    assert main([*argv, "--keep", "16"]) == 2
+    assert "--keep takes 16 entries, so --cache-size must be above that" in capsys.readouterr().err
+
+
 def test_interrupt_ends_cleanly(capfd, monkeypatch):
     from kvalign.methods.streaming_llm import StreamingLLM
 

@@ -77,15 +77,19 @@ def test_rows_say_what_the_configs_say():
     assert gpt2["default_aligner"] == "kvalign-gpt2-mini-table-kl"
 
 
-def test_models_are_listed_without_torch():
-    """It takes seconds to import; configs of what ships tell all without it."""
+def test_lists_are_printed_without_torch():
+    """It takes seconds to import; configs of what ships, and the sources of methods and policies,
+    tell all without it.
+    """
     code = (
-        "import sys; from kvalign.app.cli.main import main; main(['models'])\n"
+        "import sys; from kvalign.app.cli.main import main\n"
+        f"for name in {[*COMMANDS]}: main([name])\n"
         "assert not {'torch', 'transformers'} & {*sys.modules}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in checkpoints.MODELS)
+    for names in (checkpoints.MODELS, METHODS, POLICIES, checkpoints.ALIGNERS, corpora.NAMES):
+        assert all(name in done.stdout for name in names)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt"])

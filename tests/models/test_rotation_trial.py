@@ -11,6 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import FAMILIES, rotation_of, spec_of
+from kvalign.models.rotation_trial import Still
 
 HUNYUAN = dict(
     vocab_size=96,
@@ -118,8 +119,9 @@ def test_scores_that_depend_on_the_position_are_refused(renamed, monkeypatch):
     monkeypatch.setattr(
         modeling_llama, "apply_rotary_pos_emb", lambda q, *args: (q, right(q, *args)[1])
     )
-    with pytest.raises(UserError, match="the score of a token with the one before it changes"):
-        rotation_of(renamed)
+    for model in (renamed, tiny_model("llama")):
+        with pytest.raises(UserError, match="the score of a token with the one before it changes"):
+            rotation_of(model)
 
 
 def test_values_that_depend_on_the_position_are_refused(renamed, monkeypatch):
@@ -143,6 +145,28 @@ def test_it_is_measured_once_in_one_pass_and_leaves_the_model_alone(renamed):
     for _ in range(3):
         make("streaming-llm", renamed)
     assert len(calls) == 1 and all(module.training for module in renamed.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "num_read"),
+    [
+        ("llama", {}, 2),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1] * 2}, 4),
+        ("renamed", {}, 8),  # no line names it: the layers may differ in any way
+    ],
+)
+def test_of_a_known_architecture_a_layer_of_each_kind_is_read(kind, changes, num_read):
+    model = tiny_model("llama" if kind == "renamed" else kind, num_hidden_layers=8, **changes)
+    if kind == "renamed":
+        own = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
+        model = Renamed(RenamedConfig(**own)).eval()
+    read = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda one, _: read.append(one))
+    rotation = rotation_of(model)
+    assert read == [*model.model.layers][:num_read]
+    is_still = [isinstance(rotation.at(i), Still) for i in range(8)]
+    assert is_still == [not turns for turns in changes.get("no_rope_layers", [1] * 8)]
 
 
 def test_the_shortest_context():

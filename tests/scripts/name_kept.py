@@ -1,22 +1,32 @@
 """Whether a conversation keeps a name: name, four other turns of 150 words, "What is my name?".
 
     python tests/scripts/name_kept.py --model smollm2-135m-instruct --seeds 0,1,2,3,4
+    python tests/scripts/name_kept.py --weights float32 --dense
 
 No flag of `kvalign chat` is given but the model's and the seed: its defaults must do. A
 measurement, not a test. The turns ask for no more than a word: after four long answers of its own a
-model of 135M parameters takes another name for the user's, also with all of them in its cache. It
-still does so now and then (int4: 11 of seeds 0 to 14 keep the name, which no cache has lost). The
-model is fetched (`kvalign models --fetch`), and takes a minute a seed.
+model of 135M parameters takes another name for the user's, also with all of them in its cache.
+
+`--dense` holds the same conversation with `generate` of transformers, in float32, without KV-Align:
+same template, sampling and seed. The default cache loses nothing of it, so with `--weights float32`
+the two should give the same answers, and what is forgotten is forgotten by the model. They do for
+seeds 0, 1 and 2, of which 0 and 2 keep the name. With int4, the default, 11 of seeds 0 to 14 keep
+it; with "Answer in one short sentence." instead 10 of 15, with no such words 0 of 6. The model is
+fetched (`kvalign models --fetch`), and takes a minute a seed.
 """
 
+import functools
 import json
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
+import torch
+
 from kvalign.app.cli.arguments import parse
 from kvalign.foundation.settings import Settings, option
+from kvalign.models.loading import LoadedModel, load_model
 
 NAME = "Sarah"
 FIRST = f"My name is {NAME}. What is my name?"
@@ -69,36 +79,72 @@ class NameKeptSettings(Settings):
     model: str = option("smollm2-135m-instruct", help="a model that chats")
     seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), help="seeds of the draws")
     cache_size: int | None = option(None, help="another than the default, to see it forgotten")
+    weights: str = option("auto", help="as of kvalign chat")
+    dense: bool = option(False, help="hold it with generate of transformers, too")
 
 
 def run(settings: NameKeptSettings) -> int:
     """Print a line a seed; 1 if the name is not in every last answer."""
-    kept = 0
+    kept, num_dense, num_equal = 0, 0, 0
     for seed in settings.seeds:
         begun_s = time.perf_counter()
         document = talk(settings, seed)
-        used, last = document["settings"], document["answers"][-1]["text"]
-        kept += NAME in last
+        used, answers = document["settings"], [one["text"] for one in document["answers"]]
+        kept += NAME in answers[-1]
         print(
-            f"seed {seed}: {'kept' if NAME in last else 'FORGOTTEN'} in a cache of "
-            f"{used['cache_size']}, temperature {used['temperature']:g}, "
-            f"{time.perf_counter() - begun_s:.0f} s: {last[:70]!r}",
+            f"seed {seed}: {'kept' if NAME in answers[-1] else 'FORGOTTEN'} in a cache of "
+            f"{used['cache_size']}, weights {used['weights']}, temperature "
+            f"{used['temperature']:g}, {time.perf_counter() - begun_s:.0f} s: {answers[-1][:70]!r}",
             flush=True,
         )
-    print(f"the name in {kept} of {len(settings.seeds)}")
-    return int(kept < len(settings.seeds))
+        if settings.dense:
+            dense = dense_talk(settings.model, used)
+            num_dense, num_equal = num_dense + (NAME in dense[-1]), num_equal + (dense == answers)
+            print(f"    transformers: {'the same' if dense == answers else repr(dense[-1][:70])}")
+    num = len(settings.seeds)
+    print(f"the name in {kept} of {num}")
+    if settings.dense:
+        print(f"with transformers alone in {num_dense} of {num}; the same answers in {num_equal}")
+    return int(kept < num)
+
+
+def turns() -> list[str]:
+    """What the user says."""
+    return [FIRST, *(f"{turn} {BRIEF}" for turn in TURNS), LAST]
 
 
 def talk(settings: NameKeptSettings, seed: int) -> dict:
     """The document of the conversation, by the command itself."""
     words = [sys.executable, "-m", "kvalign", "chat", "--model", settings.model]
-    words += ["--seed", str(seed)]
+    words += ["--seed", str(seed), "--weights", settings.weights]
     if settings.cache_size is not None:
         words += ["--cache-size", str(settings.cache_size)]
-    for turn in (FIRST, *(f"{turn} {BRIEF}" for turn in TURNS), LAST):
+    for turn in turns():
         words += ["--say", turn]
     done = subprocess.run([*words, "--json"], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
+
+
+@functools.cache
+def loaded(name: str) -> LoadedModel:
+    return load_model(name)
+
+
+def dense_talk(name: str, used: dict) -> list[str]:
+    """The answers of plain transformers, with the sampling and the seed that were used."""
+    model, tokenizer = loaded(name).model, loaded(name).tokenizer
+    sampling = {key: used[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    messages: list[dict[str, str]] = []
+    torch.manual_seed(used["seed"])
+    for turn in turns():
+        messages.append({"role": "user", "content": turn})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = model.generate(**inputs, **sampling, do_sample=True)[0]
+        answer = tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+    return [one["content"] for one in messages if one["role"] == "assistant"]
 
 
 if __name__ == "__main__":

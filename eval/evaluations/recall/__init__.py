@@ -128,9 +128,9 @@ COLUMNS = {
     name: share_column(name, title, f"{AT} {distances}", weight)
     for name, title, distances, weight in (
         ("accuracy", "recall", "up to C", 6),
-        ("newest", "newest quarter", "up to C / 4", 2),
-        ("second", "second", "above that, up to C / 2", 2),
-        ("third", "third", "above that, up to 3 C / 4", 2),
+        ("newest", "newest quarter", "up to C / 4", 4),
+        ("second", "second", "above that, up to C / 2", 4),
+        ("third", "third", "above that, up to 3 C / 4", 4),
         ("oldest", "oldest quarter", "above that, up to C", 5),
     )
 }

@@ -82,7 +82,7 @@ def methods() -> list[Row]:
     """The method `auto`, which is the default, and the registry of methods."""
     from kvalign.methods import AUTO, AUTO_ABOUT, METHODS
 
-    rows = [{"name": name, "about": cls.about} for name, cls in METHODS.items()]
+    rows = [{"name": name, "about": METHODS.about(name)} for name in METHODS]
     return [{"name": AUTO, "about": AUTO_ABOUT}, *rows]
 
 
@@ -90,25 +90,26 @@ def policies() -> list[Row]:
     """The registry of policies."""
     from kvalign.policies import POLICIES
 
-    return [{"policy": name, "about": cls.about} for name, cls in POLICIES.items()]
+    return [{"policy": name, "about": POLICIES.about(name)} for name in POLICIES]
 
 
 def aligners() -> list[Row]:
     """The shipped aligners, those trained here (`kvalign.foundation.folders`), the hub cache's."""
-    from kvalign.aligners import KINDS, Aligner
+    from kvalign.aligners.kinds import KINDS
+    from kvalign.aligners.label import label_of
 
     def row(name: str, folder: Path) -> Row | None:
-        if _config(folder).get("kind") not in KINDS:
+        config = _config(folder)
+        if (kind := config.get("kind", "")) not in KINDS:
             return None
-        aligner = Aligner.from_pretrained(folder)
-        config = aligner.config
-        parts = {key: part for key, part in config.training.items() if isinstance(part, dict)}
+        training = config.get("training", {})
+        parts = {key: part for key, part in training.items() if isinstance(part, dict)}
         return {
-            "base_model": config.base_model,
-            "kind": config.kind,
-            "label": aligner.label,
-            "max_cache_size": config.chunk_len - 1,
-            "num_sinks": config.num_sinks,
+            "base_model": config["base_model"],
+            "kind": kind,
+            "label": label_of(kind, training),
+            "max_cache_size": config["chunk_len"] - 1,
+            "num_sinks": config["num_sinks"],
             "realigns": [key for key, part in parts.items() if part.get("used", True)],
             "trained_on": sorted({_trained_on(part.get("data")) for part in parts.values()}),
         }

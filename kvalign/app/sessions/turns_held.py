@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 # Notes of a stream: how many tokens came before each turn; what goes when the cache is full; how
 # many turns have gone as a whole.
 TURNS, EVICT, NUM_GONE = "turns", "evict", "gone"
+OFFERED = 100_000  # tokens of a memory
 
 
 def note_turn(stream: TextStream, num_before: int) -> None:
@@ -78,8 +79,8 @@ def memory_offer(stream: TextStream) -> str:
     method = stream.method
     if method.sizes.memory or EVICT in stream.notes:
         return ""
-    works = isinstance(method, Cached) and method.is_exact and method.places_by is not None
-    return "--memory 100000 keeps evicted tokens and takes back what is asked for" * works
+    works = isinstance(method, Cached) and method.takes_memory(OFFERED)
+    return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for" * works
 
 
 def all_in_words(stream: TextStream) -> str:
