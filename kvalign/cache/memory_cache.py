@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from kvalign.aligners import TableAligner
 from kvalign.cache.buffer import KV
-from kvalign.cache.memory import GROUP
+from kvalign.cache.memory import TOGETHER
 from kvalign.cache.memory_layer import MemoryLayer
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.recall import Recalls
@@ -110,7 +110,7 @@ class MemoryCache(StreamingCache):
         super()._check_takes(num_rows, num_new, segment)
 
     def _bring(self, step: Step) -> Step:
-        if not step.is_single or self._num_pending >= min(GROUP, self.sizes.num_in_sight):
+        if not step.is_single or self._num_pending >= min(TOGETHER, self.sizes.num_in_sight):
             self._put_aside()
         self.recalls.begin(step, [n - self._num_pending for n in step.seen])
         if asking := self.recalls.of_step:

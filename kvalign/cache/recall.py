@@ -47,7 +47,7 @@ class Lost:
         recency: loss of an entry's score for each e-fold of age.
         seen: [B, T] int64, tokens before each query.
         end: [B] int64, number of tokens of each row in the memory.
-        num_slots, group: slots of the ring, and of a group.
+        num_slots: slots of the ring.
 
     Attributes:
         newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
@@ -64,10 +64,9 @@ class Lost:
         seen: Tensor,
         end: Tensor,
         num_slots: int,
-        group: int,
     ):
         assert sizes.num_recalled is not None
-        self.num_slots, self.group, self.near = num_slots, group, sizes.num_in_sight
+        self.num_slots, self.near = num_slots, sizes.num_in_sight
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         self.newest, self.since = newest - sizes.num_sinks, seen - newest
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
@@ -85,11 +84,6 @@ class Lost:
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
 
     @cached_property
-    def of_groups(self) -> Tensor:
-        """The highest worth in each group of slots, [B, 1, T, S / group] float32."""
-        return self.worth.unflatten(-1, (-1, self.group)).amax(-1)
-
-    @cached_property
     def newer(self) -> Tensor:
         """Return for each of M entries in the order of time 0 for newer ones, -inf for the others:
         [M, M] float32.
@@ -100,15 +94,6 @@ class Lost:
     def ages(self, slots: Tensor, queries: slice = slice(None)) -> Tensor:
         """Return ages of the entries in slots [B, H, T, R], or [R] for all: tokens to a query."""
         return (self.newest - slots).remainder(self.num_slots) + self.since[:, :, queries]
-
-    def worth_in(self, groups: Tensor, queries: slice) -> Tensor:
-        """The worth [B, H, T, N * group] of the entries of groups [B, H, T, N]."""
-        worth = self.worth[:, :, queries].unflatten(-1, (-1, self.group))
-        num_rows, _, num, num_groups, _ = worth.shape
-        if num_rows * num > 1:
-            firsts = torch.arange(num_rows * num, device=groups.device) * num_groups
-            groups = groups + firsts.view(num_rows, 1, num, 1)
-        return worth.flatten(0, 3).index_select(0, groups.flatten()).view(*groups.shape[:3], -1)
 
 
 @lru_cache(maxsize=4)
@@ -153,11 +138,11 @@ class Asking:
         """Return whether each query, of all layers, has lost as much as is compared for it."""
         return bool(self._lost) and all(lost.are_many for lost in self._lost.values())
 
-    def lost(self, num_slots: int, group: int, device: torch.device) -> Lost:
+    def lost(self, num_slots: int, device: torch.device) -> Lost:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
         if device not in self._lost:
             of_rows = self.seen.to(device), self.end.to(device)
-            self._lost[device] = Lost(self.sizes, self.recency, *of_rows, num_slots, group)
+            self._lost[device] = Lost(self.sizes, self.recency, *of_rows, num_slots)
         return self._lost[device]
 
 

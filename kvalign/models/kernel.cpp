@@ -302,49 +302,89 @@ struct Candidate {
 };
 
 struct Search {
-  const float *queries, *boxes, *worths;
+  const float *queries, *scales, *worths;
+  const uint8_t* sketch;
   const char *keys, *values;
   const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
   bool* visible;
-  int64_t num_heads, num_queries, num_tokens, num_slots, group;  // queries of a head of keys, tokens that ask
-  int64_t near, num_groups, num_compared, num_recalled;
+  int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
+  int64_t near, num_scored, num_compared, num_recalled;
   bool are_int8, rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
 
-  // The scores of `num` keys, or of boxes, in vectors of 16: of each the greatest that a query gives it, q . x,
-  // and of a box + |q| . y, where y follows x.
-  template <int VECTORS, bool ARE_BOXES, bool ARE_INT8>
-  void scores(const float* query, Entries<VECTORS, ARE_INT8> x, int64_t num, float* out) const {
-    constexpr int64_t dim = 16 * VECTORS, step = ARE_BOXES ? 2 : 1;
+  // A query rounded to 8 bits: fours of its numbers, as many times as a register holds.
+  template <int VECTORS>
+  struct Rounded {
+    int32_t fours[4 * VECTORS];
+    float scale, middle;  // score = scale * (sum of products - middle) * scale of a key
+
+    explicit Rounded(const float* query) {
+      constexpr int64_t dim = 16 * VECTORS;
+      float most = 0;
+      for (int64_t j = 0; j < dim; j++) most = std::max(most, std::fabs(query[j]));
+      scale = most / 127;
+      int8_t numbers[dim];
+      int64_t sum = 0;
+      for (int64_t j = 0; j < dim; j++) {
+        numbers[j] = scale > 0 ? (int8_t)std::lrint(query[j] / scale) : 0;
+        sum += numbers[j];
+      }
+      std::memcpy(fours, numbers, dim);
+      middle = 7.5f * sum;
+    }
+  };
+
+  // What 16 keys of a sketch may count for the queries: of each the greatest.
+  template <int VECTORS>
+  static __m512 estimate(const std::vector<Rounded<VECTORS>>& rounded, const uint8_t* block, const float* scale) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i halves[4 * VECTORS];
+    for (int c = 0; c < 2 * VECTORS; c++) {
+      const __m512i both = _mm512_loadu_si512(block + 64 * c);
+      halves[2 * c] = _mm512_and_si512(both, low);
+      halves[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+    __m512 greatest = _mm512_set1_ps(-INFINITY);
+    for (const auto& query : rounded) {
+      __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+      for (int c = 0; c < 4 * VECTORS; c++)
+        sums[c % 2] = _mm512_dpbusd_epi32(sums[c % 2], halves[c], _mm512_set1_epi32(query.fours[c]));
+      const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums[0], sums[1]));
+      const __m512 score = _mm512_mul_ps(_mm512_sub_ps(sum, _mm512_set1_ps(query.middle)), _mm512_set1_ps(query.scale));
+      greatest = _mm512_max_ps(_mm512_mul_ps(score, _mm512_loadu_ps(scale)), greatest);  // none is a NaN
+    }
+    return greatest;
+  }
+
+  // The scores of the keys in `num` slots, in vectors of 16: of each the greatest that a query gives it.
+  template <int VECTORS, bool ARE_INT8>
+  void scores(const float* query, Entries<VECTORS, ARE_INT8> x, const int32_t* slots, int64_t num, float* out) const {
+    constexpr int64_t dim = 16 * VECTORS;
     __m512 q[VECTORS], sums[16];
-    for (int64_t r = 0; r < num_queries; r++) {
-      for (int i = 0; i < VECTORS; i++) q[i] = _mm512_loadu_ps(query + r * num_tokens * dim + 16 * i);
-      for (int64_t first = 0; first < num; first += 16) {
+    for (int64_t first = 0; first < num; first += 16)
+      for (int64_t r = 0; r < num_queries; r++) {
+        for (int i = 0; i < VECTORS; i++) q[i] = _mm512_loadu_ps(query + r * num_tokens * dim + 16 * i);
         for (int64_t j = 0; j < 16; j++) {
-          const int64_t one = step * std::min(first + j, num - 1);
+          const int64_t one = slots[std::min(first + j, num - 1)];
           sums[j] = _mm512_mul_ps(q[0], x.part(one, 0));
           for (int i = 1; i < VECTORS; i++) sums[j] = _mm512_fmadd_ps(q[i], x.part(one, i), sums[j]);
-          for (int i = 0; ARE_BOXES && i < VECTORS; i++)
-            sums[j] = _mm512_fmadd_ps(_mm512_abs_ps(q[i]), x.part(one + 1, i), sums[j]);
           sums[j] = x.scaled(one, sums[j]);
         }
         const __m512 found = reduced(sums);
         _mm512_storeu_ps(out + first, r == 0 ? found : _mm512_max_ps(found, _mm512_loadu_ps(out + first)));
       }
-    }
   }
 
   template <int VECTORS, bool ARE_INT8>
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
     using Stored = Entries<VECTORS, ARE_INT8>;
     constexpr int64_t dim = 16 * VECTORS;
-    const int64_t all_groups = num_slots / group, most = std::min(num_groups, all_groups);
-    std::vector<float> of_boxes((all_groups + 15) / 16 * 16), of_keys((most * group + 15) / 16 * 16);
-    std::vector<float> scored((group + 15) / 16 * 16), apart;
+    std::vector<float> estimates(num_slots), exact, apart;
+    std::vector<Rounded<VECTORS>> rounded;
     std::vector<Candidate> found;
-    std::vector<int32_t> groups;
+    std::vector<int32_t> slots;
     std::vector<int64_t> ranked, kept;
     Best best;
     for (int64_t i = begin; i < end; i++) {
@@ -352,38 +392,35 @@ struct Search {
       const int64_t of_row = rows_are_alike ? 0 : row, asked = of_row * num_tokens + t;
       const float* query = queries + (head * num_queries * num_tokens + t) * dim;
       const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
-      const Entries<VECTORS, false> of_groups{(const char*)(boxes + head * all_groups * 2 * dim)};
       const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
       auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
-      auto worth = [&](int64_t age) { return near < age && age <= farthest ? worths[age] : -INFINITY; };
-      // 1. The groups whose boxes promise most.
-      if (most < all_groups)
-        scores<VECTORS, true, false>(query, of_groups, all_groups, of_boxes.data());
-      else
-        std::fill(of_boxes.begin(), of_boxes.end(), 0.0f);
-      for (int64_t g = 0; g < all_groups; g++) {  // a group counts by its youngest that is lost
-        const int64_t slot = g * group, end = slot + group - 1;
-        float most_worth = -INFINITY;
-        if (slot <= last && last < end)  // the ring begins anew within it
-          for (int64_t j = slot; j <= end; j++) most_worth = std::max(most_worth, worth(age(j)));
-        else if (age(slot) > near)
-          most_worth = worth(std::max(age(end), near + 1));
-        of_boxes[g] += most_worth;
+      // 1. What the lost entries may count, in blocks of 16 slots.
+      rounded.clear();
+      for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim);
+      const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      for (int64_t slot = 0; slot < num_slots; slot += 16) {
+        const __m512i behind = _mm512_sub_epi32(_mm512_set1_epi32(last - slot), lane);
+        const __mmask16 is_past = _mm512_cmplt_epi32_mask(behind, _mm512_setzero_si512());
+        const __m512i old = _mm512_add_epi32(
+            _mm512_mask_add_epi32(behind, is_past, behind, _mm512_set1_epi32(num_slots)), _mm512_set1_epi32(after));
+        __mmask16 is_lost = _mm512_cmpgt_epi32_mask(old, _mm512_set1_epi32(near));
+        is_lost &= _mm512_cmple_epi32_mask(old, _mm512_set1_epi32(farthest));
+        __m512 worth = _mm512_set1_ps(-INFINITY);
+        if (is_lost) {
+          const __m512 by_age = _mm512_mask_i32gather_ps(worth, is_lost, old, worths, sizeof(float));
+          const int64_t at = head * num_slots + slot;
+          worth = _mm512_add_ps(estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at), by_age);
+        }
+        _mm512_storeu_ps(&estimates[slot], worth);
       }
-      std::fill(of_boxes.begin() + all_groups, of_boxes.end(), -INFINITY);
-      groups = best.of(of_boxes.data(), of_boxes.size(), most);
-      // 2. Their entries of most worth, in the order of time.
-      std::fill(of_keys.begin(), of_keys.end(), -INFINITY);
-      for (size_t g = 0; g < groups.size(); g++) {
-        const int64_t slot = groups[g] * group;
-        scores<VECTORS, false, ARE_INT8>(query, k.from(slot), group, scored.data());
-        for (int64_t j = 0; j < group; j++) of_keys[g * group + j] = scored[j] + worth(age(slot + j));
-      }
+      // 2. The best of them: their worth, in the order of time.
+      slots = best.of(estimates.data(), num_slots, std::min(num_scored, num_slots));
+      exact.assign((slots.size() + 15) / 16 * 16, -INFINITY);
+      if (!slots.empty()) scores(query, k, slots.data(), slots.size(), exact.data());
+      for (size_t j = 0; j < exact.size(); j++) exact[j] = j < slots.size() ? exact[j] + worths[age(slots[j])] : -INFINITY;
       found.clear();
-      for (const int32_t j : best.of(of_keys.data(), of_keys.size(), num_compared)) {
-        const int64_t slot = groups[j / group] * group + j % group;
-        found.push_back({of_keys[j], slot, age(slot)});
-      }
+      for (const int32_t j : best.of(exact.data(), exact.size(), num_compared))
+        found.push_back({exact[j], slots[j], age(slots[j])});
       std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.age > b.age; });
       // 3. Of those, the best that no newer one says again.
       keys_apart(k, found, apart);
@@ -542,10 +579,10 @@ void attend(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 8;
+  constexpr int GIVEN = 9;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [queries, keys, values, boxes, worths, newest, since, oldest] = given;
+  const auto [queries, keys, values, sketch, scales, worths, newest, since, oldest] = given;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2);
   const int64_t dim = size_of(queries, 4);
   const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
@@ -553,15 +590,16 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
-  Search search{data_of(queries), data_of(boxes), data_of(worths), (char*)data_of(keys), (char*)data_of(values)};
+  Search search{data_of(queries), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
+  search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
   search.are_int8 = size_of(keys, 3) != dim;
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
   search.ages = (int64_t*)data_of(found[2]), search.visible = (bool*)data_of(found[3]);
   search.num_heads = heads, search.num_queries = size_of(queries, 2), search.num_tokens = tokens;
-  search.num_slots = slots, search.group = slots / size_of(boxes, 2);
-  search.near = (int64_t)stack[GIVEN], search.num_groups = (int64_t)stack[GIVEN + 1];
+  search.num_slots = slots;
+  search.near = (int64_t)stack[GIVEN], search.num_scored = (int64_t)stack[GIVEN + 1];
   search.num_compared = (int64_t)stack[GIVEN + 2], search.num_recalled = num;
   search.rows_are_alike = size_of(since, 0) == 1;
   double alike;

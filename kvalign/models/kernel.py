@@ -37,7 +37,7 @@ _SHIMS = {
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
-_SEARCHED = ("queries", "keys", "values", "boxes", "worths", "newest", "since", "oldest")
+_SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
 _NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
 _GROUP, _BLOCK = 32, 16
@@ -103,7 +103,7 @@ def _define() -> torch.library.Library:
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
     library.define("attend(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
-    nums = "int near, int num_groups, int num_compared, int num_recalled, float alike"
+    nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
 
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
@@ -150,7 +150,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 def find(
     tensors: Sequence[Tensor],
     near: int,
-    num_groups: int,
+    num_scored: int,
     num_compared: int,
     num_recalled: int,
     alike: float,
@@ -159,13 +159,14 @@ def find(
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
-            [B, H, S, D]; boxes [B, H, S / group, 2 D]; worths [A] of ages, added to scores, all
-            float32, but keys and values may be int8, [B, H, S, D + 4] (`kvalign.cache.form`). And
-            int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the newest entry
-            in a ring without an end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the
-            age of the oldest entry that is lost.
+            [B, H, S, D] float32, or int8, [B, H, S, D + 4] (`kvalign.cache.form`); numbers and
+            scales of their sketch (`kvalign.cache.sketch`); worths [A] float32 of ages, added to
+            scores. And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the
+            newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest
+            [B, 1, T, 1], the age of the oldest entry that is lost.
         near: age of the oldest that is not lost.
-        num_groups, num_compared, num_recalled: to look at, to compare, and to take back.
+        num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,
+            and that are taken back.
         alike: cosine from which two keys say the same.
 
     Returns:
@@ -173,7 +174,7 @@ def find(
         their ages [B, H, T, num_recalled] int64, and bool whether each is there.
     """
     tensors = [x.contiguous() for x in tensors]
-    return torch.ops.kvalign.find(*tensors, near, num_groups, num_compared, num_recalled, alike)
+    return torch.ops.kvalign.find(*tensors, near, num_scored, num_compared, num_recalled, alike)
 
 
 def product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:

@@ -1,0 +1,76 @@
+"""Sketch of a memory's keys in 4 bits, from which our kernel estimates scores.
+
+    16 slots    [ D / 8 ] x [ 16 slots ] x [ 4 bytes ]    8 numbers of a key: 4 in the low halves
+
+A key less a base that all keys of a head share (the mean of those that came first), divided by a
+scale of its own, is rounded to 16 levels from -7.5 to 7.5. The base adds the same to all scores, so
+it is not kept in them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign.foundation.lasting import lasting
+
+BLOCK = 16
+"""Slots whose numbers lie together: a number of each in a register."""
+_MOST = 7.5
+
+
+class Sketch:
+    """Keys of the slots of a memory in 4 bits.
+
+    Args:
+        like: keys of the shape [B, H, ?, D].
+
+    Attributes:
+        numbers: [B, H, S / 16, D / 8, 16, 4] uint8.
+        scales: [B, H, S] float32, of each key.
+    """
+
+    def __init__(self, like: Tensor):
+        num_rows, num_heads, _, head_dim = like.shape
+        self.numbers = like.new_zeros(
+            num_rows, num_heads, 0, head_dim // 8, BLOCK, 4, dtype=torch.uint8
+        )
+        self.scales = like.new_zeros(num_rows, num_heads, 0)
+        self.base = like.new_zeros(num_rows, num_heads, 1, head_dim)
+        self.is_new = [True] * num_rows
+
+    def write(self, rows: slice, slot: int, keys: Tensor) -> None:
+        """Write keys [B, H, T, D] into the slots from this one on."""
+        new = range(len(self.is_new))[rows]
+        if self.is_new[new[0]]:
+            self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
+            for row in new:
+                self.is_new[row] = False
+        apart = keys - self.base[rows]
+        scales = torch.linalg.vector_norm(apart, torch.inf, -1) / _MOST
+        levels = (apart / scales.clamp_min(1e-30)[..., None] + _MOST).round_().to(torch.uint8)
+        fours = levels.unflatten(-1, (-1, 2, 4))  # [B, H, T, D / 8, 2, 4]
+        fours = fours[..., 0, :] | fours[..., 1, :] << 4
+        slots = torch.arange(slot, slot + keys.shape[2])
+        by_slot = fours.permute(2, 0, 1, 3, 4)  # as indices that a slice parts come first
+        self.numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
+        self.scales[rows, :, slot : slot + keys.shape[2]] = scales
+
+    def lengthen(self, num_slots: int) -> None:
+        """Have so many slots."""
+        num_more = num_slots - self.scales.shape[2]
+        self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
+        self.scales = pad(self.scales, (0, num_more))
+
+    @lasting()
+    def select(self, rows: Tensor) -> None:
+        self.numbers, self.scales = self.numbers[rows], self.scales[rows]
+        self.base, self.is_new = self.base[rows], [self.is_new[row] for row in rows.tolist()]
+
+    @lasting()
+    def join(self, others: Sequence["Sketch"]) -> None:
+        self.numbers = torch.cat([x.numbers for x in others])
+        self.scales = torch.cat([x.scales for x in others])
+        self.base = torch.cat([x.base for x in others])
+        self.is_new = [is_new for x in others for is_new in x.is_new]
