@@ -75,6 +75,7 @@ def test_what_stopped_before_its_first_step_goes_on_with_the_same_settings_alone
     text, tmp_path, monkeypatch
 ):
     """Its tokenizer is there, and tells nobody of which settings it is."""
+
     def stop(*_):
         raise KeyboardInterrupt
 
