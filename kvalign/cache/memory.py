@@ -94,6 +94,7 @@ class Memory(Part):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all slots."""
         sketch = () if self.sketch is None else (self.sketch.numbers, self.sketch.scales)
         return sum(x.nbytes for x in (*self.held, *sketch))
 

@@ -154,11 +154,11 @@ class MemoryCache(StreamingCache):
         self.settle()
         first, period = self.asking[0], self.frame.move_size
         num = -(-first.memory.most // period) * period  # that leaves every position what it is
-        stored = first.memory.held.keys[:, :, :1]
-        if stored.device.type == "cpu":
+        one = first.memory.form.read(first.memory.held.keys[:, :, :1])
+        if one.device.type == "cpu":
             what = f"the entries of a memory of {self.sizes.memory} tokens"
-            check_room(2 * stored.nbytes * num * len(self.asking), what)
-        one = first.memory.form.read(stored)
+            of_slot = first.memory.nbytes // first.memory.num_slots
+            check_room(of_slot * num * len(self.asking), what)
         shape = (*one.shape[:2], num, one.shape[3])
         for layer in self.asking:
             new = (torch.randn(shape, generator=rng).to(one) for _ in range(2))

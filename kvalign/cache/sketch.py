@@ -29,6 +29,7 @@ class Sketch:
     Attributes:
         numbers: [B, H, S / 16, D / 8, 16, 4] uint8.
         scales: [B, H, S] float32, of each key.
+        base: [B, H, 1, D], taken off each key; set by a row's first write.
     """
 
     def __init__(self, like: Tensor):

@@ -314,7 +314,7 @@ struct Search {
   bool are_int8, rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
 
-  // A query rounded to 8 bits: fours of its numbers, as many times as a register holds.
+  // A query rounded to 8 bits, by fours of its numbers.
   template <int VECTORS>
   struct Rounded {
     int32_t fours[4 * VECTORS];
