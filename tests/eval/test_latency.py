@@ -363,9 +363,9 @@ def test_memories_are_full_and_beside_the_same_without(run, monkeypatch):
 def test_a_memory_that_does_not_fit_is_said(capsys):
     flags = ["--model", "llama-mini", "--methods", "streaming-llm", "--memory", "1000000000000"]
     assert main([*SHORT, *flags]) == 2
-    assert "of a memory of 1000000000000 tokens need 6.14 PB of memory, " in (
-        capsys.readouterr().err
-    )
+    need = "6.58" if kernel.is_here() else "6.14"  # 7 % more for keys in 4 bits
+    said = f"of a memory of 1000000000000 tokens need {need} PB of memory, "
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
