@@ -107,13 +107,15 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
     first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
     method.reset()
     method.feed(ids[:, :first])
-    nll = []
+    # Allocated at once: a small tensor after each segment's logits would keep the allocator from
+    # using their place again, and the process would grow by all logits of the text.
+    scores = ids.new_empty(end - first, dtype=torch.float32)
     for start in range(first, end, segments.SEGMENT_LEN):
         stop = min(start + segments.SEGMENT_LEN, end)
         logits = method.feed_segment(ids[:, start:stop])[0].float()
-        nll.append(measure(logits, ids[0, start + 1 : stop + 1]))
+        scores[start - first : stop - first] = measure(logits, ids[0, start + 1 : stop + 1])
         on_labels(stop - start)
-    return torch.cat(nll)
+    return scores
 
 
 @torch.no_grad()
