@@ -107,8 +107,7 @@ def score_segments(method: Cached, ids: Tensor, on_labels: OnLabels, measure: Me
     first, end = method.sizes.cache_size, ids.shape[1] - 1  # queries with a label
     method.reset()
     method.feed(ids[:, :first])
-    # Allocated at once: a small tensor after each segment's logits would keep the allocator from
-    # using their place again, and the process would grow by all logits of the text.
+    # Made at once: a small tensor that stays behind each segment's logits makes the process grow.
     scores = ids.new_empty(end - first, dtype=torch.float32)
     for start in range(first, end, segments.SEGMENT_LEN):
         stop = min(start + segments.SEGMENT_LEN, end)

@@ -1,6 +1,7 @@
 """The relative form is stepping: every family, any sizes, any cut into segments."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvalign.cache.realigner import is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.models.architectures import FAMILIES, spec_of
-from kvalign.streaming.scoring import score, score_stepwise
+from kvalign.streaming.scoring import losses, score, score_stepwise
 
 EXACT = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bloom")
 NAMES = ("window", "streaming-llm", "kvalign")
@@ -119,3 +120,19 @@ def test_a_segment_that_fails_leaves_no_trace(models, ids):
         cache.feed_segment(model, ids.float())
     assert cache.step is None and cache.seen == []
     assert torch.equal(model(input_ids=ids[:, :30]).logits, before)
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "recompute"])
+def test_what_a_piece_of_text_made_is_gone_before_the_next(name, models, ids, monkeypatch):
+    """A small tensor that stays behind each piece's logits makes the process grow by all logits."""
+    monkeypatch.setattr(segments, "SEGMENT_LEN", 32)
+    monkeypatch.setattr("kvalign.streaming.scoring.BATCH_TOKENS", 4 * CACHE_SIZE)
+    made = []
+
+    def measure(logits, labels):
+        assert all(one() is None for one in made)
+        made.append(weakref.ref(found := losses(logits, labels)))
+        return found
+
+    score(make(name, models["llama"]), ids[:1], measure=measure)
+    assert len(made) > 3
