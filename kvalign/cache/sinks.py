@@ -42,7 +42,9 @@ class Sinks(Part):
             return
         own = self.of(layer, new.keys.device)
         for row, seen in enumerate(step.seen):
-            num = max(0, min(step.num_new, self.num_sinks - seen))
+            num = min(step.num_new, self.num_sinks - seen)
+            if num <= 0:
+                continue
             for sinks, x in zip(own, new, strict=True):
                 sinks[row, :, seen : seen + num] = self.form.stored(x[row, :, :num].detach())
 

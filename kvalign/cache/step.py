@@ -30,13 +30,13 @@ class UnevenRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Usual pass: one token in rows of equal length that have their sinks. It is described
-    completely before it begins. So its layers do the same in every step, and it can be compiled.
+    """Usual pass: one token in rows that have their sinks. It is described completely before it
+    begins. So its layers do the same in every step, and it can be compiled.
 
     Attributes:
         slot: buffer slot to write.
         num_visible: entries for attention; the new one is the last.
-        birth: the token's cache slot.
+        birth: the token's cache slot, in rows of equal length.
         position_ids: [B, 1] int64, its position.
         at: [B, 1, 1] int64, the same in another shape.
     """
@@ -177,9 +177,8 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether it can be the usual pass: one token in alike rows with their sinks."""
-        is_alike = self.uneven is None and min(self.seen) >= self.sizes.num_sinks
-        return self.is_single and is_alike
+        """Return whether it can be the usual pass: one token in rows that have their sinks."""
+        return self.is_single and min(self.seen) >= self.sizes.num_sinks
 
     def as_decode(self, slot: int) -> DecodeStep:
         """The usual pass that writes this slot of the buffers."""

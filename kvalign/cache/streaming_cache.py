@@ -74,6 +74,12 @@ class StreamingCache(FixedSizeCache):
         first = self.sizes.num_sinks
         return tokens if not dropped else torch.cat([tokens[:first], tokens[first + dropped :]])
 
+    @property
+    def stays(self) -> bool:
+        """Return whether a step writes entries as they come and reads them as they lie."""
+        layer = self.attention[0]
+        return layer.sources is layer.entries and not self.realigner.reads
+
     def _bring(self, step: Step) -> Step:
         self.ahead = None
         self._move_back(step)
@@ -83,9 +89,12 @@ class StreamingCache(FixedSizeCache):
         if self.sizes.num_sinks and any(map(self.sizes.num_dropped, step.seen)):
             self._write_sinks(step)
         self.realigner.prepare(len(self.attention))
-        if not step.is_decode or not self.attention[0].is_filled:
+        first = self.attention[0]
+        if not step.is_decode or not first.is_filled:
             return step
-        return replace(step, decode=step.as_decode(self.attention[0].entries.end))
+        if step.uneven is not None and not self.stays:
+            return step
+        return replace(step, decode=step.as_decode(first.entries.end))
 
     def _move_back(self, step: Step) -> None:
         """Move the entries after the sinks nearer to the start, at the end of a frame."""

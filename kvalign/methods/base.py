@@ -16,6 +16,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.foundation.not_pickled import NotPickled
 from kvalign.foundation.settings import expect, typed
 from kvalign.methods.step_file import has_compiler
+from kvalign.methods.stored_step import StoredStep
 from kvalign.models.architectures import spec_of
 from kvalign.models.attention import install
 from kvalign.models.eval_mode import in_eval_mode
@@ -60,6 +61,7 @@ class Method(NotPickled, ABC):
     def __init__(self, model: PreTrainedModel, sizes: CacheSizes):
         # A model that comes compiled has its steps compiled; inputs of several tokens vary.
         self.compiled: Any = model if hasattr(model, "_orig_mod") else None
+        self.stored: StoredStep | None = None
         self.model = unwrapped(model)
         self._modules = [*self.model.modules()]
         self.spec, self.sizes = spec_of(self.model.config), sizes
@@ -188,10 +190,12 @@ class Method(NotPickled, ABC):
     def step(self, ids: Tensor, cache: FixedSizeCache) -> Tensor:
         """Pass over ids [B, T] after the entries of a cache: logits as of `feed`."""
         with cache.forward_pass(len(ids), ids.shape[1]) as step:
+            decode, is_even = step.decode, step.uneven is None
+            if self.stored is not None and (logits := self.stored.logits(ids, cache)) is not None:
+                return logits
             is_full = step.num_visible > self.sizes.cache_size - self.sizes.num_evicted
-            if self.compiled is not None and step.decode is not None and is_full:
-                position_ids = step.decode.position_ids
-                return self.forward(ids, cache, self.compiled, position_ids=position_ids)
+            if self.compiled is not None and decode is not None and is_even and is_full:
+                return self.forward(ids, cache, self.compiled, position_ids=decode.position_ids)
             return self.forward(ids, cache, **step.inputs_of(self.model, self.spec))
 
     @torch.no_grad()

@@ -90,10 +90,26 @@ class Cached(Method):
             super().compile(**options)
         else:
             install(self.model.config)
-            self.compiled = StoredStep(self.model)
+            self.stored = StoredStep(self.model)
+            self.compiled = self.stored.otherwise
         if not self.cache.seen:  # a memory has all its slots from the first, then
             self.reset()
         return self
+
+    def prepare(self, num_rows: int = 1) -> bool:
+        """Load the stored step for so many rows of a compiled method, made if need be; return
+        whether there is one.
+        """
+        if self.stored is None:
+            return False
+        for num_tokens in (self.sizes.num_sinks + 1, self.sizes.first_input_len):
+            trial = self.new()
+            trial.compiled = None
+            for num in (num_tokens, 1):  # with some attention only steps of a full cache are stored
+                trial.feed(torch.zeros(num_rows, num, dtype=torch.long, device=self.model.device))
+            if self.stored.has(num_rows):
+                return True
+        return False
 
     @property
     def fill(self) -> int:

@@ -8,6 +8,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 from filelock import FileLock
 from torch import Tensor, nn
+from torch.export import Dim
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -30,8 +32,10 @@ from kvalign.models.fetched import cache_dir
 log = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""Of a token [1, 1], its position [1, 1], and keys and values [1, H, C + 1, D] as each layer stores
-them: logits [1, 1, V]. The last of the entries are written.
+"""Of tokens [B, 1], their positions [B, 1], the slot [1] of their entries, the number [B] of
+entries that they see, and keys and values as each layer stores them: logits [B, 1, V]. The entries
+of the tokens are written. Our kernel is given all slots, [B, H, S, width of the form], and B and S
+may change; other attention the entries that the token of one row sees, [1, H, C + 1, width].
 """
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
@@ -61,21 +65,26 @@ def has_compiler() -> bool:
 
 
 class _Layer(CacheLayerMixin):
-    """Given entries, the last of which is written."""
+    """Given entries, one of which is written: for our kernel the one of the slot `newest`, else the
+    last.
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor, form: Form, is_marked: bool):
+    def __init__(self, keys: Tensor, values: Tensor, form: Form, at: tuple[Tensor, Tensor] | None):
         self.entries, self.length, self.is_initialized = (keys, values), keys.shape[2], True
-        self.form, self.is_marked = form, is_marked
+        self.form, self.at = form, at
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for x, new in zip(self.entries, (key_states, value_states), strict=True):
-            x.narrow(2, self.length - 1, 1).copy_(self.form.stored(new))
-        if self.is_marked:
-            attention.mark(self.entries[0], kernel.attend)
-            return self.entries
-        return tuple(map(self.form.read, self.entries))
+        pairs = zip(self.entries, map(self.form.stored, (key_states, value_states)), strict=True)
+        if self.at is None:
+            for x, new in pairs:
+                x.narrow(2, self.length - 1, 1).copy_(new)
+            return tuple(map(self.form.read, self.entries))
+        for x, new in pairs:
+            x.index_copy_(2, self.at[0], new)
+        attention.mark(self.entries[0], partial(kernel.attend, *self.at))
+        return self.entries
 
     def get_seq_length(self) -> int:
         return self.length - 1
@@ -96,10 +105,12 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, position_ids: Tensor, *entries: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, position_ids: Tensor, newest: Tensor, visible: Tensor, *entries: Tensor
+    ) -> Tensor:
         pairs = zip(entries[::2], entries[1::2], strict=True)
-        how = _form_of(self.model, entries[0]), _is_read_by_kernel(self.model, entries[0])
-        cache = Cache(layers=[_Layer(*pair, *how) for pair in pairs])
+        at = (newest, visible) if is_read_by_kernel(self.model, entries[0]) else None
+        cache = Cache(layers=[_Layer(*pair, _form_of(self.model, pair[0]), at) for pair in pairs])
         told = dict(past_key_values=cache, position_ids=position_ids, use_cache=True)
         return self.model(input_ids=ids, logits_to_keep=1, **told).logits
 
@@ -108,8 +119,8 @@ def _form_of(model: PreTrainedModel, keys: Tensor) -> Form:
     return Form(model.dtype, is_int8=keys.dtype == torch.int8)
 
 
-def _is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
-    """Return whether our kernel attends to such stored keys [1, H, S, D] instead of the model."""
+def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
+    """Return whether our kernel attends to such stored keys [B, H, S, D] instead of the model."""
     return (
         model.config.model_type in attention.REGISTERED
         and window_of(model.config) is None
@@ -123,7 +134,7 @@ def load_or_make(
     model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
 ) -> Run | None:
     """The file's step for this model and these inputs, compiled if need be; None if impossible."""
-    if _is_read_by_kernel(model, inputs[2]):
+    if is_read_by_kernel(model, inputs[4]):
         attention.install(model.config)
     about = _about(model, inputs, weights)
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -136,7 +147,7 @@ def load_or_make(
             return _load(file, weights) or _made(model, inputs, weights, file)
     except Exception as error:  # whatever a model has that export, or a full disk, does not take
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        log.info("the step of this model is compiled at each start: %s", why)
+        log.info("the step of this model cannot be stored: %s", why)
         return None
 
 
@@ -152,7 +163,10 @@ def _made(
         made = partial / file.name
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(step, tuple(inputs), strict=False)
+            may_change = _dims(model, inputs)
+            exported = torch.export.export(
+                step, tuple(inputs), strict=False, dynamic_shapes=may_change
+            )
             progress.phase("compiling the step, once; a minute or more, later starts load it")
             torch._inductor.aoti_compile_and_package(
                 exported,
@@ -171,6 +185,15 @@ def _made(
     write_together(file.parent, write, about.name)
     forget_old()
     return _load(file, weights)
+
+
+def _dims(model: PreTrainedModel, inputs: list[Tensor]) -> tuple[Any, ...] | None:
+    """The dimensions of the inputs that may change: the slots, and rows if there are several."""
+    if not is_read_by_kernel(model, inputs[4]):
+        return None
+    rows = {0: Dim("rows", min=2)} if len(inputs[0]) > 1 else {}
+    of_entries = rows | {2: Dim("slots", min=2)}
+    return rows, rows, {}, rows, tuple(of_entries for _ in inputs[4:])
 
 
 def forget_old() -> None:
@@ -200,6 +223,8 @@ def _about(
 ) -> dict[str, Any]:
     """All that a compiled step depends on."""
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
+    fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
     modules = __file__, form.__file__, packed.__file__, kernel.__file__
     sources = (*map(Path, modules), kernel.SOURCE)
     return {
@@ -207,7 +232,8 @@ def _about(
         "attention": model.config._attn_implementation,
         "modules": [(name, type(x).__qualname__) for name, x in model.named_modules()],
         "weights": {name: (tuple(x.shape), x.dtype) for name, x in weights.items()},
-        "entries": [(tuple(x.shape), x.stride(), x.dtype) for x in inputs[2:]],
+        "entries": [(of_one, x.dtype) for of_one, x in zip(fixed, inputs[4:], strict=True)],
+        "is_one": len(inputs[0]) == 1,
         "versions": (torch.__version__, transformers.__version__),
         "kernel": kernel.is_here(),
         "sources": [sha256(path) for path in sources],

@@ -1,9 +1,9 @@
 """Decode step, compiled once by AOTInductor into a file of the user's cache folder. Later starts
 load it without a compiler and without tracing.
 
-The file contains neither weights nor the cache's counts. A step is a function of a token, its
-position and the entries that attention sees; it writes the last of these. So it is valid wherever
-they lie in the buffers, and for all models of one shape.
+The file contains neither weights nor the cache's counts. A step is a function of tokens, their
+positions and the entries in the buffers; it writes those of the tokens. So it is valid for all
+models of one shape.
 """
 
 import functools
@@ -14,84 +14,85 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvalign.cache.streaming_cache import StreamingCache
-from kvalign.methods.step_file import Run, has_compiler, load_or_make, tensors_of
+from kvalign.methods.step_file import Run, has_compiler, is_read_by_kernel, load_or_make, tensors_of
 
 _KNOWN = ("torch", "transformers", "kvalign")  # packages whose modules are as their names say
 
 
 @final
 class StoredStep:
-    """Replacement of a model for the steps of a full cache. Steps of one stream that evict one
-    entry each, and neither move nor place any, are stored. Other steps, and models that cannot be
-    exported, use `torch.compile`; without a C++ compiler they use the model itself.
+    """Decode steps of a model that are stored: those of entries that are neither moved nor placed.
+    Where our kernel attends, these are steps of any rows and cache size; one file is for one row,
+    another for several. Else they are steps of one row with a full cache that evicts one entry.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self._run: Run | None = None
-        self._weights: dict[str, Tensor] | None = None  # which `_run` reads where they lie
+        self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
+        self._weights: dict[str, Tensor] = {}  # which they read where they lie
         self._cache: Callable[[], Cache | None] = lambda: None
 
-    @property
-    def is_stored(self) -> bool:
-        """Return whether a stored step has been used."""
-        return self._run is not None
+    def has(self, num_rows: int) -> bool:
+        """Return whether a stored step of so many rows has been loaded."""
+        return self._runs.get(num_rows == 1) is not None
+
+    def otherwise(self, **inputs: Any) -> Any:
+        """The compiled model, for steps that are not stored; without a compiler the model."""
+        return self._compiled(**inputs)
 
     @functools.cached_property
-    def otherwise(self) -> Any:
-        """The model for steps that are not stored."""
+    def _compiled(self) -> Any:
         return torch.compile(self.model) if has_compiler() else self.model
 
-    def __call__(
-        self, *, input_ids: Tensor, past_key_values: Cache, position_ids: Tensor, **same: Any
-    ) -> CausalLMOutputWithPast:
-        cache, by = past_key_values, None
-        if self._takes(cache):
-            assert isinstance(cache, StreamingCache)
-            entries = cache.attention[0].entries
-            if entries.data.keys.shape[2] != entries.size:
-                by = self.model  # a buffer that grew with the stream has its length soon
-            else:
-                inputs = [input_ids, position_ids, *_seen(cache)]
-                if (run := self._run_for(cache, inputs)) is not None:
-                    return CausalLMOutputWithPast(logits=run(inputs)[0])
-        by = self.otherwise if by is None else by
-        return by(input_ids=input_ids, past_key_values=cache, position_ids=position_ids, **same)
+    def logits(self, ids: Tensor, cache: Cache) -> Tensor | None:
+        """Logits [B, V] after ids [B, 1], in the pass that the cache is in; None if its step is not
+        stored.
+        """
+        if (inputs := self._inputs(ids, cache)) is None:
+            return None
+        run = self._run_for(cache, inputs)
+        return None if run is None else run(inputs)[0][:, -1]
 
-    def _takes(self, cache: Cache) -> bool:
+    def _inputs(self, ids: Tensor, cache: Cache) -> list[Tensor] | None:
         if type(cache) is not StreamingCache or len(cache.attention) < len(cache.layers):
-            return False
-        layer, sizes = cache.attention[0], cache.sizes
-        stays = layer.sources is layer.entries and not cache.realigner.reads
-        return (
-            stays
-            and len(cache.seen) == 1
-            and sizes.num_evicted == 1
-            and layer.device.type == "cpu"
-            and layer.dtype == self.model.dtype
-        )
+            return None
+        layer, step = cache.attention[0], cache.step
+        if step is None or step.decode is None or not cache.stays:
+            return None
+        if layer.device.type != "cpu" or layer.dtype != self.model.dtype:
+            return None
+        newest, num = step.decode.slot, step.decode.num_visible
+        at = torch.tensor([newest]), torch.tensor([n + 1 for n in step.stored])
+        entries = [layer.entries for layer in cache.attention]
+        if is_read_by_kernel(self.model, entries[0].data.keys):
+            seen = [x for buffer in entries for x in buffer.data]
+        elif (
+            len(ids) == 1
+            and cache.sizes.num_evicted == 1
+            and num == cache.sizes.first_input_len
+            and entries[0].data.keys.shape[2] == entries[0].size  # it has stopped growing
+        ):
+            seen = [x for buffer in entries for x in buffer.data.slots(newest + 1 - num, num)]
+        else:
+            return None
+        return [ids, step.decode.position_ids, *at, *seen]
 
-    def _run_for(self, cache: StreamingCache, inputs: list[Tensor]) -> Run | None:
+    def _run_for(self, cache: Cache, inputs: list[Tensor]) -> Run | None:
         """The compiled step, of the weights that the model has as a stream begins."""
         if self._cache() is not cache:
-            weights, before = tensors_of(self.model), self._weights
-            if before is None or _places(weights) != _places(before):
-                self._run = None
-                if _is_plain(self.model):
-                    self._run = load_or_make(self.model, inputs, weights)
+            weights = tensors_of(self.model)
+            if _places(weights) != _places(self._weights):
+                self._runs.clear()
             self._weights, self._cache = weights, weakref.ref(cache)
-        return self._run
-
-
-def _seen(cache: StreamingCache) -> list[Tensor]:
-    """Keys and values of each layer that a step sees, its own among them."""
-    assert cache.step is not None
-    assert cache.step.decode is not None
-    num, slot = cache.step.decode.num_visible, cache.step.decode.slot
-    return [x for layer in cache.attention for x in layer.entries.data.slots(slot + 1 - num, num)]
+        is_one = len(inputs[0]) == 1
+        if is_one not in self._runs:
+            is_plain = _is_plain(self.model)
+            self._runs[is_one] = (
+                load_or_make(self.model, inputs, self._weights) if is_plain else None
+            )
+        return self._runs[is_one]
 
 
 def _places(weights: dict[str, Tensor]) -> dict[str, int]:

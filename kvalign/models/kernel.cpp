@@ -1,6 +1,6 @@
 // What a decode step spends its time on, for CPUs with AVX-512 VNNI: products of rows with packed
-// weights, attention of one query, and the search of a memory. `kvalign/models/kernel.py` builds it
-// and says how weights lie; `kvalign/cache/memory.py` says what a search finds.
+// weights, attention of one query of each row, and the search of a memory. `kvalign/models/kernel.py`
+// builds it and says how weights lie; `kvalign/cache/memory.py` says what a search finds.
 //
 // Products: the inputs of a group are rounded to 8 bits, x = d p, as in llama.cpp's Q8_0. With w = s (q - o) + z
 // a group then adds s d (sum of q p - o sum of p) + z d (sum of p) to an output: whole numbers but for
@@ -189,17 +189,20 @@ struct Entries {
 
 struct Attention {
   const float* query;
-  const char *keys, *values;  // of a head one stretch
+  const char *keys, *values;
+  const int64_t* visible;  // of each row the number of entries
   float* out;
-  int64_t num_queries, length, key_bytes, value_bytes;  // queries of a head of keys; from head to head
+  int64_t num_heads, num_queries, num_slots, newest;  // queries of a head of keys; the slot of the last entry
   float scale;
   bool are_int8;
 
   template <int VECTORS, bool ARE_INT8>
-  void head(int64_t h) {
+  void head(int64_t h) {  // of all rows
+    using Stored = Entries<VECTORS, ARE_INT8>;
     constexpr int64_t dim = 16 * VECTORS;
     const float* q = query + h * num_queries * dim;
-    const Entries<VECTORS, ARE_INT8> k{keys + h * key_bytes}, v{values + h * value_bytes};
+    const int64_t length = visible[h / num_heads], slot = h * num_slots + newest + 1 - length;
+    const Stored k = Stored{keys}.from(slot), v = Stored{values}.from(slot);
     float* to = out + h * num_queries * dim;
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
@@ -227,12 +230,13 @@ struct Attention {
   }
 
   template <int VECTORS>
-  void run(int64_t num_heads) {
+  void run(int64_t num_rows) {
     auto heads = [](int64_t begin, int64_t end, void* self) {
       auto& all = *(Attention*)self;
       for (int64_t h = begin; h < end; h++) all.are_int8 ? all.head<VECTORS, true>(h) : all.head<VECTORS, false>(h);
     };
-    torch_parallel_for(0, num_heads, FEW / (num_queries * length * 16 * VECTORS) + 1, heads, this);
+    const int64_t most = *std::max_element(visible, visible + num_rows);
+    torch_parallel_for(0, num_rows * num_heads, FEW / (num_queries * most * 16 * VECTORS) + 1, heads, this);
   }
 };
 
@@ -537,20 +541,22 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
   return AOTI_TORCH_SUCCESS;
 }
 
-// query [1, H, 1, D], keys and values [1, H_kv, S, D] float32, or [1, H_kv, S, D + 4] int8: [1, 1, H, D].
-SHIM aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, double scale,
-                           AtenTensorHandle* result) {
-  const int64_t num_heads = size_of(keys, 1), length = size_of(keys, 2), width = size_of(keys, 3);
-  const int64_t num_queries = size_of(query, 1) / num_heads, dim = size_of(query, 3);
-  const bool is_one = stride_of(keys, 2) == width && stride_of(values, 2) == width && stride_of(query, 1) == dim;
-  if (!is_one || stride_of(keys, 3) != 1 || stride_of(values, 3) != 1 || stride_of(query, 3) != 1)
-    return AOTI_TORCH_FAILURE;
-  *result = made({1, 1, size_of(query, 1), dim}, aoti_torch_dtype_float32());
-  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), data_of(*result), num_queries, length};
-  const int64_t bytes = width == dim ? sizeof(float) : 1;
-  attention.key_bytes = bytes * stride_of(keys, 1), attention.value_bytes = bytes * stride_of(values, 1);
-  attention.scale = scale, attention.are_int8 = width != dim;
-  return run_for(dim, attention, num_heads);
+// Of what kernel.py says of `attend`, in its order: [B, 1, H, D].
+SHIM aoti_torch_cpu_attend(AtenTensorHandle newest, AtenTensorHandle visible, AtenTensorHandle query,
+                           AtenTensorHandle keys, AtenTensorHandle values, double scale, AtenTensorHandle* result) {
+  for (const auto tensor : {visible, query, keys, values}) {
+    bool is_contiguous = false;
+    aoti_torch_is_contiguous(tensor, &is_contiguous);
+    if (!is_contiguous) return AOTI_TORCH_FAILURE;
+  }
+  const int64_t rows = size_of(query, 0), queries = size_of(query, 1), dim = size_of(query, 3);
+  *result = made({rows, 1, queries, dim}, aoti_torch_dtype_float32());
+  Attention attention{data_of(query), (char*)data_of(keys), (char*)data_of(values), (int64_t*)data_of(visible)};
+  attention.out = data_of(*result), attention.scale = scale;
+  attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
+  attention.num_slots = size_of(keys, 2), attention.newest = *(int64_t*)data_of(newest);
+  attention.are_int8 = size_of(keys, 3) != dim;
+  return run_for(dim, attention, rows);
 }
 
 namespace {  // the same for PyTorch's dispatcher
@@ -572,9 +578,10 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
 void attend(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle result = nullptr;
   double scale;
-  std::memcpy(&scale, stack + 3, sizeof scale);
-  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), scale, &result);
-  give(stack, 3, error, result);
+  std::memcpy(&scale, stack + 5, sizeof scale);
+  const auto error = aoti_torch_cpu_attend(tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]),
+                                           tensor(stack[4]), scale, &result);
+  give(stack, 5, error, result);
 }
 
 // Of what kernel.py says of `find`, in its order.

@@ -1,7 +1,7 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
 the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
-as llama.cpp's does, attention of one query, and the search of a memory. They need AVX-512 VNNI, and
-PyTorch 2.10.
+as llama.cpp's does, attention of one query of each row, and the search of a memory. They need
+AVX-512 VNNI, and PyTorch 2.10.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_name("kernel.cpp")
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 5}double, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
@@ -101,7 +101,8 @@ def _define() -> torch.library.Library:
     """The ops, with what they give for tensors that have no data."""
     library = torch.library.Library("kvalign", "DEF")
     library.define("packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor")
-    library.define("attend(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
+    attended = "Tensor newest, Tensor visible, Tensor query, Tensor keys, Tensor values"
+    library.define(f"attend({attended}, float scale) -> Tensor")
     tensors = ", ".join(f"Tensor {name}" for name in _SEARCHED)
     nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
     library.define(f"find({tensors}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -109,8 +110,8 @@ def _define() -> torch.library.Library:
     def packed_product(rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
         return rows.new_empty(rows.shape[0], num_out)
 
-    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return query.new_empty(1, 1, query.shape[1], query.shape[3])
+    def attend(newest: Tensor, visible: Tensor, query: Tensor, *others: Any) -> Tensor:
+        return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
         shape = (*keys.shape[:2], queries.shape[3], others[-2])
@@ -140,11 +141,22 @@ def inductor_configs() -> dict[str, Any]:
     }
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of a query [1, H, 1, D] to all of keys and values [1, H_kv, S, D], in float32, or
-    as int8 [1, H_kv, S, D + 4] (`kvalign.cache.form`): [1, 1, H, D]; D is one of `DIMS`.
+def attend(
+    newest: Tensor, visible: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Attention of one query of each row.
+
+    Args:
+        newest: [1] int64, the slot of the newest entry of all rows.
+        visible: [B] int64, number of entries that each row sees: the last ones up to that slot.
+        query: [B, H, 1, D] float32; D is one of `DIMS`.
+        keys, values: all slots, [B, H_kv, S, D] float32, or int8, [B, H_kv, S, D + 4]
+            (`kvalign.cache.form`).
+
+    Returns:
+        [B, 1, H, D] float32.
     """
-    return torch.ops.kvalign.attend(query.contiguous(), keys, values, scale)
+    return torch.ops.kvalign.attend(newest, visible, query.contiguous(), keys, values, scale)
 
 
 def find(

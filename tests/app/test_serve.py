@@ -359,7 +359,6 @@ def test_whole_turns_go(loaded, monkeypatch):
             ["--method", "streaming-llm", "--positions", "keep"],
             "a server's streams must have no end",
         ),
-        (["--compile"], "--compile is for one stream"),
         (["--num-sinks", "few"], "--num-sinks must be auto or a number"),
         (["--evict", "all"], "--evict must be one of entries, turns"),
         (["--api-key", ""], "--api-key is empty"),

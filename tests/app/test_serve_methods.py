@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from helpers.pairwise import one_of_each
 from helpers.patience import PATIENCE_S
+from helpers.uncompiled_step import not_compiled
 
 import kvalign
 from kvalign.app.serve.answers import End, Piece
@@ -17,6 +18,8 @@ from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.wire import Chat, Sent
+from kvalign.methods import stored_step
+from kvalign.models import kernel
 from kvalign.models.loading import load_model
 from kvalign.streaming.turns import turn_ids
 
@@ -25,6 +28,7 @@ METHODS = [
     {"method": "streaming-llm", "policy": "h2o"},
     {"method": "kvalign", "policy": "keydiff", "num_evicted": "2"},
 ]
+STORED = {"method": "streaming-llm", "compile": True}
 TALKS = (
     ("Who lived there?", "Why?", "And what became of the king?"),
     ("Once upon a time there was an island, far away in the north, and nobody knew of it", "So?"),
@@ -75,7 +79,29 @@ def removed(hook):
 
 @pytest.mark.parametrize(("number", "name"), one_of_each(range(len(METHODS)), MODELS))
 def test_sessions_are_their_streams(number, name, models):
-    method, loaded = METHODS[number], models[name]
+    sessions_are_streams(METHODS[number], name, models)
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
+    """One session and several, which come and go; each conversation has sinks of its own."""
+    found = not_compiled(monkeypatch)
+    sessions_are_streams(STORED, "llama-mini", models)
+    assert set(found) >= {1, 2, 3}
+
+
+@pytest.mark.parametrize("method", [STORED, {"method": "kvalign", "compile": True}], ids=str)
+def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
+    """Nothing is compiled at a request."""
+    monkeypatch.setattr(stored_step, "load_or_make", lambda *args: None)
+    monkeypatch.setattr("torch.compile", lambda *args: pytest.fail("a request waits for it"))
+    sessions_are_streams(method, "llama-mini", models)
+    (line,) = (x.message for x in caplog.records if "not compiled" in x.message)
+    assert line.startswith(f"steps are not compiled: those of {method['method']}")
+
+
+def sessions_are_streams(method, name, models):
+    loaded = models[name]
     service = Service(ServeSettings(model=name, cache_size=24, **method), loaded)
     service.start()
     try:
@@ -92,7 +118,7 @@ def test_sessions_are_their_streams(number, name, models):
             loaded.model,
             loaded.tokenizer,
             cache_size=24,
-            **method,
+            **method | {"compile": False},
             do_sample=False,
             max_new_tokens=6,
             stop_at_end=True,

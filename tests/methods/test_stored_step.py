@@ -7,8 +7,10 @@ import os
 import pytest
 import torch
 from filelock import FileLock
+from helpers.comings import come_and_go
 from helpers.methods import tables
 from helpers.tiny_models import KINDS, tiny_model
+from helpers.uncompiled_step import not_compiled
 from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign import make_method
@@ -18,6 +20,9 @@ from kvalign.models import attention, kernel, packed
 
 SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all keys
 SIZES = dict(cache_size=SIZE, warn=False)
+
+
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
 
 
 def never(*args, **kwargs):
@@ -54,14 +59,14 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
     plain, compiled = (make_method(name, model, **{**SIZES, **sizes}) for _ in range(2))
     compiled.compile()
     if stored:
-        compiled.compiled.otherwise = never
+        compiled.compiled = never
     most = 0.0
     for method in (plain, compiled):
         method.feed(ids[:, :first])
     for i in range(first, num):
         token = ids[:, i : i + 1]
         most = max(most, (plain.feed(token) - compiled.feed(token)).abs().max().item())
-    assert compiled.compiled.is_stored == stored
+    assert compiled.stored.has(1) == stored
     return most
 
 
@@ -78,7 +83,37 @@ def test_a_stored_step_reads_and_writes_entries_of_8_bits():
     assert differ(tiny(num_hidden_layers=1), cache_dtype="int8") < 0.01
 
 
-@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+OF_ROWS = [{}, dict(num_evicted=3), dict(cache_dtype="int8")]
+
+
+@needs_kernel
+@pytest.mark.parametrize("sizes", OF_ROWS, ids=str)
+def test_rows_of_any_lengths_that_come_and_go_are_those_alone(sizes, llama, monkeypatch):
+    """From the first token after the prompts: of a row alone and of several, filling and full."""
+    found, method = not_compiled(monkeypatch), make_method("streaming-llm", llama, **SIZES, **sizes)
+    method.compile().compiled = never
+    when = dict(num_steps=60, leave=12, join=30)
+    batch, rows, _ = come_and_go(method, (6, 3, 17, 9), (0, 2), **when)
+    assert rows == [0, 2, 3] and set(found) >= {1, 2, 3}
+    num, token = len(found), torch.ones(3, 1).long()
+    (plain := make_method("streaming-llm", llama, **SIZES, **sizes)).join([batch])
+    torch.testing.assert_close(batch.feed(token), plain.feed(token), rtol=1e-4, atol=1e-4)
+    assert found[num:] == [3]
+
+
+@needs_kernel
+@pytest.mark.slow
+def test_one_file_is_for_any_number_of_rows_and_cache_size(monkeypatch):
+    model = tiny(num_hidden_layers=1)
+    for size, lens in ((16, (6, 3, 17, 9)), (60, (20, 5, 90, 61))):
+        method = make_method("streaming-llm", model, cache_size=size, warn=False).compile()
+        method.compiled = never
+        come_and_go(method, lens, (0, 2), num_steps=80, leave=12, join=30)
+        assert method.stored.has(1) and method.stored.has(2)
+        monkeypatch.setattr("torch.export.export", never)
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     ("model", "num_asked"),
     [(tiny(), 3), (tiny(head_dim=8), 0), (tiny("mistral", head_dim=16), 0)],
@@ -88,7 +123,9 @@ def test_our_kernel_attends_in_a_step_that_it_can_take(model, num_asked, monkeyp
     asked, attend = [], kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *x: asked.append(x) or attend(*x))
     step, dim = step_file._Step(model), model.config.head_dim
-    inputs = [torch.ones(1, 1).long(), torch.tensor([[SIZE]]), *torch.randn(6, 1, 2, SIZE, dim)]
+    at = torch.tensor([SIZE - 1]), torch.tensor([SIZE])
+    token = torch.ones(1, 1).long(), torch.tensor([[SIZE]])
+    inputs = [*token, *at, *torch.randn(6, 1, 2, SIZE, dim)]
     expected = step(*inputs)  # keys are marked, but not looked at
     attention.install(model.config)
     torch.testing.assert_close(step(*inputs), expected, rtol=1e-4, atol=1e-4)
@@ -154,7 +191,7 @@ def test_a_new_stream_has_the_weights_that_the_model_has_now(llama):
     for x in model.parameters():
         x.data = x.data * 1.1
     after = last(method)
-    assert method.compiled.is_stored and not torch.allclose(before, after, atol=1e-2)
+    assert method.stored.has(1) and not torch.allclose(before, after, atol=1e-2)
     assert torch.allclose(after, last(make_method("streaming-llm", model, **SIZES)), atol=1e-5)
 
 
@@ -255,9 +292,8 @@ def test_other_steps_go_elsewhere(name, sizes, models):
         asked.append(inputs["past_key_values"])
         return model(**inputs)
 
-    method.compiled = StoredStep(model)
-    method.compiled.otherwise = otherwise
+    method.stored, method.compiled = StoredStep(model), otherwise
     method.feed(torch.randint(96, (rows, SIZE + 1)))
     for _ in range(3):
         method.feed(torch.randint(96, (rows, 1)))
-    assert asked and not method.compiled.is_stored
+    assert asked and not method.stored.has(1)

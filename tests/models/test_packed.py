@@ -141,16 +141,17 @@ def test_gradients_go_through_the_unpacked_weights():
 @pytest.mark.parametrize("length", [1, 63, 64, 200])
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
-    """Also where scores differ by hundreds."""
-    form = Form(torch.float32, is_int8)
-    query = 10 * torch.randn(1, 6, 1, dim)
-    stored = form.stored(torch.randn(2, 1, 2, 300, dim))[:, :, :, 7 : 7 + length]
-    found = kernel.attend(query, *stored, 0.5)
-    keys, values = form.read(stored)
-    expected = nn.functional.scaled_dot_product_attention(
-        query, keys, values, scale=0.5, enable_gqa=True
-    )
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+    """Also where scores differ by hundreds, and rows see different numbers of entries."""
+    form, visible, end = Form(torch.float32, is_int8), [length, 77, 1], 207
+    query = 10 * torch.randn(3, 6, 1, dim)
+    stored = form.stored(torch.randn(2, 3, 2, 300, dim))
+    found = kernel.attend(torch.tensor([end - 1]), torch.tensor(visible), query, *stored, 0.5)
+    for row, num in enumerate(visible):
+        keys, values = form.read(stored[:, row, None, :, end - num : end])
+        expected = nn.functional.scaled_dot_product_attention(
+            query[row, None], keys, values, scale=0.5, enable_gqa=True
+        )
+        torch.testing.assert_close(found[row, None], expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", packed.PACKED)

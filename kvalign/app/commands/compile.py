@@ -16,8 +16,9 @@ from kvalign.foundation.settings import NUM_SINKS, OF_WEIGHTS, WEIGHTS, ModelSet
 class CompileSettings(MethodSettings, ModelSettings):
     """Compile the decode step of a model, so that commands with --compile start at once.
 
-    The step goes into your cache folder (KVALIGN_CACHE moves it). It is for this cache size and
-    these weights. Compiling needs a C++ compiler; later starts do not.
+    The step goes into your cache folder (KVALIGN_CACHE moves it). It is for one stream with these
+    weights and, without our kernel, this cache size. serve and stream_batch make another one for
+    several streams. Compiling needs a C++ compiler; later starts do not.
 
     Example:
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32
@@ -28,11 +29,9 @@ class CompileSettings(MethodSettings, ModelSettings):
 
 
 def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
-    import torch
-
     from kvalign.methods import make_method
+    from kvalign.methods.cached import Cached
     from kvalign.methods.step_file import folder
-    from kvalign.methods.stored_step import StoredStep
     from kvalign.models.loading import load_model
     from kvalign.models.packed import weights_of
 
@@ -47,10 +46,7 @@ def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
         **settings.sizes(),
     )
     began, size = time.perf_counter(), method.sizes.cache_size
-    if isinstance(method.compiled, StoredStep):
-        for num_tokens in (size + 1, 1):
-            method.feed(torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.model.device))
-    if not isinstance(method.compiled, StoredStep) or not method.compiled.is_stored:
+    if not isinstance(method, Cached) or not method.prepare():
         raise UserError(
             f"the step of {method.in_words} cannot be stored. Steps of streaming-llm and window "
             "can, on a CPU with a C++ compiler, if each step evicts an entry. --compile "

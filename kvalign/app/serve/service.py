@@ -1,5 +1,6 @@
 """Handling of a request: find its session, encode its prompt, pass it to the engine."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ from kvalign.app.sessions.conversation import sinks_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods import make_method
 from kvalign.methods.base import Method
+from kvalign.methods.cached import Cached
 from kvalign.models.loading import LoadedModel
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
 
+log = logging.getLogger(__name__)
 MAX_NEW_TOKENS = 2048
 _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system prompt
 
@@ -51,6 +54,8 @@ class Service:
                 "a server's streams must have no end, but with --positions keep they end after "
                 f"{num} tokens"
             )
+        if settings.compile:
+            self._take_stored_steps()
         self.most_tokens = settings.max_new_tokens or MAX_NEW_TOKENS
         self.prompts = Prompts(
             self.tokenizer,
@@ -82,6 +87,17 @@ class Service:
         self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
+
+    def _take_stored_steps(self) -> None:
+        """Load the steps of one session and of several, made before anybody waits. Others are not
+        compiled: rows come and go, and each number of them would take a minute.
+        """
+        method = self.method
+        method.compiled = None
+        for num_rows, name in ((1, "steps"), (2, "steps of several sessions")):
+            if not isinstance(method, Cached) or not method.prepare(num_rows):
+                log.warning("%s are not compiled: those of %s are not stored", name, method.title)
+                return
 
     def start(self) -> None:
         self.engine.start()
@@ -167,7 +183,7 @@ class Service:
         own, settings = self.method, self.settings
         sizes = settings.sizes().items()
         asked = {name: size for name, size in sizes if name not in own.not_taken()}
-        return make_method(
+        blank = make_method(
             own.name,
             own.model,
             cache_size=own.sizes.cache_size,
@@ -176,6 +192,8 @@ class Service:
             warn=False,
             **asked,
         )
+        blank.stored = own.stored
+        return blank
 
     def _sampling(self, asked: Chat | Completion) -> Sampling:
         most = asked.most_tokens or self.most_tokens

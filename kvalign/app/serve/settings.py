@@ -77,7 +77,6 @@ class ServeSettings(TalkSettings):
     )
     max_prompt_tokens: int = option(32768, help="most tokens of one request", at_least=1)
     max_body_kb: int = option(1024, help="most kilobytes of a request's body", at_least=1)
-    compile: bool = option(False, help="not supported: the rows of a server change")
     top_k: int | None = option(
         None, help="draw from the k most likely tokens (default: 0, from all)", at_least=0
     )
@@ -102,5 +101,3 @@ class ServeSettings(TalkSettings):
             raise UserError("--without-key and a key contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")
-        if self.compile:
-            raise UserError("--compile is for one stream: the rows of a server change")

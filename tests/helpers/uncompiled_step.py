@@ -1,0 +1,25 @@
+"""Stored steps that are run as they are written, which takes no compiler."""
+
+import torch
+
+from kvalign.methods import step_file, stored_step
+from kvalign.models import attention
+
+
+def not_compiled(monkeypatch) -> list[int]:
+    """Have stored steps run uncompiled; return a list of the number of rows of each that is run."""
+    found = []
+
+    def load(model, inputs, weights):
+        attention.install(model.config)
+        step = step_file._Step(model)
+
+        @torch.no_grad()
+        def run(inputs):
+            found.append(len(inputs[0]))
+            return [step(*inputs)]
+
+        return run
+
+    monkeypatch.setattr(stored_step, "load_or_make", load)
+    return found
