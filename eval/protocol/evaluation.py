@@ -60,8 +60,8 @@ class Column:
         better: the better direction; "": it is a description.
         about: meaning of the figure.
         is_optional: a row may lack it.
-        ends: names of the ends of its interval in a row. They are shown beside it; if intervals
-            overlap, none is the best.
+        ends: names of the ends of its interval in a row. They are shown beside it; the best one
+            is marked if its interval overlaps no other.
         by_reference: it is relative to the reference, so the reference is never the best.
         weight: if space is short, columns of less weight are left out first.
         is_key: it distinguishes rows of one method, so it stays if its entries differ.

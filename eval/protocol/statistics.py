@@ -77,9 +77,9 @@ def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
     ]
 
 
-def by_quarter(nll: Tensor) -> list[float]:
-    """Perplexity of each quarter of the labels [N], in order."""
-    return [part.double().mean().exp().item() for part in nll.tensor_split(4) if len(part)]
+def by_part(nll: Tensor, num_parts: int) -> list[float]:
+    """Perplexity of each of equal parts of the labels [N], in order."""
+    return [part.double().mean().exp().item() for part in nll.tensor_split(num_parts) if len(part)]
 
 
 def mean_interval(values: Tensor, seed: int = 0) -> tuple[float, float]:

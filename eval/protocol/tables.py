@@ -56,21 +56,17 @@ def _range(column: Column, interval: tuple[float, float] | None) -> str:
 def best(
     values: list[Any],
     better: Literal["lower", "higher", ""],
-    intervals: Sequence[tuple[float, float] | None] = (),
+    intervals: Sequence[tuple[float, float] | None],
 ) -> set[int]:
-    """Indices of the best values; none if no direction is better, all are equal, or the best one's
-    interval overlaps another's.
+    """Index of the best value, if its interval overlaps no other; without an interval of each, or
+    if no direction is better, there is none.
     """
-    known = {value for value in values if value is not None}
+    known = [i for i, value in enumerate(values) if value is not None]
     if not better or len(known) < 2:
         return set()
-    top = min(known) if better == "lower" else max(known)
-    found = {i for i, value in enumerate(values) if value == top}
-    spans = {i: span for i, span in enumerate(intervals) if span and values[i] is not None}
-    best_spans = [spans.pop(i) for i in found & spans.keys()]
-    others = [*spans.values(), *best_spans[1:]]
-    overlap = any(not apart(best_spans[0], other) for other in others if best_spans)
-    return set() if overlap else found
+    top = (min if better == "lower" else max)(known, key=values.__getitem__)
+    own, others = intervals[top], [intervals[i] for i in known if i != top]
+    return {top} if own and all(one and apart(own, one) for one in others) else set()
 
 
 def label_of(row: Row) -> str:

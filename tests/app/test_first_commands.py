@@ -42,7 +42,7 @@ def kvalign(tmp_path, monkeypatch, capfd):
 
 
 def says_next(printed):
-    return [line for line in printed.err.splitlines() if line.startswith("next: ")]
+    return [line for line in printed.err.splitlines() if line.startswith("next")]
 
 
 @pytest.mark.slow
@@ -58,9 +58,9 @@ def test_the_three_commands_in_an_empty_folder(tmp_path):
         printed.append((done.stdout, done.stderr))
     (recorded, to_train), (trained, to_stream), (text, at_last) = printed
     assert "recording: kvalign-data/gpt2-mini/caches\n" in recorded
-    assert to_train.endswith("next: kvalign train --target key\n")
+    assert to_train.endswith("next (takes minutes): kvalign train --target key\n")
     assert f"aligner: {NETWORK}\n" in trained
-    assert to_stream.endswith(f"next: kvalign train --target value\nnext: {TAKE}\n")
+    assert to_stream.endswith(f"next (takes minutes): kvalign train --target value\nnext: {TAKE}\n")
     assert text.startswith(PROMPT) and len(text) > 3 * len(PROMPT)
     assert "perplexity of " in trained and "keys realigned\n" in trained
     taken = f"using {NETWORK}, trained here: perplexity "
@@ -71,14 +71,14 @@ def test_the_three_commands_in_an_empty_folder(tmp_path):
     )
     for mark in marks:
         assert mark in at_last
-    assert at_last.splitlines()[-1].startswith("next: kvalign eval perplexity ")
+    assert at_last.splitlines()[-1].startswith("next (takes minutes): kvalign eval perplexity ")
 
 
 def test_the_same_with_little_text_and_once_more(kvalign, tmp_path):
     recorded = kvalign("gen-data")
-    assert says_next(recorded) == ["next: kvalign train --target key"]
+    assert says_next(recorded) == ["next (takes minutes): kvalign train --target key"]
     key = kvalign("train --target key")
-    assert says_next(key) == ["next: kvalign train --target value", f"next: {TAKE}"]
+    assert says_next(key) == ["next (takes minutes): kvalign train --target value", f"next: {TAKE}"]
     value = kvalign("train --target value")
     assert says_next(value) == [f"next: {TAKE}"]
     aligner = Aligner.from_pretrained(tmp_path / NETWORK)
@@ -164,11 +164,11 @@ def test_json_is_machine_clean(kvalign):
 
 def test_folders_that_are_named_are_named_in_what_comes_next(kvalign, tmp_path):
     assert says_next(kvalign("gen-data --out caches")) == [
-        "next: kvalign train --target key --data caches"
+        "next (takes minutes): kvalign train --target key --data caches"
     ]
     printed = kvalign("train --target key --data caches --max-steps 2")
     assert says_next(printed) == [
-        "next: kvalign train --target value --data caches --max-steps 2",
+        "next (takes minutes): kvalign train --target value --data caches --max-steps 2",
         "next: kvalign generate --method kvalign --aligner network",
     ]
     assert (tmp_path / "network/config.json").exists(), "beside the recording"
@@ -182,7 +182,7 @@ def test_a_model_without_a_shipped_aligner_takes_what_was_trained(kvalign, tmp_p
     printed = kvalign("generate --model you/mine --max-new-tokens 5")
     assert "method discard-half: learned positions, and no aligner ships" in printed.err
     assert says_next(kvalign("gen-data --model you/mine")) == [
-        "next: kvalign train --target key --model you/mine"
+        "next (takes minutes): kvalign train --target key --model you/mine"
     ]
     printed = kvalign("train --target key --model you/mine --max-steps 2")
     to_stream = "generate --method kvalign --model you/mine --aligner kvalign-data/mine/network"

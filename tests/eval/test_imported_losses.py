@@ -7,7 +7,7 @@ import torch
 
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.perplexity.imported import MODES
-from kvalign.eval.protocol.statistics import by_quarter, interval
+from kvalign.eval.protocol.statistics import by_part, interval
 from kvalign.eval.report.results_folder import read_document
 
 NUM, SIZES = 400, (32, 64)
@@ -55,7 +55,7 @@ def test_figures_are_those_of_our_tools(folder, capsys, tmp_path):
     assert row["perplexity"] == pytest.approx(nll.double().mean().exp().item())
     assert (row["low"], row["high"]) == interval(nll) and row["seconds"] == 1.5
     assert (row["ratio_low"], row["ratio_high"]) == interval(nll - base)
-    quarters = by_quarter(nll - base)
+    quarters = by_part(nll - base, 4)
     assert row["drift"] == quarters[-1] / quarters[0] > 3
     assert [x["end"] for x in row["segments"]] == [1, 2, 4, NUM / 64]
     assert rows[-2]["drift"] == pytest.approx(1)

@@ -19,12 +19,12 @@ from kvalign.app.cli.main import main
 from kvalign.data_gen.corpora import texts
 from kvalign.eval.evaluations.perplexity.scores import compare
 from kvalign.eval.protocol.evaluation import SIZES
-from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
+from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.methods import make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
-ROW = [*SIZES, "num_labels", "nll_nats", "perplexity", "low", "high", "quarters", "segments"]
+ROW = [*SIZES, "num_labels", "nll_nats", "perplexity", "low", "high", "tenths", "segments"]
 ROW += ["seconds", "bigrams", "tokens"]
 
 
@@ -269,6 +269,7 @@ def test_comparisons_are_paired_by_label():
             "num_sinks": 0,
             "num_evicted": 1,
             "segments": by_segment(nll, 1000),
+            "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         }
         for name, nll in zip(("recompute", "window"), losses, strict=True)
     ]
@@ -281,6 +282,9 @@ def test_comparisons_are_paired_by_label():
     assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < row["ratio_low"] * 1.1
     ratios = [segment["ratio"] for segment in row["segments"]]
     assert ratios == pytest.approx([math.exp(x) for x in (0.1, 0.2, 0.35)])
+    ratios = [tenth["ratio"] for tenth in row["tenths"]]
+    parts = (0.1, 0.1, 0.15, 0.2, 0.2, 0.3, 0.3, 0.35, 0.4, 0.4)
+    assert ratios == pytest.approx([math.exp(x) for x in parts])
 
 
 def test_segments_double_in_units_of_the_cache():
@@ -293,9 +297,10 @@ def test_segments_double_in_units_of_the_cache():
     assert ends == {1: [0.5], 3: [1, 1.5], 4: [1, 2], 5: [1, 2.5], 6: [1, 2, 3], 11: [1, 2, 5.5]}
 
 
-def test_quarters_are_perplexities_in_order():
+def test_parts_are_perplexities_in_order():
     nll = torch.arange(8.0)
-    assert by_quarter(nll) == pytest.approx([math.exp(i + 0.5) for i in (0, 2, 4, 6)])
+    assert by_part(nll, 4) == pytest.approx([math.exp(i + 0.5) for i in (0, 2, 4, 6)])
+    assert by_part(nll[:3], 4) == pytest.approx([math.exp(i) for i in (0, 1, 2)])
 
 
 @pytest.mark.parametrize(

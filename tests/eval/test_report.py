@@ -136,10 +136,10 @@ def test_best_is_marked_in_its_direction(results):
         perplexity = titles.index("perplexity")
         assert not any(row[perplexity].is_best for row in one.rows)  # their intervals overlap
         assert all(row[perplexity].more == "9.00\N{EN DASH}30.00" for row in one.rows)
-    assert best([1, 3, 3, None], "higher") == {1, 2}
-    assert best([1, 3], "lower") == {0}
-    assert best([1, 3], "") == best([2, 2], "lower") == set()
+    assert best([1, 3], "lower", [None, None]) == best([1, 3], "lower", [(0, 2), None]) == set()
+    assert best([1, 3], "", [(0, 2), (2.5, 4)]) == best([1], "lower", [(0, 2)]) == set()
     assert best([1, 3], "lower", [(0, 2), (2.5, 4)]) == {0}
+    assert best([1, 3], "higher", [(0, 2), (2.5, 4)]) == {1}
     assert best([1, 3], "lower", [(0, 2), (1.5, 4)]) == set()
     assert best([1, None, 3], "lower", [(0, 2), (0, 9), (2.5, 4)]) == {0}
     assert best([1, 1, 3], "lower", [(0, 2), (0, 2), (2.5, 4)]) == set()

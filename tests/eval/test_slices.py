@@ -115,3 +115,21 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     (axes,) = figure(document, "tokens")[0].axes
     line = axes.containers[0].lines[0]
     assert [*line.get_ydata()] == pytest.approx([math.exp(-0.1)] * 2)
+
+
+def test_a_slice_of_few_labels_has_no_best():
+    rows, losses, ids = rows_of_two(1000, 0.1)
+    rows.append(rows[1] | dict(num_sinks=1))
+    slice_losses(rows, [losses[0], losses[1], losses[1] + 1], ids, "recompute")
+    for row in rows:
+        row["bigrams"][4] |= dict.fromkeys(("perplexity", "ratio"), 1.0 + row["num_sinks"])
+        row["bigrams"][4] |= dict(num_labels=199, high=None, ratio_high=None)
+    document = {"rows": rows, "settings": {"model": "tiny", "reference": "recompute"}}
+    shown = tables(document, "bigrams")[1]
+    titles = [column.title for column in shown.columns[1:]]
+    best = [entry.is_best for entry in shown.rows[1][1:]]
+    assert dict(zip(titles, best, strict=True)) == {
+        "0.75-1 C (496)": True,
+        "1-2 C (199)": False,
+        "new (503)": True,
+    }

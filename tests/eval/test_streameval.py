@@ -24,7 +24,8 @@ from kvalign.methods.base import Method
 from kvalign.streaming.generation import stream_tokens
 
 ROW = [*SIZES, "distance_lines"]
-ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy", "answer_nll_nats", "seconds"]
+ROW += ["distance_tokens", "in_cache", "num_queries", "accuracy"]
+ROW += ["accuracy_low", "accuracy_high", "answer_nll_nats", "seconds"]
 
 TINY = """\
 line 1: REGISTER_CONTENT is <60494>

@@ -29,7 +29,8 @@ def documents():
     scored = [
         row
         | dict(num_labels=9, nll_nats=1.0, perplexity=10.0 + i, low=9.0, high=30.0, ratio=1.0 + i)
-        | dict(ratio_low=0.9, ratio_high=9.0, drift=1.0, quarters=[1.0], seconds=2.0 + i)
+        | dict(ratio_low=0.9, ratio_high=9.0, drift=1.0, seconds=2.0 + i)
+        | dict(tenths=[dict(perplexity=9.0, ratio=1.0)])
         | dict(segments=[dict(start=0, end=1, perplexity=9.0, ratio=1.0 + i)] * 2)
         | {name: [sliced | one for one in ends] for name in ("bigrams", "tokens")}
         for i, row in enumerate(rows)
@@ -63,7 +64,8 @@ def documents():
     asked = [
         row
         | dict(distance_lines=d, distance_tokens=9.0 * d, in_cache=1.0, num_queries=4)
-        | dict(accuracy=0.5, answer_nll_nats=1.0 + d, seconds=1.0)
+        | {f"accuracy{end}": 0.5 + x for end, x in ENDS}
+        | dict(answer_nll_nats=1.0 + d, seconds=1.0)
         for row in rows
         for d in (0, 5)
     ]

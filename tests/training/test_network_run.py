@@ -305,7 +305,8 @@ def test_command_prints_the_result_alone(recorded, tmp_path, capsys):
     assert printed.out.count("\n") == 3
     assert [line[:13] for line in printed.err.splitlines()] == [
         "not judged by",
-        *["next: kvalign"] * 2,
+        "next (takes m",
+        "next: kvalign",
     ]
 
 

@@ -82,8 +82,8 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     Returns:
         A document whose rows have the sizes, `COLUMNS` (the ratio only with a reference), nll_nats
         (mean per label), low and high (of the interval; high and ratio_high are None with too few
-        labels), quarters (perplexity of each quarter of the labels), segments (see
-        `kvalign.eval.protocol.statistics.by_segment`; with a reference each also has its ratio),
+        labels), tenths (perplexity of each tenth of the labels) and segments (see
+        `kvalign.eval.protocol.statistics.by_segment`; with a reference both also have ratios),
         bigrams and tokens (`SLICES`: recall slices as `slices.slices` returns them, with a
         reference also their ratios), seconds.
 

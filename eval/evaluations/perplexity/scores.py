@@ -13,7 +13,7 @@ from kvalign.eval.evaluations.perplexity.loss_store import key_of, read_losses, 
 from kvalign.eval.evaluations.perplexity.slices import distances, slices
 from kvalign.eval.protocol.evaluation import OF_POLICY, Row
 from kvalign.eval.protocol.grid import in_turn, sizes_of
-from kvalign.eval.protocol.statistics import by_quarter, by_segment, interval
+from kvalign.eval.protocol.statistics import by_part, by_segment, interval
 from kvalign.foundation import progress
 from kvalign.methods.base import Method
 from kvalign.models.loading import LoadedModel
@@ -67,8 +67,8 @@ def score_methods(
 
 
 def of_losses(nll: Tensor, cache_size: int) -> Row:
-    """Perplexity of losses [N] in nats, its 95 % interval, and both by quarter of the text and by
-    segment of the stream.
+    """Perplexity of losses [N] in nats, its 95 % interval, and perplexity by tenth of the text and
+    by segment of the stream.
     """
     mean = nll.double().mean().item()
     low, high = interval(nll)
@@ -78,18 +78,18 @@ def of_losses(nll: Tensor, cache_size: int) -> Row:
         "perplexity": math.exp(mean),
         "low": low,
         "high": high,
-        "quarters": by_quarter(nll),
+        "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         "segments": by_segment(nll, cache_size),
     }
 
 
 def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
     """Add to each row the comparison of its losses [N] with those of the reference (`_base`):
-    ratio, its interval, drift, and the ratio of each segment.
+    ratio, its interval, drift, and the ratio of each tenth and segment.
     """
     for row, nll in zip(rows, losses, strict=True):
         size, difference = row["cache_size"], nll - _base(row, rows, losses, reference)
-        quarters = by_quarter(difference)
+        quarters = by_part(difference, 4)
         low, high = interval(difference)
         row |= {
             "ratio": math.exp(difference.double().mean().item()),
@@ -99,6 +99,8 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
         }
         for segment, other in zip(row["segments"], by_segment(difference, size), strict=True):
             segment["ratio"] = other["perplexity"]
+        for tenth, ratio in zip(row["tenths"], by_part(difference, 10), strict=True):
+            tenth["ratio"] = ratio
 
 
 def slice_losses(

@@ -123,10 +123,17 @@ def _table(title: str, rows: list[Row], name: str, judged: str, reference: str |
         )
         for i, one in enumerate(rows[0][name])
     }
+    ends = {"low": "ratio_low", "high": "ratio_high"} if judged == "ratio" else {}
     lines = [
-        row | {f"{end}{i}": one[end] for i, one in enumerate(figures) for end in one}
+        row
+        | {f"y{i}": one[judged] for i, one in enumerate(row[name])}
+        | {
+            f"{end}{i}": one[ends.get(end, end)]
+            for i, one in enumerate(row[name])
+            if one["high"] is not None  # enough labels
+            for end in ("low", "high")
+        }
         for row in rows
-        for figures in [_figures(row[name], judged)]
     ]
     return table(title, lines, columns, reference)
 

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 
 from kvalign.eval.protocol.conclusions import answers
 from kvalign.eval.protocol.document import document
-from kvalign.eval.protocol.evaluation import Column, Document, Drawing, Evaluation
+from kvalign.eval.protocol.evaluation import (
+    Column,
+    Document,
+    Drawing,
+    Evaluation,
+    ends_of,
+    share_column,
+)
 from kvalign.eval.protocol.settings import ComparisonSettings, seed_option
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
@@ -99,7 +106,7 @@ def streameval(settings: StreamEvalSettings, *, loaded: LoadedModel | None = Non
 
 COLUMNS = {
     "distance_lines": Column("lines back", weight=6, is_key=True),
-    "accuracy": Column("accuracy", 3, "higher", "share of queries answered exactly", weight=2),
+    "accuracy": share_column("accuracy", "accuracy", "share of queries answered exactly", 2),
     # No merit as long as no answer is right: it is low for what guesses digits well.
     "answer_nll_nats": Column("answer NLL, nats", 3, about="loss of the right answer"),
     "in_cache": Column("in cache", 2, about="share of queries whose line is still in the cache"),
@@ -119,6 +126,7 @@ class StreamEval(Evaluation):
     )
     in_summary = ("accuracy", "answer_nll_nats")
     columns = COLUMNS
+    more_columns = ends_of(columns)
 
     def figure(self, document: Document) -> Drawing | None:
         from kvalign.eval.drawing.plots import draw, panels_by

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.eval.protocol.evaluation import Row
 from kvalign.eval.protocol.grid import sizes_of
+from kvalign.eval.protocol.verdicts import share_of
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
 from kvalign.models.prefix_tokens import prefix_ids
@@ -122,7 +123,7 @@ def score(
         "distance_tokens": fmean(query.answer_start - line.answer_end for line, query in asked),
         "in_cache": fmean(sees(method, line, query.answer_start) for line, query in asked),
         "num_queries": len(asked),
-        "accuracy": right.double().mean().item(),
+        **share_of("accuracy", right.tolist()),
         "answer_nll_nats": nll.double().mean().item(),
         "seconds": seconds,
     }
