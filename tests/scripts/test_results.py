@@ -32,6 +32,10 @@ TO_MAKE = {
     "llama-mini/perplexity",
     "scripts/long-prompts",
     "scripts/throughput",
+    "streaming/fresh-gpt2-mini",
+    "streaming/million-gpt2-mini",
+    "streaming/million-llama-mini",
+    "streaming/streameval",
 }
 # Documents of version 0.1 whose tables others are to make anew: they go with those.
 TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}
