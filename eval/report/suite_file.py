@@ -60,13 +60,12 @@ class Suite(BaseModel, frozen=True, extra="forbid"):
     cells: list[Step]
     paper: Paper = Paper()
 
-    def words(self, step: Step, changed: dict[str, str]) -> list[str]:
-        """A step's command in words, its variables filled in; {out} stays.
+    def words(self, step: Step, values: dict[str, str]) -> list[str]:
+        """A step's command in words, with the values of its variables; {out} stays.
 
         Raises:
             ValueError: an open quotation, or an unknown variable.
         """
-        values = self.variables | changed
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in values and match[1] != "out":

@@ -9,11 +9,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.results_example import documents
 
 from kvalign.app.cli.main import main
 from kvalign.app.commands.eval_run import RunSettings
 from kvalign.app.suites import cells as suite_cells
 from kvalign.app.suites import suite
+from kvalign.app.suites.away import DATA_SET, lacks_of
 from kvalign.app.suites.cells import parse_suite, read_suite
 from kvalign.eval.report.results_folder import read
 from kvalign.eval.report.suite_file import parse_suite_text
@@ -121,6 +123,81 @@ def test_a_failed_cell_ends_the_run_and_keeps_the_rest(own, tmp_path, capfd):
     )
     assert error.endswith("; finished cells are kept\n")
     assert sorted(p.name for p in (tmp_path / "results").glob("*.json")) == ["short.json"]
+
+
+AWAY = """
+variables: {model: someone/model, corpus: paper-wikitext, prompts: mt-bench}
+prepare:
+  - {name: caches, command: 'gen-data --model {model} --corpus {corpus} --out {out}/caches'}
+  - {name: network, command: 'train --data {out}/caches --out {out}/network'}
+  - {name: table, command: 'train --aligner-kind table --out {out}/table'}
+cells:
+  - {name: of-network, command: 'eval perplexity --aligner {out}/table,{out}/network'}
+  - {name: of-prompts, command: 'eval chat --prompts {prompts}'}
+  - {name: of-table, command: 'eval perplexity --aligner {out}/table'}
+"""
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """A suite that asks the hub, which is away, and the commands that ran, or seem to."""
+    ran = []
+
+    def run_cell(command, out):
+        ran.append(command)
+        return json.dumps(documents()["perplexity"] if "perplexity" in command else {})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvalign.app.suites.suite.run_cell", run_cell)
+    monkeypatch.setattr("kvalign.eval.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: False)
+    (tmp_path / "own.yaml").write_text(AWAY)
+    return ran
+
+
+def test_what_the_hub_has_is_left_out_when_it_is_away(away, capfd):
+    """And what needs its output, however far; the first line helps, the last lists them."""
+    argv = ["eval", "run", "own.yaml", "--out", "results"]
+    assert main([*argv, "--json"]) == 1
+    captured = capfd.readouterr()
+    left_out = dict.fromkeys(("caches", "network", "of-network", "of-prompts"), "not run")
+    printed = json.loads(captured.out)
+    assert printed["cells"] == {**left_out, "table": "run", "of-table": "run"}
+    assert printed["report"] == "results/report.html"
+    first, *_, last = captured.err.strip().splitlines()
+    for words in (
+        "which does not answer: model someone/model, data set HuggingFaceH4/mt_bench",
+        "`hf download NAME --local-dir NAME`",
+        '--variables "model=FOLDER corpus=text:FILE prompts=own"',
+    ):
+        assert words in first
+    assert last.startswith("kvalign eval run: error: 4 of 6 cells were not run")
+    assert last.endswith("caches, network, of-network, of-prompts")
+    assert main(argv) == 1 and len(away) == 2  # what is finished is kept
+
+
+def test_a_suite_that_can_run_nothing_says_so_alone(away, tmp_path, capfd):
+    for name in ("paper-distilgpt2", "paper-smollm2"):
+        assert main(["eval", "run", name, "--out", "results"]) == 2
+        error = capfd.readouterr().err
+        assert error.startswith("kvalign eval run: error: not here or on the hub")
+        assert len(error.splitlines()) == 1 and "prompts=own" in error
+    assert away == [] and not (tmp_path / "results").exists()
+
+
+def test_variables_name_what_is_here(away, tmp_path):
+    """Folders in place of the hub's, or of the same names; nothing is asked for that is known."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "Salesforce" / "wikitext").mkdir(parents=True)
+    changed = "model=folder prompts=own"
+    assert lacks_of(parse_suite(AWAY, "own.yaml", variables=changed)) == {}
+    found = lacks_of(parse_suite(AWAY, "own.yaml", variables="model=llama-mini"))
+    assert found == {"of-prompts": {(DATA_SET, "HuggingFaceH4/mt_bench_prompts")}}
+
+
+def test_a_hub_that_answers_is_not_second_guessed(away, monkeypatch):
+    monkeypatch.setattr("kvalign.foundation.hub.is_reachable", lambda: True)
+    assert lacks_of(parse_suite(AWAY, "own.yaml")) == {}
 
 
 @pytest.mark.slow

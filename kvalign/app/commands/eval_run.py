@@ -1,11 +1,12 @@
 """`kvalign eval run`: run a suite of evaluations into a folder, cell by cell."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvalign.app.cli.next_steps import say_next
+from kvalign.foundation.errors import RunError
 from kvalign.foundation.settings import MOST_PROCESSES, Settings, option
 
 
@@ -15,7 +16,8 @@ class RunSettings(Settings):
 
     Suites: quick (minutes on a laptop), reference (the shipped models), paper-distilgpt2 and
     paper-smollm2 (the paper's tables and figures), paper-gpt2-mini (the same experiments on a
-    shipped model), or a .yaml file of your own.
+    shipped model), or a .yaml file of your own. Cells that need a hub which is away are left out,
+    and the first line says how to get what they need.
 
     Example:
         kvalign eval run quick --out results --override "--cache-sizes 32 --num-tokens 60"
@@ -31,7 +33,7 @@ class RunSettings(Settings):
         "another --model a cell loses the aligners that it names",
     )
     variables: str = option(
-        "", help='variables of the suite to change, such as "corpus=text:mine.txt num_labels=500"'
+        "", help='variables of the suite to change, such as "model=FOLDER corpus=text:mine.txt"'
     )
     ray: bool = option(False, help="run the cells side by side on Ray")
     ray_address: str | None = option(None, help="Ray cluster (default: start one here)")
@@ -43,15 +45,23 @@ class RunSettings(Settings):
     )
 
 
-def run(settings: RunSettings, as_json: bool) -> dict[str, Any]:
-    from kvalign.app.suites.suite import run_suite
+def run(settings: RunSettings, as_json: bool) -> None:
+    from kvalign.app.suites.suite import NOT_RUN, run_suite
     from kvalign.eval import write_report
 
     states = run_suite(settings)
-    page = write_report(settings.out)
-    if not as_json:
+    has_results = any(settings.out.glob("*.json"))  # preparations have none
+    page = str(write_report(settings.out)) if has_results else None
+    if as_json:
+        print(json.dumps({"out": str(settings.out), "cells": states, "report": page}))
+    else:
         before = f"{list(states.values()).count('kept')} of them from before"
         print(f"{len(states)} cells in {settings.out}, {before}", file=sys.stderr)
+    if page and not as_json:
         print(f"report: {page}")
         say_next("report", settings.out, "--terminal")
-    return {"out": str(settings.out), "cells": states, "report": str(page)}
+    if not_run := [name for name, state in states.items() if state == NOT_RUN]:
+        raise RunError(
+            f"{len(not_run)} of {len(states)} cells were not run, because what they need is "
+            f"missing (first line): {', '.join(not_run)}"
+        )

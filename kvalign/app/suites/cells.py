@@ -1,7 +1,7 @@
 """Cells from a suite's text: variables are filled in, flags overridden, commands checked."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvalign.app.cli import catalogue
@@ -11,6 +11,7 @@ from kvalign.eval.evaluations import EVALUATIONS, READERS
 from kvalign.eval.report.suite_file import Suite, parse_suite_text
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_text
+from kvalign.foundation.settings import Settings
 
 MAX_NAME = 100  # letters of a cell's name: it is a file's
 
@@ -22,6 +23,7 @@ class Cell:
     name: str  # unique in the suite; its document is NAME.json
     command: str  # `kvalign` first; {out} stands for the folder of the results, which may be moved
     is_preparation: bool = False  # others need it; what it prints may be any JSON document
+    settings: Settings = field(default_factory=Settings)  # of the command; a script has none
 
 
 def read_suite(name: str) -> str:
@@ -43,7 +45,7 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
     suite's.
     """
     suite = parse_suite_text(text, name)
-    changed = _changed(suite, variables, name)
+    values = values_of(suite, name, variables)
     steps = [*suite.prepare, *suite.cells]
     if not suite.cells:
         raise UserError(f"suite {name} has no cells: nothing to run")
@@ -59,12 +61,12 @@ def parse_suite(text: str, name: str, override: str = "", variables: str = "") -
             )
         where, is_preparation = f"suite {name}, cell {step.name}", number < len(suite.prepare)
         try:
-            words = suite.words(step, changed)
+            words = suite.words(step, values)
             _check_kind(words, is_preparation)
-            command, known_flags = _overridden(words, new, where)
+            command, settings, known_flags = _overridden(words, new, where)
         except ValueError as error:  # shlex's, too
             raise UserError(f"{where}: {error}") from error
-        cells.append(Cell(step.name, command, is_preparation))
+        cells.append(Cell(step.name, command, is_preparation, settings))
         known |= known_flags
     if useless := set(new) - known:
         raise UserError(f"suite {name} has no cell with {', '.join(sorted(useless))}")
@@ -85,9 +87,9 @@ def _check_kind(words: list[str], is_preparation: bool) -> None:
         raise UserError(f"leave out {', '.join(sorted(own))}: the suite sets it")
 
 
-def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
-    """The values of `variables`, a text of NAME=VALUE."""
-    changed = {}
+def values_of(suite: Suite, name: str, variables: str) -> dict[str, str]:
+    """The values of a suite's variables, changed by `variables`, a text of NAME=VALUE."""
+    values = dict(suite.variables)
     for word in _split("--variables", variables):
         variable, equals, value = word.partition("=")
         if not equals or variable not in suite.variables:
@@ -95,12 +97,14 @@ def _changed(suite: Suite, variables: str, name: str) -> dict[str, str]:
             raise UserError(
                 f"--variables takes NAME=VALUE of suite {name}'s variables ({known}), got {word!r}"
             )
-        changed[variable] = value
-    return changed
+        values[variable] = value
+    return values
 
 
-def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tuple[str, set[str]]:
-    """Checked command with the new flags that it has, and all that it has."""
+def _overridden(
+    words: list[str], new: dict[str, list[str]], where: str
+) -> tuple[str, Settings, set[str]]:
+    """Checked command with the new flags that it has, its settings, and all flags that it has."""
     command, words = catalogue.find(words)
     known = command.settings_for(words).flags()
     of_cell = _flags(words)
@@ -109,7 +113,7 @@ def _overridden(words: list[str], new: dict[str, list[str]], where: str) -> tupl
     flags = of_cell | {flag: values for flag, values in new.items() if flag in known}
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     settings, _ = parse(command.settings_for(words), words, f"{where}: kvalign {command.name}")
-    return settings.command_line(command.name), known
+    return settings.command_line(command.name), settings, known
 
 
 def _split(flag: str, text: str) -> list[str]:

@@ -16,24 +16,28 @@ from typing import Any
 
 from kvalign.app.cli.next_steps import PART_OF_RUN
 from kvalign.app.commands.eval_run import RunSettings
-from kvalign.app.suites.cells import Cell, parse_suite, read_suite
+from kvalign.app.suites.away import how_to_get, lacks_of
+from kvalign.app.suites.cells import Cell, parse_suite, read_suite, values_of
 from kvalign.eval.report.results_folder import PREPARED, SUITE_FILE
-from kvalign.eval.report.suite_file import filled_in
+from kvalign.eval.report.suite_file import filled_in, parse_suite_text
 from kvalign.foundation import progress
 from kvalign.foundation.cluster import ray_session
 from kvalign.foundation.errors import RunError, UserError
 from kvalign.foundation.files import locked, read_json, write_text
 from kvalign.foundation.runs import keeping
 
+NOT_RUN = "not run"
+
 
 def run_suite(settings: RunSettings) -> dict[str, str]:
     """Run the cells whose document is missing, preparations first and in order.
 
     Errors in the suite, its commands or the folder are raised before any work. Finished cells are
-    kept when one fails.
+    kept when one fails. Where the hub is away, the cells that need it are left out; UserError if
+    no other is left, and nothing is finished.
 
     Returns:
-        for each cell `run`, or `kept` if it was already finished.
+        for each cell `run`, `kept` if it was already finished, or `not run` if it needs the hub.
     """
     text = read_suite(settings.suite)
     cells = parse_suite(text, settings.suite, settings.override, settings.variables)
@@ -48,15 +52,23 @@ def run_suite(settings: RunSettings) -> dict[str, str]:
             f"{num_kept} of {len(cells)} cells are finished in {settings.out}" if num_kept else ""
         )
 
+    if lacks := lacks_of(missing):
+        suite = parse_suite_text(text, settings.suite)
+        said = how_to_get(lacks, values_of(suite, settings.suite, settings.variables))
+        if len(lacks) == len(cells):
+            raise UserError(said)
+        print(said, file=sys.stderr)
+    to_run = [cell for cell in missing if cell.name not in lacks]
     with locked(settings.out, kept), keeping(kept):
         write_text(path, text)
         try:
-            _run(missing, settings)
+            _run(to_run, settings)
         except UserError as error:
             if kept():
                 raise RunError(str(error)) from error
             raise
-    return {cell.name: "run" if cell in missing else "kept" for cell in cells}
+    ran = {cell.name: "run" for cell in to_run}
+    return {cell.name: ran.get(cell.name, "kept") for cell in cells} | dict.fromkeys(lacks, NOT_RUN)
 
 
 def _run(cells: list[Cell], settings: RunSettings) -> None:
