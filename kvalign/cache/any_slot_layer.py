@@ -162,8 +162,8 @@ class AnySlotLayer(StreamingLayer):
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         width = max(map(self.sizes.num_stored, seen))
-        held = KV(*(read(name, (width, head_dim), dtype) for name in KV._fields))
+        held = KV(*(read(name, (width, head_dim), dtype).clone() for name in KV._fields))
         self.lazy_initialization(*held)
         self.held = held
-        self.index = read("index", (width,), torch.int64)
-        self.scores = read("scores", (width,), torch.float32)
+        self.index = read("index", (width,), torch.int64).clone()
+        self.scores = read("scores", (width,), torch.float32).clone()

@@ -53,6 +53,7 @@ class Memory(Part):
     Attributes:
         form: of the stored entries.
         held: [B, H, S, width of the form]; S doubles until all slots are there.
+        base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in 4 bits, where the kernel searches; else None.
         alike: cosine of two keys from which the older entry is not taken back.
     """
@@ -63,6 +64,7 @@ class Memory(Part):
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         self.form = form_of(sizes, like.keys.dtype)
         self.held = like.map(lambda x: self.form.empty(x, 0))
+        self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
         has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
         self.sketch = Sketch(like.keys) if has_kernel else None
@@ -88,8 +90,11 @@ class Memory(Part):
             num = min(num_new - first, self.num_slots - slot)
             for held, x in zip(self.held, new.slots(first, num), strict=True):
                 held[rows, :, slot : slot + num] = x
+            keys = self.form.read(new.keys[:, :, first : first + num])
+            if not self.base[rows].any():
+                self.base[rows] = keys.float().mean(2, keepdim=True).nan_to_num(0, 0, 0)
             if self.sketch is not None:
-                self.sketch.write(rows, slot, self.form.read(new.keys[:, :, first : first + num]))
+                self.sketch.write(rows, slot, keys - self.base[rows])
             first += num
 
     @property
@@ -105,7 +110,7 @@ class Memory(Part):
     def _grow(self, num: int) -> None:
         """Have slots for so many entries, or all that there may be."""
         if self.num_slots < min(num, self.most):
-            num = max(num, 2 * self.num_slots, _SHORTEST) if self.grows else self.most
+            num = max(1 << (num - 1).bit_length(), _SHORTEST) if self.grows else self.most
             self._lengthen(_whole(min(num, self.most)))
 
     @lasting()
@@ -171,7 +176,7 @@ class Memory(Part):
     @lasting()
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self.held.keys.device)
-        self.held = self.held.rows(rows)
+        self.held, self.base = self.held.rows(rows), self.base[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
 
@@ -180,6 +185,7 @@ class Memory(Part):
         for other in others:
             other._lengthen(max(x.num_slots for x in others))
         self.held = cat((x.held for x in others), dim=0)
+        self.base = torch.cat([x.base for x in others])
         if self.sketch is not None:
             self.sketch.join([x.sketch for x in others if x.sketch is not None])
 

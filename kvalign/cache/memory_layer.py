@@ -137,9 +137,11 @@ class MemoryLayer(WindowLayer):
 
     def state(self) -> dict[str, Tensor]:
         held = self.memory.held.slots(0, self.memory.used(self.cache.seen))
-        return super().state() | {f"memory.{j}": x for j, x in enumerate(held)}
+        stored = {f"memory.{j}": x for j, x in enumerate(held)}
+        return super().state() | stored | {"base": self.memory.base}
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         super().restore(read, seen, head_dim, dtype)
         held = read_kv(read, "memory", self.memory.used(seen), head_dim, self.memory.form)
+        self.memory.base = read("base", (1, head_dim), torch.float32).clone()
         self.memory.put([self.sizes.num_sinks] * len(held.keys), held)

@@ -64,6 +64,8 @@ class Rows(NotPickled, ABC):
         if not self.seen:
             return
         rows = rows_of(rows, len(self.seen))
+        if rows == [*range(len(self.seen))]:
+            return
         with self.changing():
             self.settle()
             for part in self._parts():

@@ -2,9 +2,8 @@
 
     16 slots    [ D / 8 ] x [ 16 slots ] x [ 4 bytes ]    8 numbers of a key: 4 in the low halves
 
-A key less a base that all keys of a head share (the mean of those that came first), divided by a
-scale of its own, is rounded to 16 levels from -7.5 to 7.5. The base adds the same to all scores, so
-it is not kept in them.
+A key less its head's base (`Memory`), divided by a scale of its own, is rounded to 16 levels from
+-7.5 to 7.5. The base adds the same to all scores, so it is not kept in them.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ class Sketch:
     Attributes:
         numbers: [B, H, S / 16, D / 8, 16, 4] uint8.
         scales: [B, H, S] float32, of each key.
-        base: [B, H, 1, D], taken off each key; set by a row's first write.
     """
 
     def __init__(self, like: Tensor):
@@ -38,25 +36,18 @@ class Sketch:
             num_rows, num_heads, 0, head_dim // 8, BLOCK, 4, dtype=torch.uint8
         )
         self.scales = like.new_zeros(num_rows, num_heads, 0)
-        self.base = like.new_zeros(num_rows, num_heads, 1, head_dim)
-        self.is_new = [True] * num_rows
 
-    def write(self, rows: slice, slot: int, keys: Tensor) -> None:
-        """Write keys [B, H, T, D] into the slots from this one on."""
-        new = range(len(self.is_new))[rows]
-        if self.is_new[new[0]]:
-            self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
-            for row in new:
-                self.is_new[row] = False
-        apart = keys - self.base[rows]
-        scales = torch.linalg.vector_norm(apart, torch.inf, -1) / _MOST
-        levels = (apart / scales.clamp_min(1e-30)[..., None] + _MOST).round_().to(torch.uint8)
-        fours = levels.unflatten(-1, (-1, 2, 4))  # [B, H, T, D / 8, 2, 4]
-        fours = fours[..., 0, :] | fours[..., 1, :] << 4
-        slots = torch.arange(slot, slot + keys.shape[2])
-        by_slot = fours.permute(2, 0, 1, 3, 4)  # as indices that a slice parts come first
-        self.numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
-        self.scales[rows, :, slot : slot + keys.shape[2]] = scales
+    def write(self, rows: slice, slot: int, apart: Tensor) -> None:
+        """Write keys less their base, [B, H, T, D], into the slots from this one on."""
+        scales = apart.abs().amax(-1) / _MOST
+        levels = (apart / scales.clamp_min(1e-30)[..., None]).add_(_MOST).round_().to(torch.uint8)
+        fours = levels.view(torch.int32).unflatten(-1, (-1, 2))  # [B, H, T, D / 8, 2]
+        fours = fours[..., 0] | fours[..., 1] << 4
+        slots = torch.arange(slot, slot + apart.shape[2])
+        by_slot = fours.permute(2, 0, 1, 3)  # as indices that a slice parts come first
+        numbers = self.numbers.view(torch.int32)[..., 0]
+        numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
+        self.scales[rows, :, slot : slot + apart.shape[2]] = scales
 
     def lengthen(self, num_slots: int) -> None:
         """Have so many slots."""
@@ -67,11 +58,8 @@ class Sketch:
     @lasting()
     def select(self, rows: Tensor) -> None:
         self.numbers, self.scales = self.numbers[rows], self.scales[rows]
-        self.base, self.is_new = self.base[rows], [self.is_new[row] for row in rows.tolist()]
 
     @lasting()
     def join(self, others: Sequence["Sketch"]) -> None:
         self.numbers = torch.cat([x.numbers for x in others])
         self.scales = torch.cat([x.scales for x in others])
-        self.base = torch.cat([x.base for x in others])
-        self.is_new = [is_new for x in others for is_new in x.is_new]

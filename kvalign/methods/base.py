@@ -154,7 +154,7 @@ class Method(NotPickled, ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy that continues the same stream alone, on the same model."""
         method = self.new()
-        method.restore({name: x.clone() for name, x in self.state().items()})
+        method.restore(self.state())
         return method
 
     def select(self, rows: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class Method(NotPickled, ABC):
         raise UserError(f"streams of {self.name} cannot be saved")
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue the stream of `state`, tensors on the model's device.
+        """Continue the stream of `state`, tensors on any device, which stay as they are.
 
         Raises:
             UserError: it is not the state of this method and model.

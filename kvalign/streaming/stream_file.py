@@ -1,11 +1,13 @@
-"""Stream of text in one safetensors file: a conversation can continue after a restart.
+"""Stream of text in a safetensors file: a conversation can continue after a restart.
 
 The file contains the cache itself, not only the text. Its entries carry traces of evicted ones, so
-re-encoding the text would give another stream.
+re-encoding the text would give another stream. What a memory stores is in a second file
+(`memory_file.py`).
 """
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +26,13 @@ from kvalign.methods.base import Method
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
+from kvalign.streaming import memory_file
+from kvalign.streaming.memory_file import SUMS, Held, MemoryFile, is_of_memory
 
 _FORMAT = "kvalign stream 2"
 _BEFORE = "kvalign stream 1"
 _CHECKSUM = "sha256"
+STATE = "method."  # begins the names of the tensors of a method's state
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -42,6 +47,8 @@ class SavedStream(BaseModel):
         num_fed: tokens that the method has been fed.
         num_new: tokens that were generated since the last input.
         notes: see `TextStream`.
+        memory_file: where its memory is; None: there is none, or it is in the file itself, as older
+            versions wrote it.
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -71,18 +78,43 @@ class SavedStream(BaseModel):
     weights: str | None = None
     tokenizer: str | None = None
     notes: dict[str, str] = {}
+    memory_file: MemoryFile | None = None
 
 
 def write(path: Path, saved: SavedStream, tensors: dict[str, Tensor]) -> str:
-    """Write a stream. An existing file is replaced when the new one is complete.
+    """Write a stream. An existing file is replaced when the new one is complete. Of a memory only
+    what is new is written.
 
     Returns:
         its checksum, over tokens, cache and information; see `checksum_of`.
     """
-    metadata = {"format": _FORMAT, "stream": saved.model_dump_json()}
-    metadata[_CHECKSUM] = _checksum(metadata["stream"], tensors)
-    write_whole(path, lambda partial: save_file(tensors, partial, metadata))
+    tensors, before = dict(tensors), _memory_of(path)
+    held = [tensors[name] for name in _of_memory(tensors)]
+    file, counts, metadata = None, before and before[0], {"format": _FORMAT}
+
+    def write_both(partial: Path) -> None:
+        nonlocal file
+        if held and held[0].shape[2]:
+            entries = Held(held, int(tensors[STATE + "seen"]) - saved.num_sinks)
+            file, tensors[SUMS] = memory_file.write(path, entries, before)
+        for name, x in tensors.items():
+            tensors[name] = (x[:, :, :0] if is_of_memory(name) else x).cpu().contiguous()
+        about = saved.model_copy(update={"memory_file": file}).model_dump_json()
+        metadata.update(stream=about, **{_CHECKSUM: _checksum(about, tensors)})
+        save_file(tensors, partial, metadata)
+
+    try:
+        write_whole(path, write_both)
+        counts = file
+    finally:
+        memory_file.remove(path, but=counts)
     return metadata[_CHECKSUM]
+
+
+def remove(path: Path) -> None:
+    """Remove a stream's files."""
+    path.unlink(missing_ok=True)
+    memory_file.remove(path)
 
 
 def checksum_of(path: Path) -> str:
@@ -100,16 +132,31 @@ def checksum_of(path: Path) -> str:
 
 def about(path: Path) -> SavedStream:
     """Return the information in a file about its stream, without its tensors. Raises as `read`."""
-    return read(path, tensors=False)[0]
+    return _read(path, names=())[0]
 
 
-def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tensor]]:
-    """Return the information in a file about its stream, with fields checked, and its tensors, if
-    they are wanted.
+def read(path: Path) -> tuple[SavedStream, dict[str, Tensor]]:
+    """Return the information in a file about its stream, with fields checked, and its tensors,
+    those of its memory among them.
 
     Raises:
         NotFoundError: no such file.
-        UserError: it is not a saved stream, or was changed after it was written.
+        UserError: it is not a saved stream, or was changed after it was written; the same for the
+            file of its memory.
+    """
+    saved, tensors = _read(path)
+    if saved.memory_file is not None:
+        names, sums = _of_memory(tensors), tensors.pop(SUMS, torch.empty(0))
+        held = memory_file.read(path, saved.memory_file, sums, [tensors[x] for x in names])
+        tensors.update(zip(names, held, strict=True))
+    return saved, tensors
+
+
+def _read(
+    path: Path, names: Collection[str] | None = None
+) -> tuple[SavedStream, dict[str, Tensor]]:
+    """The same of the file alone, with its checksum compared; or some of its tensors, if they are
+    there.
     """
     wrong = f"{path} is not a stream that kvalign saved"
     try:
@@ -125,17 +172,36 @@ def read(path: Path, tensors: bool = True) -> tuple[SavedStream, dict[str, Tenso
             if metadata.get("format") != _FORMAT:
                 raise UserError(wrong)
             said = parse_json(metadata.get("stream", ""), wrong)
-            names = file.keys() if tensors else ()
-            held = {name: file.get_tensor(name) for name in names}
+            wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+            held = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise NotFoundError(f"no saved stream {path}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{wrong}: {error}") from None
-    if tensors:
+    if names is None:
         found = _checksum(metadata.get("stream", ""), held)
         if metadata.get(_CHECKSUM, found) != found:
             raise UserError(f"{path} is damaged: its checksum differs")
     return checked(SavedStream, said, wrong), held
+
+
+def _memory_of(path: Path) -> tuple[MemoryFile, Tensor] | None:
+    """What a stream's file says of its memory, if it has one; see `memory_file.write`."""
+    try:
+        saved, tensors = _read(path, names=[SUMS])
+    except UserError:
+        return None
+    return (saved.memory_file, tensors[SUMS]) if saved.memory_file and SUMS in tensors else None
+
+
+def _of_memory(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors of a memory."""
+    return sorted(name for name in tensors if is_of_memory(name))
+
+
+def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the method among the tensors of a stream."""
+    return {name.removeprefix(STATE): x for name, x in tensors.items() if name.startswith(STATE)}
 
 
 def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
@@ -154,7 +220,7 @@ def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrained
         raise UserError(f"its ids must be below {model.config.vocab_size}")
     check_finite(tensors.items(), "its entries")
     num_fed, num_new = saved.num_fed, saved.num_new
-    has_state = any(name.startswith("method.") for name in tensors)
+    has_state = any(name.startswith(STATE) for name in tensors)
     if not 0 <= num_new <= len(ids) or (num_fed > 0) != has_state:
         raise UserError("its numbers of tokens are inconsistent")
     if not (0 <= num_fed < len(ids) if len(ids) else num_fed == 0):

@@ -33,9 +33,8 @@ from kvalign.streaming.answer import Answer
 from kvalign.streaming.generation import end_ids, stream_tokens
 from kvalign.streaming.lookup import check_lookup
 from kvalign.streaming.sampling import Sampling, SamplingConfig, StreamConfig
-from kvalign.streaming.stream_file import SavedStream
+from kvalign.streaming.stream_file import STATE, SavedStream
 
-STATE = "method."  # what a tensor of the method's own state is called by in a file
 _SIZES = tuple(field.name for field in fields(CacheSizes))
 
 
@@ -159,8 +158,9 @@ class TextStream(NotPickled):
         }
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to continue to one safetensors file; see `load_stream`. A stream
-        without input can be saved, too, and begins when it is fed.
+        """Write everything needed to continue to a safetensors file; see `load_stream`. A memory
+        goes to a file beside it (`PATH.memory.0` or `.1`), to which later saves append what is new.
+        A stream without input can be saved, too, and begins when it is fed.
         """
         self._whole.check()
         place = Path(typed("path", path, Path))
@@ -180,7 +180,7 @@ class TextStream(NotPickled):
             tokenizer=stream_file.tokenizer_digest(self.tokenizer),
             notes=self.notes,
         )
-        tensors = {STATE + name: x.cpu().contiguous() for name, x in method.state().items()}
+        tensors = {STATE + name: x for name, x in method.state().items()}
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int64)
         tensors["generator"] = self.generator.get_state()
         stream_file.write(place, saved, tensors)
@@ -309,8 +309,7 @@ def load_stream(
         if saved.tokenizer not in (None, stream_file.tokenizer_digest(tokenizer)):
             raise UserError(f"it was made with another tokenizer: give that of {saved.base_model}")
         device = method.model.device
-        state = {name: x.to(device) for name, x in tensors.items() if name.startswith(STATE)}
-        method.restore({name.removeprefix(STATE): x for name, x in state.items()})
+        method.restore(stream_file.state_of(tensors))
         same_seed = loaded.sampling.seed == saved.sampling.get("seed")
         if saved.device == device.type and same_seed:
             loaded.generator.set_state(tensors["generator"])

@@ -2,6 +2,9 @@
 left.
 """
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.changed_stream import change_stream
@@ -123,37 +126,98 @@ DAMAGED = {
 }
 
 
-GOING_ON = [*SINGLE["chat"][:-2], "--state", "talk.safetensors", "--max-new-tokens", "2"]
+TALK, MEMORY = "talk.safetensors", "talk.safetensors.memory.0"
+GOING_ON = [*SINGLE["chat"][:-2], "--state", TALK, "--max-new-tokens", "2"]
 
 
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory):
-    """The bytes of a conversation with a memory."""
-    path = tmp_path_factory.mktemp("talk") / "talk.safetensors"
-    argv = [*SINGLE["chat"], "--state", str(path), "--cache-size", "20", "--max-new-tokens", "60"]
-    assert main([*argv, "--memory", "100", "--num-recalled", "4"]) == 0
-    return path.read_bytes()
+    """The folder of a conversation with a memory."""
+    folder = tmp_path_factory.mktemp("talk")
+    argv = [*SINGLE["chat"], "--state", str(folder / TALK), "--cache-size", "20"]
+    argv += ["--max-new-tokens", "60", "--memory", "100", "--num-recalled", "4"]
+    assert main(argv) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(talk, tmp_path, monkeypatch):
+    """A copy of it, which is the current folder."""
+    shutil.copytree(talk, tmp_path / "talk")
+    monkeypatch.chdir(tmp_path / "talk")
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_conversations_with_a_damaged_memory(what, talk, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.safetensors").write_bytes(talk)
+def test_conversations_with_a_damaged_memory(what, copied, capfd):
     change, message = DAMAGED[what]
-    change_stream(tmp_path / "talk.safetensors", change)
+    change_stream(Path(TALK), change, in_one=True)
+    refused(GOING_ON, message, capfd)
+
+
+def of_file(**changes):
+    """A change of what a stream says of the file of its memory."""
+    return lambda t, a: a["memory_file"].update(changes)
+
+
+def of_empty(shape):
+    """Another shape of the keys that stand for those in the file."""
+    return lambda t, a: t.update({"method.0.memory.0": torch.empty(shape)})
+
+
+NOT_SAVED = "is not a stream that kvalign saved"
+WRONG_PLACES = {
+    "another file": (of_file(number=1), f"{MEMORY[:-1]}1, which is missing: copy both files"),
+    "no such file": (of_file(number="../x"), "memory_file.number: Input should be"),
+    "more of it": (of_file(end=10**30), "is damaged: it is shorter than"),
+    "less of it": (of_file(end=5), NOT_SAVED),
+    "another part": (of_file(first=30), NOT_SAVED),
+    "no place": (lambda t, a: a.update(memory_file=None), "a stream's 0.memory.0 must be"),
+    "no checksums": (lambda t, a: t.pop("memory.crc32"), NOT_SAVED),
+    "few checksums": (
+        lambda t, a: t.update({"memory.crc32": t["memory.crc32"][1:].clone()}),
+        "a stream's 0.memory.0 must be",
+    ),
+    "other checksums": (lambda t, a: t["memory.crc32"].add_(1), "its checksum differs"),
+    "wide": (of_empty((1, 10**9, 0, 10**9)), "is damaged: it is shorter than"),
+    "empty": (of_empty((1, 0, 0, 0)), "is damaged: its checksum differs"),
+    "flat": (of_empty((0,)), NOT_SAVED),
+    "two rows": (of_empty((2, 2, 0, 8)), NOT_SAVED),
+    "no keys": (
+        lambda t, a: [t.pop(name) for name in list(t) if ".memory." in name],
+        NOT_SAVED,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_PLACES)
+def test_conversations_that_say_another_place_of_their_memory(what, copied, capfd):
+    change, message = WRONG_PLACES[what]
+    change_stream(Path(TALK), change)
+    refused(GOING_ON, message, capfd)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Path.unlink, f"{TALK} has its memory in {MEMORY}, which is missing: copy both files"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is shorter than"),
+        (lambda path: path.write_bytes(b"\1" + path.read_bytes()[1:]), "its checksum differs"),
+        (lambda path: (path.unlink(), path.mkdir()), "which is missing"),
+    ],
+)
+def test_a_memory_whose_file_is_not_the_one_that_was_written(change, message, copied, capfd):
+    change(Path(MEMORY))
     refused(GOING_ON, message, capfd)
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
-def test_conversations_cut_short(share, talk, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.safetensors").write_bytes(talk[: int(share * len(talk))])
-    refused(GOING_ON, "is not a stream that kvalign saved", capfd)
+def test_conversations_cut_short(share, copied, capfd):
+    whole = Path(TALK).read_bytes()
+    Path(TALK).write_bytes(whole[: int(share * len(whole))])
+    refused(GOING_ON, NOT_SAVED, capfd)
 
 
-def test_a_conversation_keeps_its_own_memory(talk, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.safetensors").write_bytes(talk)
+def test_a_conversation_keeps_its_own_memory(copied, capfd):
     refused([*GOING_ON, "--memory", "50"], "has its own --memory", capfd)
     refused([*GOING_ON, "--num-recalled", "8"], "has its own --num-recalled", capfd)
 
@@ -163,7 +227,7 @@ SERVED = dict(cache_size=20, memory=100, num_recalled=4, method="streaming-llm")
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """The file of a session with a memory, and its bytes."""
+    """The folder of a session with a memory."""
     folder = tmp_path_factory.mktemp("sessions")
     loaded = load_model("llama-mini")
     with serving(loaded, sessions=folder, **SERVED) as server, server.client() as client:
@@ -173,8 +237,7 @@ def session(tmp_path_factory):
             max_tokens=40,
             extra_body={"session": "one"},
         )
-    (path,) = folder.glob("*.safetensors")
-    return path.name, path.read_bytes()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -182,15 +245,17 @@ def served_model():
     return load_model("llama-mini")
 
 
-@pytest.mark.parametrize("what", [*DAMAGED, "cut short", "served otherwise"])
+@pytest.mark.parametrize("what", [*DAMAGED, "cut short", "no memory file", "served otherwise"])
 def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
     """One that is damaged is left alone, in one line; one of other sizes ends the start."""
-    name, content = session
-    path = tmp_path / "talks" / name
-    path.parent.mkdir()
-    path.write_bytes(content if what != "cut short" else content[: len(content) // 2])
+    shutil.copytree(session, tmp_path / "talks")
+    (path,) = (tmp_path / "talks").glob("*.safetensors")
     if what in DAMAGED:
-        change_stream(path, DAMAGED[what][0])
+        change_stream(path, DAMAGED[what][0], in_one=True)
+    elif what == "cut short":
+        path.write_bytes(path.read_bytes()[:1000])
+    elif what == "no memory file":
+        path.with_name(path.name + ".memory.0").unlink()
     how = SERVED | ({"memory": 50} if what == "served otherwise" else {})
     settings = ServeSettings(model="llama-mini", sessions=path.parent, **how)
     try:
@@ -200,4 +265,4 @@ def test_sessions_with_a_damaged_memory(what, session, served_model, tmp_path):
         said, has_begun = str(error), False
     assert what != ("served otherwise" if has_begun else "cut short")
     assert said.startswith("not changed: ") or "use the former settings" in said
-    assert name in said and "\n" not in said
+    assert path.name in said and "\n" not in said

@@ -248,6 +248,36 @@ def test_a_damaged_file_keeps_nobody_from_starting_and_can_be_reset(loaded, tmp_
         assert (tmp_path / "notes.safetensors").exists()
 
 
+def test_a_memory_is_in_a_file_of_its_own_that_goes_with_its_session(loaded, tmp_path):
+    """A turn appends to it, and writes it not again."""
+    how = dict(cache_size=48, memory=300, sessions=tmp_path)
+    with serving(loaded, max_sessions=1, **how) as server:
+        text(ask(server, "Who?", "s"))
+        (path, memory) = files(tmp_path)
+        assert memory.name == path.name + ".memory.0"
+        before = memory.read_bytes()
+        text(ask(server, "Why?", "s"))
+        assert memory.read_bytes()[: len(before)] == before != memory.read_bytes()
+        assert memory.stat().st_size < len(before) * 3
+        expected = ask(server, "When?", "s")
+    for change, word in (
+        (lambda x: with_one_byte_changed(x, None), "damaged"),
+        (os.unlink, "missing"),
+    ):
+        shutil.copytree(tmp_path, folder := tmp_path.with_name(word))
+        change(folder / memory.name)
+        with serving(loaded, **how | {"sessions": folder}) as server:
+            assert word in server.service.said_of_folder()
+            is_refused(ask(server, "Why?", "s"), 500, "session_damaged", tmp_path)
+            assert forget(server, "s").status_code == 200 and files(folder) == []
+    with serving(loaded, max_sessions=1, **how) as server:
+        assert num_cached(ask(server, "When?", "s")) > num_cached(expected) > 0
+        text(ask(server, "Who?", "other"))
+        assert len(files(tmp_path)) == 2, "the first had to go"
+        with_one_byte_changed(files(tmp_path)[1], None)
+        is_refused(ask(server, "Why?", "other"), 500, "session_damaged", tmp_path)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -10,7 +10,7 @@ from load import served, turn_of
 
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import LOCK
-from kvalign.streaming.stream_file import read
+from kvalign.streaming import memory_file, stream_file
 
 SERVED = ("gpt2-mini", "--cache-size", "48")
 
@@ -51,10 +51,15 @@ async def _hold_all(talks, address, until_turn, process=None, num_more=0):
 
 def _damage(path: Path) -> str:
     try:
-        read(path)
+        stream_file.read(path)
     except UserError as error:
         return str(error)
     return ""
+
+
+def _memory_of(path: Path) -> list[str]:
+    file = stream_file.about(path).memory_file
+    return [] if file is None else [memory_file.place(path, file.number).name]
 
 
 def attack_sessions(
@@ -75,20 +80,21 @@ def attack_sessions(
     found: dict[str, Any] = {"command": "serve", "kills": 0, "corrupt": [], "lost": []}
     with served(*SERVED, *flags) as (address, _):
         asyncio.run(_hold_all(talks, address, 1))
-    files = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.glob("[!.]*.safetensors")}
     for _ in range(num_kills):
         with served(*SERVED, *flags) as (address, process):
             num_more = rng.randint(1, 60)
             broken = asyncio.run(_hold_all(talks, address, 10**9, process, num_more))
         assert all(isinstance(one, openai.APIConnectionError) for one in broken), broken
         found["kills"] += 1
-        there = list(folder.glob("[!.]*"))
+        there = list(folder.glob("[!.]*.safetensors"))
         found["corrupt"] += [wrong for path in there if (wrong := _damage(path))]
-        found["lost"] += sorted(files - {LOCK, *(path.name for path in there)})
+        found["lost"] += sorted(names - {path.name for path in there})
     num_turns = max(map(len, talks.values())) // 2 + 1
     with served(*SERVED, *flags) as (address, _):
         asyncio.run(_hold_all(talks, address, num_turns))
-    found["left_over"] = sorted({path.name for path in folder.iterdir()} - files)
+    expected = names | {name for one in names for name in _memory_of(folder / one)}
+    found["left_over"] = sorted({path.name for path in folder.iterdir()} ^ {LOCK, *expected})
     undisturbed: dict[str, list] = {name: [] for name in talks}
     with served(*SERVED, *more) as (address, _):
         asyncio.run(_hold_all(undisturbed, address, num_turns))

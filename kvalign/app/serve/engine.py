@@ -153,7 +153,7 @@ class Engine(threading.Thread):
             part, turn.left = turn.left[:PART], turn.left[PART:]
             try:
                 if turn.state is not None:
-                    turn.method.restore({name: x.clone() for name, x in turn.state.items()})
+                    turn.method.restore(turn.state)
                     turn.state = None
                 logits = turn.method.feed(part[None].to(turn.method.model.device))
                 self.metrics.fed.inc(len(part))
@@ -173,7 +173,9 @@ class Engine(threading.Thread):
             begun[turn.method.sizes.num_sinks] += going
         for num_sinks, pairs in begun.items():
             methods = [turn.method for turn in dict.fromkeys(turn for turn, _ in pairs)]
-            group = self._groups.setdefault(num_sinks, _Group(methods[0].new()))
+            if num_sinks not in self._groups:
+                self._groups[num_sinks] = _Group(methods.pop(0))
+            group = self._groups[num_sinks]
             group.rows += pairs
             try:
                 group.batch.join(methods)

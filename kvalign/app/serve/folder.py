@@ -19,8 +19,7 @@ from kvalign.methods.base import Method
 from kvalign.models.packed import weights_of
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
-from kvalign.streaming.stream_file import SavedStream
-from kvalign.streaming.text_stream import STATE
+from kvalign.streaming.stream_file import STATE, SavedStream
 
 log = logging.getLogger(__name__)
 _ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
@@ -61,7 +60,7 @@ class InFolder(Store):
         found, num_unnamed = [], 0
         for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
             try:
-                session = replace(self._read(path), state=None)
+                session = self._read(path)
             except DamagedError as error:
                 self.left.append(str(error))
                 continue
@@ -111,27 +110,27 @@ class InFolder(Store):
             tokenizer=self.tokenizer_digest,
             notes=notes,
         )
-        tensors = {STATE + name: x.cpu().contiguous() for name, x in session.state.items()}
+        tensors = {STATE + name: x for name, x in session.state.items()}
         tensors["ids"] = session.ids
         tensors["generator"] = torch.Generator().get_state()
         checksum = stream_file.write(path, saved, tensors)
         return replace(session, state=None, checksum=checksum)
 
     def state(self, session: Session) -> dict[str, Tensor]:
+        path = self._path(session.id)
         try:
-            found = self._read(self._path(session.id))
+            if stream_file.checksum_of(path) != session.checksum:
+                raise UserError(f"{path} was changed by another program")
+            _, tensors = stream_file.read(path)
         except UserError as error:
             log.error("a session cannot continue: %s", error)
             raise damaged(session.id) from None
-        if found.checksum != session.checksum:
-            raise damaged(session.id)
-        assert found.state is not None
-        return found.state
+        return stream_file.state_of(tensors)
 
     def drop(self, name: str) -> bool:
         path = self._path(name)
         is_there = path.exists()
-        path.unlink(missing_ok=True)
+        stream_file.remove(path)
         return is_there
 
     def _path(self, name: str) -> Path:
@@ -139,7 +138,9 @@ class InFolder(Store):
         return self.folder / (hashlib.sha256(name.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _read(self, path: Path) -> Session:
-        """The session in a file; UserError for one of another model, method or size."""
+        """The session in a file, without its state; UserError for one of another model, method or
+        size.
+        """
         checksum = stream_file.checksum_of(path)
         try:
             saved, tensors = stream_file.read(path)
@@ -166,16 +167,14 @@ class InFolder(Store):
             turns = tuple(int(x) for x in saved.notes.get(_TURNS, "").split(",") if x)
             number = int(saved.notes.get(_NUMBER, "0"))
             stream_file.check_fits(saved, tensors, method.model)
-            state = {k.removeprefix(STATE): x for k, x in tensors.items() if k.startswith(STATE)}
-            device = method.model.device
-            state = {name: x.to(device) for name, x in state.items()}
-            method.restore(state)
+            method.restore(stream_file.state_of(tensors))
         except DamagedError:
             raise
         except (KeyError, ValueError) as error:
             raise DamagedError(f"cannot continue the session in {path}: {error}") from None
         return Session(
             id=saved.notes[_ID],
+            state=None,
             **{name: saved.notes.get(name, "") for name in _WORDS},
             system=saved.notes.get(SYSTEM),
             num_sinks=saved.num_sinks,
@@ -183,7 +182,6 @@ class InFolder(Store):
             num_fed=saved.num_fed,
             num_new=saved.num_new,
             turns=turns,
-            state=state,
             checksum=checksum,
             number=number,
         )

@@ -1,0 +1,186 @@
+"""File of a saved stream's memory, beside the stream's own.
+
+    NAME             the stream; of its memory only where that is
+    NAME.memory.0    [ keys and values of one token, in all layers ] x tokens; or NAME.memory.1
+
+A save appends the tokens that are new. What lies behind those that NAME counts is never read, so a
+save that is killed changes nothing. If the file has another stream, or more than twice the tokens
+of a full memory, a save writes the other of the two files. The first goes once NAME says so.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+from zlib import crc32
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from kvalign.foundation.errors import UserError
+
+SUMS = "memory.crc32"
+"""Tensor of a stream's file: [S] int64, of the record of each stored token."""
+_AT_ONCE = 2**22  # bytes
+_COMPARED = 16
+_Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class MemoryFile(BaseModel):
+    """Where the memory of a stream is.
+
+    Attributes:
+        number: of the file, 0 or 1.
+        first, end: tokens after the sinks, counted from 0: that of the file's first record, and the
+            one after the last that counts.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    number: Annotated[int, Field(strict=True, ge=0, le=1)]
+    first: _Count
+    end: _Count
+
+
+def is_of_memory(name: str) -> bool:
+    """Return whether a tensor of a state, by its name, has entries of a memory."""
+    return ".memory." in name
+
+
+def place(stream: Path, number: int) -> Path:
+    """The file of this number beside a stream's own."""
+    return stream.with_name(f"{stream.name}.memory.{number}")
+
+
+def remove(stream: Path, but: MemoryFile | None = None) -> None:
+    """Remove the files beside a stream's own, except one."""
+    for number in (0, 1):
+        if but is None or number != but.number:
+            place(stream, number).unlink(missing_ok=True)
+
+
+class Held:
+    """Stored entries of a memory, as records of tokens of `record_len` bytes.
+
+    Args:
+        tensors: [1, H, S, width], keys and values of all layers; the entry of token j is in slot
+            j mod S.
+        end: the token after the newest.
+    """
+
+    def __init__(self, tensors: list[Tensor], end: int):
+        self.tensors, self.end = tensors, end
+        self.num_slots = tensors[0].shape[2]
+        self.first = end - self.num_slots
+        self.widths = [*map(_width, tensors)]
+        self.record_len = sum(self.widths)
+
+    def spans(self, first: int) -> Iterator[slice]:
+        """Slots of the tokens from this one on, in pieces."""
+        most = max(1, _AT_ONCE // self.record_len)
+        while first < self.end:
+            slot = first % self.num_slots
+            num = min(most, self.end - first, self.num_slots - slot)
+            yield slice(slot, slot + num)
+            first += num
+
+    def records(self, slots: slice) -> Tensor:
+        """Records [T, bytes] uint8 of some slots."""
+        parts = (x[0, :, slots].transpose(0, 1).flatten(1).cpu() for x in self.tensors)
+        return torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
+
+    def put(self, slots: slice, records: Tensor) -> None:
+        """Write records into some slots."""
+        for x, part in zip(self.tensors, records.split(self.widths, 1), strict=True):
+            x[0, :, slots] = part.view(x.dtype).unflatten(1, (x.shape[1], -1)).transpose(0, 1)
+
+    def sum_of(self, token: int) -> int:
+        """CRC-32 of a token's record."""
+        slot = token % self.num_slots
+        return _sums(self.records(slice(slot, slot + 1)))[0]
+
+
+def write(
+    stream: Path, held: Held, before: tuple[MemoryFile, Tensor] | None
+) -> tuple[MemoryFile, Tensor]:
+    """Write the records that the stream's file does not have yet.
+
+    Args:
+        before: what the stream's file says now, and its `SUMS`, if it has a memory.
+
+    Returns:
+        what it shall say, and its `SUMS`.
+    """
+    if before is not None and _begins(stream, held, *before):
+        file, sums = before
+    else:
+        number = 0 if before is None else 1 - before[0].number
+        file, sums = MemoryFile(number=number, first=held.first, end=held.first), torch.empty(0)
+        place(stream, number).unlink(missing_ok=True)
+    new: list[int] = []
+    with place(stream, file.number).open("r+b" if file.end > file.first else "wb") as out:
+        out.seek((file.end - file.first) * held.record_len)
+        for slots in held.spans(file.end):
+            records = held.records(slots)
+            new += _sums(records)
+            out.write(records.numpy().data)
+    sums = torch.cat([sums.long(), torch.tensor(new, dtype=torch.int64)])
+    return file.model_copy(update={"end": held.end}), sums[-held.num_slots :]
+
+
+def _begins(stream: Path, held: Held, file: MemoryFile, sums: Tensor) -> bool:
+    """Return whether the records of a stream's file begin those of a memory, as far as some of
+    them, the last among them, tell; and whether the file has room.
+    """
+    first, path = file.end - len(sums), place(stream, file.number)
+    if not first <= held.first < file.end <= held.end:
+        return False
+    if held.end - file.first > 2 * held.num_slots or not path.is_file():
+        return False
+    if path.stat().st_size < (file.end - file.first) * held.record_len:
+        return False
+    both = range(held.first, file.end)
+    compared = [*both[:: len(both) // _COMPARED + 1], both[-1]]
+    return all(held.sum_of(token) == sums[token - first] for token in compared)
+
+
+def read(stream: Path, file: MemoryFile, sums: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a stream's memory [1, H, S, width].
+
+    Args:
+        sums: `SUMS` of the stream's file.
+        like: empty tensors [1, H, 0, width].
+
+    Raises:
+        UserError: the file is missing, or was changed after it was written.
+    """
+    is_whole = sums.dtype == torch.int64 and 0 < len(sums) <= file.end - file.first
+    if not is_whole or not like or any(x.dim() != 4 or x.shape[::2] != (1, 0) for x in like):
+        raise UserError(f"{stream} is not a stream that kvalign saved")
+    path = place(stream, file.number)
+    if not path.is_file():
+        raise UserError(f"{stream} has its memory in {path}, which is missing: copy both files")
+    record_len = sum(map(_width, like))
+    if path.stat().st_size < max(1, record_len) * (file.end - file.first):
+        raise UserError(f"{path} is damaged: it is shorter than {stream.name} says")
+    held = Held([x.new_empty(1, x.shape[1], len(sums), x.shape[3]) for x in like], file.end)
+    known = iter(sums.tolist())
+    with path.open("rb") as source:
+        source.seek((held.first - file.first) * record_len)
+        for slots in held.spans(held.first):
+            records = torch.empty(slots.stop - slots.start, record_len, dtype=torch.uint8)
+            source.readinto(records.numpy().data)
+            if any(found != next(known) for found in _sums(records)):
+                raise UserError(f"{path} is damaged: its checksum differs")
+            held.put(slots, records)
+    return held.tensors
+
+
+def _width(entries: Tensor) -> int:
+    """Bytes of one token in entries [1, H, S, width]."""
+    return entries.shape[1] * entries.shape[3] * entries.element_size()
+
+
+def _sums(records: Tensor) -> list[int]:
+    """CRC-32 of each record."""
+    return [crc32(record) for record in records.numpy()]
