@@ -31,6 +31,7 @@ TO_MAKE = {
     "latency/batch32-again",
     "latency/recompute",
     "llama-mini/perplexity",
+    "networks/value-gate",
     "scripts/long-prompts",
     "scripts/throughput",
 }
