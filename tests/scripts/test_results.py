@@ -31,7 +31,6 @@ TO_MAKE = {
     "latency/batch32-again",
     "latency/recompute",
     "llama-mini/perplexity",
-    "networks/value-gate",
     "scripts/long-prompts",
     "scripts/throughput",
 }
