@@ -64,7 +64,8 @@ class Memory(Part):
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
         self.form = form_of(sizes, like.keys.dtype)
         self.held = like.map(lambda x: self.form.empty(x, 0))
-        self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
+        with lasting():
+            self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
         has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
         self.sketch = Sketch(like.keys) if has_kernel else None

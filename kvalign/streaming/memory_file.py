@@ -27,7 +27,7 @@ _Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class MemoryFile(BaseModel):
-    """Where the memory of a stream is.
+    """Place of a stream's memory.
 
     Attributes:
         number: of the file, 0 or 1.

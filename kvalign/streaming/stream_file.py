@@ -186,7 +186,7 @@ def _read(
 
 
 def _memory_of(path: Path) -> tuple[MemoryFile, Tensor] | None:
-    """What a stream's file says of its memory, if it has one; see `memory_file.write`."""
+    """Place and checksums of the memory of a stream, as its file says, if it has one."""
     try:
         saved, tensors = _read(path, names=[SUMS])
     except UserError:
