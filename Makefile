@@ -8,6 +8,8 @@ SLOW := slow or browser or ray
 # One thread a process: the tests' tensors are small, and the processes are as many as the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 export TOKENIZERS_PARALLELISM := false
+# Images often switch bytecode off. Then each process compiles torch and transformers anew, for five seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo smollm2 test test-slow test-long test-browser coverage docs results tables lint format wheel-test clean
 

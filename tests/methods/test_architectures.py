@@ -157,7 +157,7 @@ def test_rows_go_on_as_each_alone(case, name, made, ids):
     ],
 )
 def test_it_keeps_to_the_invariants(case, name, made):
-    changes = dict(invariants=ROWS, num_steps=45) if case in FAST else {}
+    changes = dict(invariants=ROWS, num_steps=45) if case in FAST else dict(num_steps=100)
     outcomes = kvalign.verify(made(case), lambda model: stream(name, model), **changes)
     assert not [x for x in outcomes if x.state == "failed"]
     assert sum(x.state == "passed" for x in outcomes) >= 4

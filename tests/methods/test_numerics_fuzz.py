@@ -1,4 +1,4 @@
-"""Thousands of random streams against plain loops over models of transformers, which share no code
+"""Hundreds of random streams against plain loops over models of transformers, which share no code
 with the package: architectures, methods, sizes, policies, memories, precisions, pieces in which an
 input comes, rows that join, leave and are saved, steps that fail.
 
@@ -8,7 +8,8 @@ at other places, so neither is the other's bound, but one that is wrong is furth
 What a policy evicts and a memory takes back is a choice that rounding turns: loops follow it, and
 judge it by scores that may be as far off.
 
-KVALIGN_FUZZ_SEED repeats a run; it is printed with what was found.
+KVALIGN_FUZZ_SEED repeats a run; it is printed with what was found. KVALIGN_FUZZ_CASES makes it
+longer.
 """
 
 import os
@@ -27,7 +28,7 @@ from kvalign.models.attention import REGISTERED
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KVALIGN_FUZZ_SEED") or secrets.randbelow(2**32))
-CASES = 200  # of each architecture
+CASES = int(os.environ.get("KVALIGN_FUZZ_CASES") or 60)  # of each architecture, others each time
 found: Counter = Counter()
 worst: dict[str, float] = {}  # in half precision as a share of what the plain loop is
 
