@@ -29,6 +29,7 @@ def default_size(
     longest: int | None = None,
     realign_every: int | None = None,
     num_streams: int = 1,
+    cache_dtype: str | None = None,
 ) -> DefaultSize:
     """The smallest of four limits: the context length, the aligner's largest cache, a quarter of
     the free memory, and `MOST`. For the shipped mini models `OF_A_MINI` is a fifth, so that they
@@ -39,7 +40,9 @@ def default_size(
         longest: the aligner's largest cache; None: any.
         realign_every: as of `CacheSizes`: positions run on by that many.
         num_streams: number of streams to leave memory for.
+        cache_dtype: as of `CacheSizes`.
     """
+    from kvalign.cache.form import Form
     from kvalign.models.architectures import spec_of
 
     spec, run_on = spec_of(model.config), (realign_every or 1) - 1
@@ -50,7 +53,9 @@ def default_size(
     if longest is not None:
         limits.append(DefaultSize(longest - run_on, "the largest cache of its aligner"))
     if (free := _free_bytes(model)) is not None:
-        of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
+        form = Form(model.dtype, cache_dtype == "int8")
+        of_a_vector = form.width(spec.head_dim) * form.stored_dtype.itemsize
+        of_an_entry = 2 * spec.num_layers * spec.num_kv_heads * of_a_vector
         held = int(free * _SHARE / num_streams / (of_an_entry * _ROOM))
         limits.append(DefaultSize(max(held, _LEAST), "a quarter of the free memory"))
     if spec.name in checkpoints.MODELS:

@@ -146,6 +146,7 @@ def make_method(
             longest=loaded.config.chunk_len - 1 if loaded else None,
             realign_every=sizes_asked.get("realign_every"),
             num_streams=num_streams,
+            cache_dtype=sizes_asked.get("cache_dtype"),
         )
         log.info("cache_size %s: %s", cache_size, why_size)
     if loaded:

@@ -52,6 +52,14 @@ def test_it_is_what_memory_holds(context_len, free, num_streams, size, why, monk
     assert (found.cache_size, found.why) == (size, why)
 
 
+def test_more_entries_of_8_bits_fit(monkeypatch):
+    """An entry of the tiny llama takes 144 bytes: 8 numbers and a scale where 8 floats were."""
+    model = tiny_model("llama", max_position_embeddings=100_000)
+    monkeypatch.setattr(module, "free_bytes", lambda: 400_000)
+    for changes, size in (({}, 208), (dict(cache_dtype="int8"), 555)):
+        assert make_method("streaming-llm", model, **changes).sizes.cache_size == size
+
+
 def test_a_mini_model_has_few():
     mini = load_model("gpt2-mini")
     stream = kvalign.stream(mini.model, mini.tokenizer, "The island")
