@@ -11,7 +11,7 @@ from helpers.tiny_models import KINDS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have 80, and tables would obey
-os.environ["RAY_worker_niceness"] = "0"  # at Ray's own 15 they starve beside the other tests
+os.environ.update(RAY_worker_niceness="0")  # at Ray's own 15 they starve beside the other tests
 gc.set_threshold(10_000)  # collecting tests makes objects that stay
 
 
