@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 from helpers.comings import come_and_go
 from helpers.methods import tables
-from helpers.tiny_models import KINDS, tiny_model
+from helpers.tiny_models import tiny_model
 from helpers.uncompiled_step import not_compiled
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -70,7 +70,9 @@ def differ(model, stored=True, name="streaming-llm", num=NUM, first=SIZE + 1, **
     return most
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama"]
+# Learned positions, ALiBi, attention of its own, part of a head turned, a window, norms of keys.
+OTHERS = ("gpt2", "bloom", "gpt_neo", "gpt_neox", "mistral", "qwen3")
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS]
 
 
 @pytest.mark.parametrize("kind", ["llama", *SLOW])

@@ -67,12 +67,13 @@ def test_what_cannot_be_judged_stays_and_is_said(folder, capsys):
         assert Aligner.from_pretrained(folder).value.fc3.weight.any()
 
 
-def test_the_text_is_what_follows_the_recording():
+def test_the_text_is_what_follows_the_recording(monkeypatch):
+    monkeypatch.setattr("kvalign.data_gen.corpus.RECALL_LEN", {"train": 10_000})
     tokenizer = load_model("recall-gpt2").tokenizer
     text = text_after(DATA, tokenizer)
     (ids,) = text.val
     all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
     assert ids.tolist() == all_ids[300:] and len(ids) == 2 * (64 + ROW_LABELS)
     assert text.is_recall and not text.train
-    with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 2000000 recorded"):
-        text_after({**DATA, "num_tokens": 2_000_000}, tokenizer)
+    with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 20000 recorded"):
+        text_after({**DATA, "num_tokens": 20_000}, tokenizer)
