@@ -27,7 +27,6 @@ TO_MAKE = {
     "gpt2-mini/evicted-half",
     "gpt2-mini/no-sinks",
     "gpt2-mini/perplexity",
-    "gpt2-mini/realign-every",
     "latency/batch32-again",
     "latency/recompute",
     "llama-mini/perplexity",
