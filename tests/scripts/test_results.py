@@ -22,9 +22,6 @@ from scripts import results
 TO_MAKE = {
     "anchored/perplexity",
     "gpt2-mini/evicted-1",
-    "gpt2-mini/evicted-32",
-    "gpt2-mini/evicted-8",
-    "gpt2-mini/evicted-half",
     "gpt2-mini/no-sinks",
     "gpt2-mini/perplexity",
     "latency/batch32-again",
