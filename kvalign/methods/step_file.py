@@ -173,6 +173,7 @@ def _made(
                 package_path=str(made),
                 inductor_configs={
                     "aot_inductor.package_constants_in_so": False,
+                    "cpp.threads": 1,  # products have several; what lies between them is too little
                     **kernel.inductor_configs(),
                 },
             )
@@ -237,7 +238,7 @@ def _about(
         "versions": (torch.__version__, transformers.__version__),
         "kernel": kernel.is_here(),
         "sources": [sha256(path) for path in sources],
-        "cpu": (platform.machine(), torch.cpu.get_capabilities(), torch.get_num_threads()),
+        "cpu": (platform.machine(), torch.cpu.get_capabilities()),
     }
 
 

@@ -219,14 +219,24 @@ def test_a_file_that_is_not_whole_is_made_anew(harm, llama, folder, monkeypatch)
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("what", ["torch.cpu.get_capabilities", "torch.get_num_threads"])
-def test_another_cpu_has_a_file_of_its_own(what, llama, monkeypatch):
+def test_another_cpu_has_a_file_of_its_own(llama, monkeypatch):
     differ(llama)
     made = []
     monkeypatch.setattr(step_file, "_made", lambda *args: made.append(args[-1]))
-    monkeypatch.setattr(what, lambda: 3)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: 3)
     assert differ(llama, stored=False, num=SIZE + 2) < 1e-5
     assert len(made) == 1 and not made[0].exists()
+
+
+def test_a_file_is_for_any_number_of_threads(llama, monkeypatch):
+    differ(llama)
+    monkeypatch.setattr(step_file, "_made", never)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert differ(llama) < 1e-5
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
