@@ -16,6 +16,7 @@ import torch
 import transformers
 from filelock import FileLock
 from torch import Tensor, nn
+from torch.backends.cpu import get_cpu_capability
 from torch.export import Dim
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -238,7 +239,7 @@ def _about(
         "versions": (torch.__version__, transformers.__version__),
         "kernel": kernel.is_here(),
         "sources": [sha256(path) for path in sources],
-        "cpu": (platform.machine(), torch.cpu.get_capabilities()),
+        "cpu": (platform.machine(), torch.cpu.get_capabilities(), get_cpu_capability()),
     }
 
 

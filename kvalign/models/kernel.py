@@ -51,10 +51,13 @@ def is_here() -> bool:
 @functools.cache
 def load() -> Path | None:
     """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
-    Where the CPU is fit and nothing can be built, a line is logged, once.
+    Where the CPU is fit and nothing can be built, a line is logged, once. PyTorch's own limit,
+    `ATEN_CPU_CAPABILITY`, holds for them, too.
     """
     has = torch.cpu.get_capabilities()
     if not all(has.get(name) for name in _NEEDED):
+        return None
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
     file = cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"

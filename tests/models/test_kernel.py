@@ -64,3 +64,8 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
 def test_a_cpu_that_is_not_fit_is_not_asked(anew, monkeypatch):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True})
     assert not kernel.is_here() and not anew
+
+
+def test_the_limit_of_pytorchs_kernels_holds_for_ours(anew, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert not kernel.is_here() and not anew
