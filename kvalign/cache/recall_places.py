@@ -1,10 +1,10 @@
 """Places of the entries that a memory gives back.
 
 - By rank, side by side between sinks and window: positions that a text of C tokens has.
-- By age: as far away as they are, if the model has as many positions, and by the logarithm of their
-  age beyond: `near + knee * log(1 + (age - near) / knee)`, which is the age itself while that is
-  small beside the knee. Neighbours keep apart, as far as they are or as there is room: of two
-  old facts of one key a model can else not tell which is newer.
+- By age: `near + knee * log(1 + (age - near) / knee)` away, which is the age itself while that is
+  small beside the knee. Neighbours keep apart, as far as they are, or by a few tokens: of two old
+  facts of one key a model can else not tell which is newer. Farther away, or farther apart, models
+  read less of what is taken back: nothing is gained by keeping distances (eval/results/memory.md).
 
 Rotary positions are free: by age costs nothing, and is better for text and facts alike. Learned
 ones are looked up, and a late one with few entries before it is what the model has not seen: by
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from kvalign.cache.sizes import CacheSizes
 
-KNEE = 8
+KNEE = 32
 """A model's positions over the knee."""
+APART = 8
+"""Most tokens between two neighbours that lie closer than they were."""
 RECENCY_BY_AGE, RECENCY_BY_RANK = 0.5, 2.0
 """By how much a score is worth less for each e-fold of age: more where entries lie by rank, since
 attention does not see there how old they are (eval/results/memory.md)."""
@@ -96,7 +98,8 @@ class RecallPlaces:
         knee = max(1, self.num_positions // KNEE)
         away = (ages - self.near).clamp_min(0)
         far = (away / knee).log1p().mul(knee)
-        apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(max(1, room // (2 * num))))
+        most = min(APART, max(1, room // (2 * num)))
+        apart = torch.maximum(-far.diff(), (-away.diff()).clamp_max(most))
         beyond = torch.cat([apart, far[..., -1:]], -1).flip(-1).cumsum(-1).flip(-1)
         return beyond.round().clamp_max(room)
 

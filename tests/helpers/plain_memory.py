@@ -235,7 +235,7 @@ class PlainMemory:
         """How far before the token entries of these ages, the oldest first, lie.
 
         By rank side by side; by age at the logarithm of it, where neighbours keep as far apart as
-        they were, or as half of the room allows.
+        they were, or by eight tokens, or as half of the room allows.
         """
         num, near = self.sizes.num_recalled, self.near
         if not self.by_age:
@@ -243,14 +243,14 @@ class PlainMemory:
         room = self.last_place - near - self.sizes.num_sinks
         if self.inv_freq is not None:
             room = self.num_positions - 1 - near
-        knee = max(1, self.num_positions // 8)
+        knee, most = max(1, self.num_positions // 32), min(8, max(1, room // (2 * num)))
         beyond, older = [], None
         for age in reversed(ages):
             far = knee * math.log1p(max(age - near, 0) / knee)
             if older is not None:
                 gap = max(age - near, 0) - max(older - near, 0)
                 before = knee * math.log1p(max(older - near, 0) / knee)
-                far = beyond[-1] + max(far - before, min(gap, max(1, room // (2 * num))))
+                far = beyond[-1] + max(far - before, min(gap, most))
             beyond.append(far)
             older = age
         return [near + min(round(x), room) for x in reversed(beyond)]
