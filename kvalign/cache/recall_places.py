@@ -49,12 +49,12 @@ class RecallPlaces:
     @property
     def frame(self) -> CacheSizes:
         """The sizes by which positions run: where places are looked up by age, new tokens lie later
-        by half of the positions, to leave room for what is taken back.
+        by a quarter of the positions, to leave room for what is taken back.
         """
         if self.is_free or not self.by_age:
             return self.sizes
         size = self.sizes.cache_size
-        room = max(0, min(self.num_positions // 2, self.num_positions - 1 - size))
+        room = max(0, min(self.num_positions // 4, self.num_positions - 1 - size))
         return replace(self.sizes, cache_size=size + room)
 
     @property
