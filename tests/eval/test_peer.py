@@ -6,6 +6,7 @@ the real one, where it is installed.
 import itertools
 import json
 import math
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -15,8 +16,9 @@ from helpers.tiny_gguf import TOKENS, readers, write_gguf
 from helpers.tiny_models import tiny_model
 
 from kvalign.app.cli.main import main
-from kvalign.eval.evaluations.latency import EVALUATION, peer
+from kvalign.eval.evaluations.latency import EVALUATION, peer, peer_process
 from kvalign.eval.protocol.evaluation import PEER
+from kvalign.foundation.errors import RunError
 from kvalign.models import fetched
 
 FETCHED = "smollm2-135m-instruct"
@@ -54,6 +56,16 @@ class Server:
         return {"timings": {"predicted_n": number, "predicted_ms": ms}}
 
 
+class Here:
+    """In place of a process of its own."""
+
+    def __init__(self, params):
+        self.server = peer_process.server_of(params)
+
+    def ask(self, asked):
+        return peer_process.answers_of(self.server, asked)
+
+
 CLOCK = SimpleNamespace(now=0.0)
 
 
@@ -67,6 +79,7 @@ def stand_in(monkeypatch):
         model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
     )
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
+    monkeypatch.setattr(peer, "PeerProcess", Here)
     monkeypatch.setattr(peer, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
     monkeypatch.setattr(Server, "made", [])
     return Server.made
@@ -189,6 +202,41 @@ def test_what_it_says_went_wrong_is_said(stand_in, file, capsys):
     argv = ["eval", "latency", "--model", str(file), "--methods", "streaming-llm", "--peer", PEER]
     assert main([*argv, "--cache-sizes", "255", "--num-sinks", "13"]) == 1
     assert capsys.readouterr().err.endswith("error: llama.cpp: no luck\n")
+
+
+PACKAGE = """
+import os
+from types import SimpleNamespace
+CommonParams = lambda: SimpleNamespace(model=SimpleNamespace())
+class Server:
+    def __init__(self, params):
+        self.params = params
+        if params.n_ctx == 0:
+            os._exit(3)
+    def handle_completions(self, asked, note=None):
+        if asked["prompt"] == "end":
+            os._exit(7)
+        answer = {"pid": os.getpid(), "path": self.params.model.path}
+        return [note(answer), note(answer)] if note else answer
+"""
+
+
+def test_it_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "xllamacpp.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    one = peer_process.PeerProcess({"model.path": "x.gguf", "n_ctx": 1})
+    (answer,) = one.ask({"prompt": "a"})
+    assert answer == {"pid": one.process.pid, "path": "x.gguf"} and answer["pid"] != os.getpid()
+    assert one.ask({"prompt": "a", "stream": True}) == [answer, answer]
+    with pytest.raises(RunError, match="llama.cpp ended with code 7"):
+        one.ask({"prompt": "end"})
+    with pytest.raises(RunError, match="llama.cpp ended with code 3"):
+        peer_process.PeerProcess({"n_ctx": 0})
+    another = peer_process.PeerProcess({"n_ctx": 1})
+    process = another.process
+    del another
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_text_without_a_peer_is_refused(capsys):

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from kvalign.cache.sizes import CacheSizes, num_evicted_of
+from kvalign.eval.evaluations.latency.peer_process import PeerProcess
 from kvalign.eval.protocol.evaluation import PEER, SIZES, Row
 from kvalign.foundation import progress
 from kvalign.foundation.errors import RunError, UserError
@@ -82,7 +83,7 @@ class LlamaCpp:
         self.sizes = CacheSizes(sizes.cache_size, sizes.num_sinks, num_evicted)
         self.file, self.num_threads, self.longest = file, num_threads, longest
         self.stream = self._server(sizes.cache_size + 1)
-        self.reader: Any = None
+        self.reader: PeerProcess | None = None
         self.num_ubatch: int | None = None
 
     @property
@@ -107,19 +108,18 @@ class LlamaCpp:
         longest prompt, reads them, and each token sees all before it. Its `n_ubatch` is the fastest
         one for the first prompt.
         """
-        if self.num_ubatch is None:
-            self._choose_ubatch(ids)
-        _checked(self.reader.handle_completions(self._asked(ids[0].tolist(), 1)))
+        if self.reader is None:
+            self.reader = self._fastest(ids)
+        _checked(*self.reader.ask(self._asked(ids[0].tolist(), 1)))
 
     def turn(self, ids: Tensor, num_tokens: int) -> list[float]:
         """Seconds of each of so many steps, rounded up to whole periods from one shift to the next,
         by its own clock. C tokens, ids [1, C], fill the context first; the first step shifts it.
         """
         num_steps = -(-num_tokens // self.sizes.num_evicted) * self.sizes.num_evicted
-        answers: list[dict[str, Any]] = []
         asked = self._asked(ids[0].tolist(), 1 + num_steps, ignore_eos=True)
         asked |= {"stream": True, "timings_per_token": True}
-        self.stream.handle_completions(asked, answers.append)
+        answers = self.stream.ask(asked)
         seconds: list[float] = []
         for before, after in itertools.pairwise(_checked(answer)["timings"] for answer in answers):
             ms = after["predicted_ms"] - before["predicted_ms"]
@@ -137,36 +137,34 @@ class LlamaCpp:
         tokens, nll = ids[0].tolist(), []
         for i in range(num_context, len(tokens)):
             sure = dict(logit_bias=[[tokens[i], _SURE]], logprobs=1, cache_prompt=True)
-            answer = _checked(self.stream.handle_completions(self._asked(tokens[:i], 1, **sure)))
+            answer = _checked(*self.stream.ask(self._asked(tokens[:i], 1, **sure)))
             (drawn,) = answer["choices"][0]["logprobs"]["content"]
             assert drawn["id"] == tokens[i], (drawn, tokens[i])
             nll.append(-drawn["logprob"])
         return nll
 
-    def _choose_ubatch(self, ids: Tensor) -> None:
-        best = float("inf")
+    def _fastest(self, ids: Tensor) -> PeerProcess:
+        best, fastest = float("inf"), None
         enough = min((num for num in UBATCHES if num >= self.longest), default=UBATCHES[-1])
         for num_ubatch in (num for num in UBATCHES if num <= enough):
             progress.phase(f"{self.title}, n_ubatch {num_ubatch}")
             reader = self._server(self.longest + 1, num_ubatch)
             start = time.perf_counter()
-            _checked(reader.handle_completions(self._asked(ids[0].tolist(), 1)))
+            _checked(*reader.ask(self._asked(ids[0].tolist(), 1)))
             if (seconds := time.perf_counter() - start) < best:
-                best, self.reader, self.num_ubatch = seconds, reader, num_ubatch
+                best, fastest, self.num_ubatch = seconds, reader, num_ubatch
+        assert fastest is not None
+        return fastest
 
-    def _server(self, num_places: int, num_ubatch: int = UBATCHES[0]) -> Any:
+    def _server(self, num_places: int, num_ubatch: int = UBATCHES[0]) -> PeerProcess:
         """A context of so many places."""
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = str(self.file)
-        params.n_ctx, params.n_ubatch = num_places, num_ubatch
-        params.n_keep, params.ctx_shift = self.sizes.num_sinks, True
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.num_threads
-        params.n_gpu_layers, params.n_parallel = 0, 1
-        params.fit_params, params.cache_ram_mib = False, 0  # neither other sizes nor old prompts
-        params.verbosity = 0
-        return xllamacpp.Server(params)
+        threads = {"cpuparams.n_threads": self.num_threads}
+        threads |= {"cpuparams_batch.n_threads": self.num_threads}
+        window = dict(n_ctx=num_places, n_keep=self.sizes.num_sinks, ctx_shift=True)
+        alone = dict(n_gpu_layers=0, n_parallel=1, verbosity=0)
+        fixed = dict(fit_params=False, cache_ram_mib=0)  # neither other sizes nor old prompts
+        model = {"model.path": str(self.file), "n_ubatch": num_ubatch}
+        return PeerProcess({**model, **window, **threads, **alone, **fixed})
 
     def _asked(self, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
         """Tokens after ids, so many and each the likeliest, in a context that is emptied first."""
