@@ -38,10 +38,12 @@ from kvalign.foundation.files import (
 from kvalign.foundation.memory import check_room
 from kvalign.foundation.runs import ResumableRun, held_back, keeping
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.loading import check_device
+from kvalign.models.loading import check_device, load_model
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
+from kvalign.training.context_rows import ContextRows, share_left
+from kvalign.training.copy_heads import copy_loss, show_attention
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
 from kvalign.training.settings import HEAD_DIM, PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
@@ -97,17 +99,25 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings
     tokenizer = open_tokenizer(settings)
     if settings.is_recall:
-        mix: RecallRows | TokenMix = RecallRows(settings.context_len)
+        mix: RecallRows | TokenMix | ContextRows = RecallRows(settings.context_len)
     else:
         mix = open_mix(settings, tokenizer, work_dir)
+        if settings.repeat_share or settings.rename_share:
+            shares = (settings.repeat_share, settings.rename_share)
+            steps = settings.num_steps
+            mix = ContextRows(mix, settings.context_len, steps, *shares, len(tokenizer))
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
-    model = build_model(settings, tokenizer).to(settings.device)
+    model = first_model(settings, tokenizer).to(settings.device)
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
-    loss_of = torch.compile(_loss) if settings.compile else _loss
+    loss_of = _loss_and_copies if settings.copy_weight else _loss
+    if settings.copy_weight:
+        show_attention(model, True)
+    if settings.compile:
+        loss_of = torch.compile(loss_of)
     opening = prefix_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
@@ -118,7 +128,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
             rows = replace(rows, ids=with_prefix(rows.ids, opening))
             with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(model, *rows.on(settings.device))
+                loss = loss_of(model, *rows.on(settings.device), *run.copy_weight())
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
@@ -152,6 +162,29 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) 
         tie_word_embeddings=True,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def first_model(
+    settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Model of the given shape to begin with: random, or with the weights of another one.
+
+    Raises:
+        UserError: that one has another shape.
+    """
+    model = build_model(settings, tokenizer)
+    if settings.init is None:
+        return model
+    weights = load_model(settings.init).model.state_dict()
+    for name, weight in model.state_dict().items():
+        there = list(weights[name].shape) if name in weights else "missing"
+        if there != list(weight.shape):
+            raise UserError(
+                f"--init {settings.init} is another architecture or size: {name} is {there} there, "
+                f"{list(weight.shape)} here"
+            )
+    model.load_state_dict(weights)
+    return model
 
 
 def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int) -> Tensor:
@@ -195,8 +228,8 @@ class Run:
         self, settings: PretrainSettings, model: PreTrainedModel, path: Path, short_by: int
     ):
         self.settings, self.model, self.path, self.short_by = settings, model, path, short_by
-        self.tokens_a_step = settings.batch_size * settings.context_len
-        self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
+        self.tokens_a_step = settings.tokens_a_step
+        self.num_steps = settings.num_steps
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
         self.saved_at, self.saved_step = time.monotonic(), 0
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -220,6 +253,11 @@ class Run:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
         left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
         return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
+
+    def copy_weight(self) -> tuple[Tensor, ...]:
+        """Weight of the loss of copies at this step, if there is such a loss."""
+        weight = self.settings.copy_weight * share_left(self.step, self.num_steps)
+        return (torch.tensor(weight),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:
         """Step of both optimisers; `smooth_loss` is averaged over about 50 steps."""
@@ -271,11 +309,22 @@ def _loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Ten
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+def _loss_and_copies(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
+) -> Tensor:
+    """`_loss`, and the loss of heads that copy by its weight []."""
+    found = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
+    nll = cross_entropy(found.logits.flatten(0, 1).float(), labels.flatten())
+    return nll + weight * copy_loss(found.attentions, ids, labels)
+
+
 def _publish(
     settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")
+    if settings.copy_weight:
+        show_attention(model, False)
     model.to(torch.bfloat16)
 
     def write(folder: Path) -> None:
