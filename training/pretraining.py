@@ -117,7 +117,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if settings.copy_weight:
         show_attention(model, True)
     if settings.compile:
-        loss_of = torch.compile(loss_of)
+        loss_of = torch.compile(loss_of, dynamic=False)  # of two row lengths
     opening = prefix_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)

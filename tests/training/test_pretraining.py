@@ -301,7 +301,7 @@ def test_copies_are_learned_and_attention_is_fast_again(arch, text, tmp_path, mo
     monkeypatch.setattr(recipe, "copy_loss", noted)
     changes = dict(copy_weight=1.0, repeat_share=0.5, num_layers=2, arch=arch, short_share=0.0)
     pretrain(tiny(text, tmp_path / "a", num_tokens=100 * 64, **changes))
-    assert sum(losses[70:80]) < 0.8 * sum(losses[:10]) and len(losses) == 100
+    assert sum(losses[70:80]) < 0.95 * sum(losses[:10]) and len(losses) == 100
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.config._attn_implementation == "sdpa"
     assert "--copy-weight 1.0" in (tmp_path / "a/README.md").read_text()
