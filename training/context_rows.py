@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import Rows, TokenMix
 
 MIN_PASSAGE = 16  # tokens; the longest is half a row
@@ -56,6 +57,18 @@ class ContextRows:
                 row[:] = renaming(self.vocab_size, rng)[row]
         whole = torch.from_numpy(ids)
         return Rows(whole[:, :-1], whole[:, 1:], first)
+
+
+def context_rows(mix: TokenMix, settings: PretrainSettings, vocab_size: int) -> ContextRows:
+    """Rows of a mix, changed as the settings say."""
+    return ContextRows(
+        mix=mix,
+        context_len=settings.context_len,
+        num_steps=settings.num_steps,
+        repeat_share=settings.repeat_share,
+        rename_share=settings.rename_share,
+        vocab_size=vocab_size,
+    )
 
 
 def repeat(row: np.ndarray, rng: np.random.Generator) -> None:

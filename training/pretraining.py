@@ -4,7 +4,8 @@ laptop.
 Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
 tokens. The first steps use half the context. The input of a step depends only on the seed and the
-step, so a resumed run gives the same result.
+step, so a resumed run gives the same result. `context_rows` and `copy_heads` are for models that
+use a long context.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +21,6 @@ from typing import Any
 
 import jinja2
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,14 +39,15 @@ from kvalign.foundation.files import (
 from kvalign.foundation.memory import check_room
 from kvalign.foundation.runs import ResumableRun, held_back, keeping
 from kvalign.foundation.settings import keywords_of
-from kvalign.models.loading import check_device, load_model
+from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.context_rows import ContextRows, share_left
+from kvalign.training.context_rows import ContextRows, context_rows, share_left
 from kvalign.training.copy_heads import copy_loss, show_attention
+from kvalign.training.first_model import first_model
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
-from kvalign.training.settings import HEAD_DIM, PretrainSettings
+from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
@@ -98,14 +100,13 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if resumable.state() == "new":
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings
     tokenizer = open_tokenizer(settings)
+    mix: RecallRows | TokenMix | ContextRows
     if settings.is_recall:
-        mix: RecallRows | TokenMix | ContextRows = RecallRows(settings.context_len)
+        mix = RecallRows(settings.context_len)
     else:
         mix = open_mix(settings, tokenizer, work_dir)
         if settings.repeat_share or settings.rename_share:
-            shares = (settings.repeat_share, settings.rename_share)
-            steps = settings.num_steps
-            mix = ContextRows(mix, settings.context_len, steps, *shares, len(tokenizer))
+            mix = context_rows(mix, settings, len(tokenizer))
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
@@ -113,7 +114,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     model = first_model(settings, tokenizer).to(settings.device)
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
-    loss_of = _loss_and_copies if settings.copy_weight else _loss
+    loss_of: Callable[..., Tensor] = _loss_and_copies if settings.copy_weight else _loss
     if settings.copy_weight:
         show_attention(model, True)
     if settings.compile:
@@ -138,53 +139,6 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if run.saved_step < run.step:
         run.save()
     return _publish(settings, model, tokenizer, run)
-
-
-def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Random model of the given shape; heads of 64 dimensions, Llama with half as many for KV."""
-    hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
-    common = dict(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=settings.context_len,
-        hidden_size=hidden,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=num_heads,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    if settings.arch == "gpt2":
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **no_dropout))
-    config = transformers.LlamaConfig(
-        **common,
-        intermediate_size=3 * hidden,
-        num_key_value_heads=max(1, num_heads // 2),
-        tie_word_embeddings=True,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def first_model(
-    settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
-    """Model of the given shape to begin with: random, or with the weights of another one.
-
-    Raises:
-        UserError: that one has another shape.
-    """
-    model = build_model(settings, tokenizer)
-    if settings.init is None:
-        return model
-    weights = load_model(settings.init).model.state_dict()
-    for name, weight in model.state_dict().items():
-        there = list(weights[name].shape) if name in weights else "missing"
-        if there != list(weight.shape):
-            raise UserError(
-                f"--init {settings.init} is another architecture or size: {name} is {there} there, "
-                f"{list(weight.shape)} here"
-            )
-    model.load_state_dict(weights)
-    return model
 
 
 def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int) -> Tensor:

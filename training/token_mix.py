@@ -107,8 +107,8 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The shared tokenizer, that of the first weights, the one already in `out`, or a new byte-level BPE of the mix; the
-    corpus `recall` has its own. With a sink token if one is wanted.
+    """The shared tokenizer, that of the first weights, the one already in `out`, or a new
+    byte-level BPE of the mix; the corpus `recall` has its own. With a sink token if one is wanted.
     """
     folder = settings.tokenizer or settings.init or settings.out
     if settings.is_recall:

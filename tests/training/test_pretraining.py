@@ -17,6 +17,7 @@ from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
 from kvalign.training.context_rows import ContextRows
 from kvalign.training.copy_heads import copy_loss, layers_of, right_places
+from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
@@ -125,7 +126,7 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     assert "\n\n|" not in card.partition("| architecture")[2]
     assert f"{facts['bits_per_byte']:.3f} bits per byte" in card and "--vocab-size 300" in card
     torch.manual_seed(0)
-    untrained = recipe.build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
+    untrained = build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
     assert facts["bits_per_byte"] < 0.9 * bits_per_byte(untrained, loaded.tokenizer, text, 32)
     assert "fallen" not in card and facts["ended_before"] == []
     for num_steps, before in ((61, [60 * 64]), (62, [60 * 64, 61 * 64])):
@@ -231,9 +232,9 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
     pretrain(tiny(text, tmp_path / "a"))
     still = dict(init=tmp_path / "a", num_tokens=64, lr=1e-12, matrix_lr=1e-12)
     pretrain(tiny(text, tmp_path / "b", **still))
-    loaded, before = load_model(str(tmp_path / "b")), weights(tmp_path / "a")
-    assert len(loaded.tokenizer) == 300
-    assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "b").items())
+    loaded, before = weights(tmp_path / "b"), weights(tmp_path / "a")
+    assert len(load_model(str(tmp_path / "b")).tokenizer) == 300
+    assert all(torch.equal(weight, before[name]) for name, weight in loaded.items())
     card = (tmp_path / "b/README.md").read_text()
     assert f"trained from {tmp_path / 'a'} so that" in card and "--init" in card
     for changes, said in (
