@@ -196,7 +196,9 @@ class TuneSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainSettings(Settings):
-    """Train a small reference language model from scratch; run the same command again to resume.
+    """Train a small reference language model, from scratch or from the weights of another one.
+
+    Run the same command again to resume.
 
     Example:
         kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
