@@ -6,6 +6,7 @@ FOLDER = Path(__file__).parent
 PURPOSES = {
     "gpt2-mini": "writes text",
     "llama-mini": "writes text",
+    "context-gpt2": "writes text",
     "recall-gpt2": "for kvalign eval recall; writes no text",
     "recall-llama": "for kvalign eval recall; writes no text",
 }
@@ -21,6 +22,7 @@ ALIGNERS = (
     "kvalign-gpt2-mini-network-rollout8",
     "kvalign-llama-mini-table",
     "kvalign-llama-mini-network",
+    "kvalign-context-gpt2-table",
     "kvalign-recall-gpt2-table",
     "kvalign-recall-gpt2-table-kl",
     "kvalign-recall-llama-table",
@@ -28,6 +30,7 @@ ALIGNERS = (
 DEFAULT_ALIGNERS = {
     "gpt2-mini": "kvalign-gpt2-mini-table-kl",
     "llama-mini": "kvalign-llama-mini-table",  # it changes nothing: rotation is enough
+    "context-gpt2": "kvalign-context-gpt2-table",
     "recall-gpt2": "kvalign-recall-gpt2-table-kl",
     "recall-llama": "kvalign-recall-llama-table",  # as that
 }

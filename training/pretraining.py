@@ -4,7 +4,8 @@ laptop.
 Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
 tokens. The first steps use half the context. The input of a step depends only on the seed and the
-step, so a resumed run gives the same result.
+step, so a resumed run gives the same result. `context_rows` and `copy_heads` are for models that
+use a long context.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +21,6 @@ from typing import Any
 
 import jinja2
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,8 +43,11 @@ from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
+from kvalign.training.context_rows import ContextRows, context_rows, share_left
+from kvalign.training.copy_heads import copy_loss, show_attention
+from kvalign.training.first_model import first_model
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
-from kvalign.training.settings import HEAD_DIM, PretrainSettings
+from kvalign.training.settings import PretrainSettings
 from kvalign.training.token_mix import TokenMix, open_mix, open_tokenizer, parse_mix
 
 log = logging.getLogger(__name__)
@@ -96,18 +100,25 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if resumable.state() == "new":
         resumable.begin()  # before a tokenizer is there, and tokens, which are of these settings
     tokenizer = open_tokenizer(settings)
+    mix: RecallRows | TokenMix | ContextRows
     if settings.is_recall:
-        mix: RecallRows | TokenMix = RecallRows(settings.context_len)
+        mix = RecallRows(settings.context_len)
     else:
         mix = open_mix(settings, tokenizer, work_dir)
+        if settings.repeat_share or settings.rename_share:
+            mix = context_rows(mix, settings, len(tokenizer))
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text
         write_json(work_dir / _TEXTS, text_sha256(list(parse_mix(settings.corpus))))
-    model = build_model(settings, tokenizer).to(settings.device)
+    model = first_model(settings, tokenizer).to(settings.device)
     run = Run(settings, model, resumable.folder / "checkpoint.pt", mix.short_by)
     run.restore()
-    loss_of = torch.compile(_loss) if settings.compile else _loss
+    loss_of: Callable[..., Tensor] = _loss_and_copies if settings.copy_weight else _loss
+    if settings.copy_weight:
+        show_attention(model, True)
+    if settings.compile:
+        loss_of = torch.compile(loss_of, dynamic=False)  # of two row lengths
     opening = prefix_ids(tokenizer)
     progress.expect(run.num_steps * run.tokens_a_step, "tokens")
     progress.skip(run.step * run.tokens_a_step)
@@ -118,7 +129,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
             rows = mix.batch(settings.seed, run.step, num_rows, run.row_len)
             rows = replace(rows, ids=with_prefix(rows.ids, opening))
             with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(model, *rows.on(settings.device))
+                loss = loss_of(model, *rows.on(settings.device), *run.copy_weight())
             run.update(loss)
             progress.advance(run.tokens_a_step, loss=f"{run.smooth_loss:.3f}")
             if interrupted.is_set() or time.monotonic() - run.saved_at > 60 * settings.save_minutes:
@@ -128,30 +139,6 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     if run.saved_step < run.step:
         run.save()
     return _publish(settings, model, tokenizer, run)
-
-
-def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Random model of the given shape; heads of 64 dimensions, Llama with half as many for KV."""
-    hidden, num_heads = settings.hidden_size, settings.hidden_size // HEAD_DIM
-    common = dict(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=settings.context_len,
-        hidden_size=hidden,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=num_heads,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    if settings.arch == "gpt2":
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **no_dropout))
-    config = transformers.LlamaConfig(
-        **common,
-        intermediate_size=3 * hidden,
-        num_key_value_heads=max(1, num_heads // 2),
-        tie_word_embeddings=True,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def eval_blocks(tokenizer: PreTrainedTokenizerBase, corpus: str, context_len: int) -> Tensor:
@@ -195,8 +182,8 @@ class Run:
         self, settings: PretrainSettings, model: PreTrainedModel, path: Path, short_by: int
     ):
         self.settings, self.model, self.path, self.short_by = settings, model, path, short_by
-        self.tokens_a_step = settings.batch_size * settings.context_len
-        self.num_steps = math.ceil(settings.num_tokens / self.tokens_a_step)
+        self.tokens_a_step = settings.tokens_a_step
+        self.num_steps = settings.num_steps
         self.step, self.smooth_loss, self.seconds = 0, math.nan, 0.0
         self.saved_at, self.saved_step = time.monotonic(), 0
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -220,6 +207,11 @@ class Run:
         """Share of the peak rate at this step: a short warm-up, a constant, a line down to 0."""
         left = (self.num_steps - self.step) / (self.settings.decay_share * self.num_steps)
         return min(1.0, (self.step + 1) / min(WARMUP_STEPS, self.num_steps), left)
+
+    def copy_weight(self) -> tuple[Tensor, ...]:
+        """Weight of the loss of copies at this step, if there is such a loss."""
+        weight = self.settings.copy_weight * share_left(self.step, self.num_steps)
+        return (torch.tensor(weight),) if self.settings.copy_weight else ()
 
     def update(self, loss: Tensor) -> None:
         """Step of both optimisers; `smooth_loss` is averaged over about 50 steps."""
@@ -271,11 +263,22 @@ def _loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Ten
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+def _loss_and_copies(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, position_ids: Tensor, weight: Tensor
+) -> Tensor:
+    """`_loss`, and the loss of heads that copy by its weight []."""
+    found = model(input_ids=ids, position_ids=position_ids, use_cache=False, output_attentions=True)
+    nll = cross_entropy(found.logits.flatten(0, 1).float(), labels.flatten())
+    return nll + weight * copy_loss(found.attentions, ids, labels)
+
+
 def _publish(
     settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> dict[str, Any]:
     """Write model, tokenizer, facts and card; facts are measured on the weights as written."""
     progress.phase("saving")
+    if settings.copy_weight:
+        show_attention(model, False)
     model.to(torch.bfloat16)
 
     def write(folder: Path) -> None:

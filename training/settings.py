@@ -1,5 +1,6 @@
 """Settings of training; `kinds/` has those of a single kind of aligner."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kvalign.foundation.settings import (
     MOST_SIZE,
     MOST_THREADS,
     Settings,
+    flag,
     option,
 )
 
@@ -194,7 +196,9 @@ class TuneSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainSettings(Settings):
-    """Train a small reference language model from scratch; run the same command again to resume.
+    """Train a small reference language model, from scratch or from the weights of another one.
+
+    Run the same command again to resume.
 
     Example:
         kvalign pretrain --arch gpt2 --out my-gpt2 --num-tokens 4096 --vocab-size 512
@@ -209,6 +213,11 @@ class PretrainSettings(Settings):
     tokenizer: Path | None = option(
         None,
         help="folder or shipped name of a model whose tokenizer to use (default: a new one)",
+    )
+    init: Path | None = option(
+        None,
+        help="folder or shipped name of a model to begin with: its weights and tokenizer; the "
+        "sizes must be the same (default: random weights)",
     )
     vocab_size: int = option(
         8192, help="tokens of a new tokenizer", at_least=257, at_most=MOST_ROWS
@@ -237,6 +246,25 @@ class PretrainSettings(Settings):
     short_share: float = option(
         0.4, help="first share of the steps, with half the context length", at_least=0, at_most=1
     )
+    repeat_share: float = option(
+        0.0,
+        help="share of the rows in which a passage occurs twice; it falls to 0 at 0.8 of the steps",
+        at_least=0,
+        at_most=1,
+    )
+    rename_share: float = option(
+        0.0,
+        help="share of the rows in which rare tokens trade places; it falls likewise",
+        at_least=0,
+        at_most=1,
+    )
+    copy_weight: float = option(
+        0.0,
+        help="weight of a loss that trains four heads to copy what occurred before; it falls "
+        "likewise",
+        at_least=0,
+        at_most=MOST_RATE,
+    )
     save_minutes: float = option(
         4.0, help="minutes between checkpoints", above=0, at_most=MOST_RATE
     )
@@ -252,6 +280,23 @@ class PretrainSettings(Settings):
             raise UserError(
                 f"--hidden-size must be a multiple of {HEAD_DIM}, got {self.hidden_size}"
             )
+        if self.init and self.tokenizer:
+            raise UserError("--init brings its own tokenizer: leave out --tokenizer")
+        for name in ("repeat_share", "rename_share", "copy_weight"):
+            if self.is_recall and getattr(self, name):
+                raise UserError(f"{flag(name)} is for text, the corpus is recall: leave it out")
+        if self.copy_weight and self.num_layers < 2:
+            raise UserError(f"--copy-weight needs --num-layers 2 or more, got {self.num_layers}")
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens of a step, of short rows too."""
+        return self.batch_size * self.context_len
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run."""
+        return math.ceil(self.num_tokens / self.tokens_a_step)
 
     @property
     def is_recall(self) -> bool:

@@ -107,13 +107,13 @@ def open_mix(
 
 
 def open_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
-    """The shared tokenizer, the one already in `out`, or a new byte-level BPE of the mix; the
-    corpus `recall` has its own. With a sink token if one is wanted.
+    """The shared tokenizer, that of the first weights, the one already in `out`, or a new
+    byte-level BPE of the mix; the corpus `recall` has its own. With a sink token if one is wanted.
     """
-    folder = settings.tokenizer or settings.out
+    folder = settings.tokenizer or settings.init or settings.out
     if settings.is_recall:
         tokenizer: PreTrainedTokenizerBase = recall_tokenizer(settings.context_len)
-    elif settings.tokenizer or (folder / _TOKENIZER).exists():
+    elif folder != settings.out or (folder / _TOKENIZER).exists():
         folder = checkpoints.model_path(str(folder)) or folder
         if not (folder / _TOKENIZER).exists():
             raise NotFoundError(f"no {_TOKENIZER} in {folder}: name the folder of a model")

@@ -94,6 +94,9 @@ pretrain --matrix-lr inf 1e30
 pretrain --num-threads 100000 -1
 pretrain --decay-share 0 1.5 nan
 pretrain --short-share -0.1 1.5 inf
+pretrain --repeat-share -0.1 1.5 nan
+pretrain --rename-share -0.1 1.5 inf
+pretrain --copy-weight -1 inf nan 1e30
 pretrain --save-minutes 0 inf nan
 pretrain --seed -1 {big} 18446744073709551616
 pretrain --num-tokens 0 {big}

@@ -70,7 +70,8 @@ def test_rows_say_what_the_configs_say():
     assert labels["kvalign-gpt2-mini-table-kl"] == "table-kl"
     realigns = {row["name"]: row["realigns"] for row in listing.aligners()}
     assert realigns["kvalign-llama-mini-table"] == []
-    gpt2, llama, *others = listing.models()
+    gpt2, llama, context, *others = listing.models()
+    assert context["purpose"] == "writes text" and context["positions"] == "learned"
     assert {row["purpose"] for row in others} == {"for kvalign eval recall; writes no text"}
     assert (gpt2["positions"], llama["positions"]) == ("learned", "rotary")
     assert gpt2["context_len"] == 512 and llama["num_kv_heads"] == 2

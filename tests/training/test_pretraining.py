@@ -1,9 +1,11 @@
 """The reference models' recipe: resuming changes nothing, the result is a model like any other."""
 
 import json
+import math
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,10 +15,13 @@ from kvalign.foundation.errors import Interrupted
 from kvalign.foundation.files import sha256
 from kvalign.models.loading import load_model
 from kvalign.training import pretraining as recipe
+from kvalign.training.context_rows import ContextRows
+from kvalign.training.copy_heads import copy_loss, layers_of, right_places
+from kvalign.training.first_model import build_model
 from kvalign.training.pretraining import bits_per_byte, pretrain
 from kvalign.training.recall_rows import RecallRows
 from kvalign.training.settings import PretrainSettings
-from kvalign.training.token_mix import NO_LABEL, parse_mix
+from kvalign.training.token_mix import NO_LABEL, TokenMix, parse_mix
 
 TEXT = "".join(f"line {i} of {i * i} says that {i % 7} is not {i % 11}\n" for i in range(900))
 
@@ -121,7 +126,7 @@ def test_result_is_a_model_with_card_and_facts(text, tmp_path):
     assert "\n\n|" not in card.partition("| architecture")[2]
     assert f"{facts['bits_per_byte']:.3f} bits per byte" in card and "--vocab-size 300" in card
     torch.manual_seed(0)
-    untrained = recipe.build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
+    untrained = build_model(tiny(text, tmp_path / "a"), loaded.tokenizer).eval()
     assert facts["bits_per_byte"] < 0.9 * bits_per_byte(untrained, loaded.tokenizer, text, 32)
     assert "fallen" not in card and facts["ended_before"] == []
     for num_steps, before in ((61, [60 * 64]), (62, [60 * 64, 61 * 64])):
@@ -154,6 +159,9 @@ def test_wrong_settings_are_refused(text, tmp_path):
         (dict(corpus=(f"{text}@-1",)), "must be above 0"),
         (dict(corpus=(f"{text}@x",)), "SPEC or SPEC@WEIGHT"),
         (dict(context_len=100_000), "more than --context-len"),
+        (dict(repeat_share=1.5), "--repeat-share must be at most 1"),
+        (dict(copy_weight=1.0), "--copy-weight needs --num-layers 2 or more, got 1"),
+        (dict(corpus="recall", rename_share=0.5), "--rename-share is for text"),
     ):
         with pytest.raises(ValueError, match=message):
             pretrain(tiny(text, **({"out": tmp_path / "b", **changes})))
@@ -218,3 +226,83 @@ def test_recall_is_trained_by_its_answers_alone(tmp_path, monkeypatch):
         f"in eighths from the nearest: {facts['accuracy_by_age'][0]:.3f}" in card
         and "BPE" not in card
     )
+
+
+def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
+    pretrain(tiny(text, tmp_path / "a"))
+    still = dict(init=tmp_path / "a", num_tokens=64, lr=1e-12, matrix_lr=1e-12)
+    pretrain(tiny(text, tmp_path / "b", **still))
+    loaded, before = weights(tmp_path / "b"), weights(tmp_path / "a")
+    assert len(load_model(str(tmp_path / "b")).tokenizer) == 300
+    assert all(torch.equal(weight, before[name]) for name, weight in loaded.items())
+    card = (tmp_path / "b/README.md").read_text()
+    assert f"trained from {tmp_path / 'a'} so that" in card and "--init" in card
+    for changes, said in (
+        (dict(num_layers=2), "another architecture or size: transformer.h.1.* is missing there"),
+        (dict(arch="llama"), "another architecture or size: "),
+        (dict(context_len=64), r"transformer.wpe.weight is \[32, 64\] there, \[64, 64\] here"),
+        (dict(tokenizer=tmp_path / "a"), "leave out --tokenizer"),
+        (dict(init=tmp_path / "none"), "none"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pretrain(tiny(text, tmp_path / "c", **{**still, **changes}))
+
+
+def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):
+    monkeypatch.setattr("kvalign.training.context_rows.RARE_FROM", 20)
+    ids = np.arange(5000, dtype=np.uint16) % 997
+    mix, shares = TokenMix([ids], np.ones(1)), dict(repeat_share=1.0, rename_share=0.0)
+    about = dict(context_len=128, num_steps=100, vocab_size=997)
+    rows = ContextRows(mix, **about, **shares).batch(0, 0, 200, 128)
+    again = ContextRows(mix, **about, **shares).batch(0, 0, 200, 128)
+    assert torch.equal(rows.ids, again.ids) and torch.equal(rows.labels[:, :-1], rows.ids[:, 1:])
+    natural = mix.batch(0, 0, 200, 128)
+    num_repeated = [len(row) - len(row.unique()) for row in rows.ids]
+    assert min(num_repeated) >= 15 and max(num_repeated) > 55 and len(set(num_repeated)) > 20
+    assert (rows.ids == natural.ids).float().mean() > 0.5
+
+    short = ContextRows(mix, **about, **shares)
+    found = [short.batch(0, step, 2, 16) for step in range(99)]
+    assert {b.first for b in found} <= set(range(113)) and len({b.first for b in found}) > 40
+    assert max(len(row.unique()) for row in found[0].ids) <= 16 // 3 + 1
+
+    renamed = ContextRows(mix, **about, repeat_share=0.0, rename_share=1.0)
+    for new, old in zip(renamed.batch(0, 0, 9, 128).ids, mix.batch(0, 0, 9, 128).ids, strict=True):
+        assert len(new.unique()) == len(old.unique())  # one to one
+        assert (new[old >= 20] != old[old >= 20]).float().mean() > 0.9
+        assert torch.equal(new[old < 20], old[old < 20]) and (new[old >= 20] >= 20).all()
+    for step, at_least, at_most in ((40, 30, 70), (80, 0, 0), (99, 0, 0)):
+        changed = renamed.batch(0, step, 100, 128).ids != mix.batch(0, step, 100, 128).ids
+        assert at_least <= changed.any(1).sum() <= at_most, step
+
+
+def test_heads_that_copy_are_told_where_to_look():
+    ids = torch.tensor([[5, 6, 7, 5, 6, 9, 5]])
+    labels = torch.tensor([[6, 7, 5, 6, 9, 5, 6]])
+    found = {(t, j) for _, t, j in right_places(ids, labels).nonzero().tolist()}
+    assert found == {(3, 1), (6, 1), (6, 4)}  # after 5 came 6; after the second 6 came another
+    assert [layers_of(n) for n in (2, 3, 6, 12)] == [(0, 1), (1, 2), (2, 4), (4, 8)]
+    attentions = torch.full((2, 1, 2, 7, 7), 0.25)
+    assert copy_loss(tuple(attentions), ids, labels).item() == pytest.approx(
+        math.log(4) + (math.log(4) + math.log(2)) / 2, abs=1e-3
+    )
+    attentions[0].diagonal(-1, -2, -1).fill_(1)
+    attentions[1, :, :, [3, 6, 6], [1, 1, 4]] = torch.tensor([1, 0.5, 0.5])
+    assert copy_loss(tuple(attentions), ids, labels).item() == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_copies_are_learned_and_attention_is_fast_again(arch, text, tmp_path, monkeypatch):
+    losses = []
+
+    def noted(*given, found=recipe.copy_loss):
+        losses.append(found(*given))
+        return losses[-1]
+
+    monkeypatch.setattr(recipe, "copy_loss", noted)
+    changes = dict(copy_weight=1.0, repeat_share=0.5, num_layers=2, arch=arch, short_share=0.0)
+    pretrain(tiny(text, tmp_path / "a", num_tokens=100 * 64, **changes))
+    assert sum(losses[70:80]) < 0.95 * sum(losses[:10]) and len(losses) == 100
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.config._attn_implementation == "sdpa"
+    assert "--copy-weight 1.0" in (tmp_path / "a/README.md").read_text()
