@@ -43,7 +43,7 @@ GROUPS = {
         "tune": "sweep the networks' sizes and learning rate with Ray Tune",
         "import-published": "make an aligner from the networks that the paper's authors publish",
         "eval import-losses": READERS["import-losses"],
-        "pretrain": "train a small reference language model from scratch",
+        "pretrain": "train a small reference language model",
         **{
             f"eval {name}": about for name, about in ABOUT.items() if name not in _FIRST_EVALUATIONS
         },

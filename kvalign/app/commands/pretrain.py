@@ -1,4 +1,4 @@
-"""`kvalign pretrain`: train a small reference language model from scratch."""
+"""`kvalign pretrain`: train a small reference language model."""
 
 import json
 from typing import Any
