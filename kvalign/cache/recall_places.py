@@ -22,6 +22,8 @@ KNEE = 32
 """A model's positions over the knee."""
 APART = 8
 """Most tokens between two neighbours that lie closer than they were."""
+ROOM = 2 * APART
+"""Positions that tokens leave, by age, for each entry that is taken back, if there are as many."""
 RECENCY_BY_AGE, RECENCY_BY_RANK = 0.5, 2.0
 """By how much a score is worth less for each e-fold of age: more where entries lie by rank, since
 attention does not see there how old they are (eval/results/memory.md)."""
@@ -49,12 +51,13 @@ class RecallPlaces:
     @property
     def frame(self) -> CacheSizes:
         """The sizes by which positions run: where places are looked up by age, new tokens lie later
-        by a quarter of the positions, to leave room for what is taken back.
+        by up to half of the positions, to leave room for what is taken back.
         """
         if self.is_free or not self.by_age:
             return self.sizes
         size = self.sizes.cache_size
-        room = max(0, min(self.num_positions // 4, self.num_positions - 1 - size))
+        wanted = ROOM * (self.sizes.num_recalled or 0)
+        room = max(0, min(wanted, self.num_positions // 2, self.num_positions - 1 - size))
         return replace(self.sizes, cache_size=size + room)
 
     @property

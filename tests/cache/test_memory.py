@@ -1,6 +1,7 @@
 """What a memory takes back is what was evicted and scores best, placed where it is said to lie."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -310,10 +311,12 @@ def test_places():
     shares = by_rank.loudness(ages).exp()  # of one in a window of 16
     assert shares.tolist() == pytest.approx([0.5, 0.5, 0.8, 1]) and free.loudness(ages) is None
     looked_up = RecallPlaces(sizes, 64, by_age=True, is_free=False)
-    assert looked_up.frame.cache_size == 32  # a quarter of the positions to spare
-    assert looked_up.at(torch.tensor([1000, 100, 20, 11]), 32).tolist() == [9, 13, 18, 21]
-    # Before the 33rd token positions are those of the stream: nothing lies where it is not yet.
-    assert looked_up.at(torch.tensor([18, 14, 12, 11]), 20).tolist() == [4, 6, 8, 9]
+    assert looked_up.frame.cache_size == 48  # half of the positions to spare
+    assert looked_up.at(torch.tensor([1000, 100, 20, 11]), 48).tolist() == [24, 29, 33, 37]
+    fewer = RecallPlaces(replace(sizes, num_recalled=1), 64, by_age=True, is_free=False)
+    assert fewer.frame.cache_size == 32
+    # Before the 49th token positions are those of the stream: nothing lies where it is not yet.
+    assert looked_up.at(torch.tensor([18, 14, 12, 11]), 20).tolist() == [2, 6, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ class PlainMemory:
         self.near = self.in_sight + 1  # from right before the window to the token
         # Where positions are looked up, those by age take up to half of what there are.
         spare = self.num_positions - 1 - sizes.cache_size
-        later = min(self.num_positions // 4, spare) if rotary is None and self.by_age else 0
+        room = min(16 * sizes.num_recalled, self.num_positions // 2, spare)
+        later = room if rotary is None and self.by_age else 0
         self.last_place = sizes.cache_size + later
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None)
