@@ -92,7 +92,7 @@ def test_the_bytes_of_an_entry(models, ids):
     for name in [name for name in state if name != "seen" and not name.endswith(".base")]:
         assert state[name].dtype == torch.int8 and state[name].shape[-1] == dim + 4
         assert state[name].shape[:3] == floats[name].shape[:3]
-        assert apart(INT8.read(state[name]), floats[name]) < 0.1
+        assert apart(INT8.read(state[name]), floats[name]) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
