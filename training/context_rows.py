@@ -29,17 +29,14 @@ def share_left(step: int, num_steps: int) -> float:
 @dataclass(frozen=True)
 class ContextRows:
     """Rows of a mix, changed in shares that fall linearly to 0 over the first `ENDS_AT` of
-    `num_steps` steps. The input of a step depends only on the seed and the step.
+    the steps. The input of a step depends only on the seed and the step.
 
     The first rows are short, and a passage fills them again and again: what there is to copy is
     near, and little else is. They lie at random positions, so that all positions are trained.
     """
 
     mix: TokenMix
-    context_len: int
-    num_steps: int
-    repeat_share: float
-    rename_share: float
+    settings: PretrainSettings
     vocab_size: int
     short_by: ClassVar[int] = 8
 
@@ -47,28 +44,17 @@ class ContextRows:
         """Rows of `row_len` tokens from random places, some of them changed."""
         natural = self.mix.batch(seed, step, num_rows, row_len)
         ids = torch.cat([natural.ids, natural.labels[:, -1:]], 1).numpy()  # [B, T + 1]
-        left = share_left(step, self.num_steps)
+        settings = self.settings
+        left = share_left(step, settings.num_steps)
         rng = np.random.default_rng((seed, step, 1))
-        first = int(rng.integers(self.context_len - row_len, endpoint=True))
+        first = int(rng.integers(settings.context_len - row_len, endpoint=True))
         for row in ids:
-            if rng.random() < left * self.repeat_share:
-                (repeat if row_len == self.context_len else fill)(row, rng)
-            if rng.random() < left * self.rename_share:
+            if rng.random() < left * settings.repeat_share:
+                (repeat if row_len == settings.context_len else fill)(row, rng)
+            if rng.random() < left * settings.rename_share:
                 row[:] = renaming(self.vocab_size, rng)[row]
         whole = torch.from_numpy(ids)
         return Rows(whole[:, :-1], whole[:, 1:], first)
-
-
-def context_rows(mix: TokenMix, settings: PretrainSettings, vocab_size: int) -> ContextRows:
-    """Rows of a mix, changed as the settings say."""
-    return ContextRows(
-        mix=mix,
-        context_len=settings.context_len,
-        num_steps=settings.num_steps,
-        repeat_share=settings.repeat_share,
-        rename_share=settings.rename_share,
-        vocab_size=vocab_size,
-    )
 
 
 def repeat(row: np.ndarray, rng: np.random.Generator) -> None:

@@ -3,7 +3,7 @@ laptop.
 
 Weight matrices are trained with Muon (Jordan 2024, `torch.optim.Muon`), the rest with AdamW. The
 rate is constant, then falls linearly. So a run can be extended before the fall by asking for more
-tokens. The first steps use half the context. The input of a step depends only on the seed and the
+tokens. The first steps have short rows. The input of a step depends only on the seed and the
 step, so a resumed run gives the same result. `context_rows` and `copy_heads` are for models that
 use a long context.
 """
@@ -43,7 +43,7 @@ from kvalign.models.loading import check_device
 from kvalign.models.model_folder import quiet
 from kvalign.models.prefix_tokens import prefix_ids, with_prefix
 from kvalign.training.aligner_folder import BYTES_A_WEIGHT
-from kvalign.training.context_rows import ContextRows, context_rows, share_left
+from kvalign.training.context_rows import ContextRows, share_left
 from kvalign.training.copy_heads import copy_loss, show_attention
 from kvalign.training.first_model import first_model
 from kvalign.training.recall_rows import RecallRows, accuracy_by_age
@@ -106,7 +106,7 @@ def _pretrain(settings: PretrainSettings) -> dict[str, Any]:
     else:
         mix = open_mix(settings, tokenizer, work_dir)
         if settings.repeat_share or settings.rename_share:
-            mix = context_rows(mix, settings, len(tokenizer))
+            mix = ContextRows(mix, settings, len(tokenizer))
     if settings.eval_corpus:  # what is wrong with it is said before the work, not after
         eval_blocks(tokenizer, settings.eval_corpus, settings.context_len)
     if not (work_dir / _TEXTS).exists():  # a run that goes on has its tokens and needs no text

@@ -244,7 +244,11 @@ class PretrainSettings(Settings):
         0.5, help="last share of the steps, in which the rate falls to 0", above=0, at_most=1
     )
     short_share: float = option(
-        0.4, help="first share of the steps, with half the context length", at_least=0, at_most=1
+        0.4,
+        help="first share of the steps, with rows of half the context length (an eighth, with "
+        "--repeat-share or --rename-share)",
+        at_least=0,
+        at_most=1,
     )
     repeat_share: float = option(
         0.0,

@@ -251,22 +251,26 @@ def test_it_begins_with_the_weights_of_another_model(text, tmp_path):
 def test_passages_occur_again_and_rare_tokens_trade_places(monkeypatch):
     monkeypatch.setattr("kvalign.training.context_rows.RARE_FROM", 20)
     ids = np.arange(5000, dtype=np.uint16) % 997
-    mix, shares = TokenMix([ids], np.ones(1)), dict(repeat_share=1.0, rename_share=0.0)
-    about = dict(context_len=128, num_steps=100, vocab_size=997)
-    rows = ContextRows(mix, **about, **shares).batch(0, 0, 200, 128)
-    again = ContextRows(mix, **about, **shares).batch(0, 0, 200, 128)
+    mix = TokenMix([ids], np.ones(1))
+
+    def of(**shares):
+        return ContextRows(
+            mix, tiny("x", "y", context_len=128, num_tokens=100 * 256, **shares), 997
+        )
+
+    rows, again = (of(repeat_share=1.0).batch(0, 0, 200, 128) for _ in range(2))
     assert torch.equal(rows.ids, again.ids) and torch.equal(rows.labels[:, :-1], rows.ids[:, 1:])
     natural = mix.batch(0, 0, 200, 128)
     num_repeated = [len(row) - len(row.unique()) for row in rows.ids]
     assert min(num_repeated) >= 15 and max(num_repeated) > 55 and len(set(num_repeated)) > 20
     assert (rows.ids == natural.ids).float().mean() > 0.5
 
-    short = ContextRows(mix, **about, **shares)
+    short = of(repeat_share=1.0)
     found = [short.batch(0, step, 2, 16) for step in range(99)]
     assert {b.first for b in found} <= set(range(113)) and len({b.first for b in found}) > 40
     assert max(len(row.unique()) for row in found[0].ids) <= 16 // 3 + 1
 
-    renamed = ContextRows(mix, **about, repeat_share=0.0, rename_share=1.0)
+    renamed = of(rename_share=1.0)
     for new, old in zip(renamed.batch(0, 0, 9, 128).ids, mix.batch(0, 0, 9, 128).ids, strict=True):
         assert len(new.unique()) == len(old.unique())  # one to one
         assert (new[old >= 20] != old[old >= 20]).float().mean() > 0.9
