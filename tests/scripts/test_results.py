@@ -183,7 +183,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
     small = {
         "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
         "long-prompts": "--num-tokens 600 --cache-size 32",
-        "copying": "--models gpt2-mini --num-passages 2 --passage-len 9",
+        "copying": "--num-passages 2 --passage-len 9",
     }
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]
