@@ -120,7 +120,7 @@ def project_positions(
         if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers
     )
     zeros = torch.zeros(1, table.config.chunk_len, model.config.hidden_size)
-    zeros = zeros.to(model.device, model.get_input_embeddings().weight.dtype)
+    zeros = zeros.to(model.device, model.dtype)
     embeddings: list[Tensor] = []
 
     def see(block: nn.Module, args: tuple, kwargs: dict) -> None:

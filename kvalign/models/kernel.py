@@ -218,13 +218,14 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([fours.flatten(2), after.view(torch.uint8).flatten(2)], 2)
 
 
-def parts_of(packed: Tensor, num_out: int) -> tuple[Tensor, Tensor]:
-    """The q and scales that `packed_of` was given."""
+def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The q [T, K] and scales [T, K / 32, 2 or 1] of outputs [T], as `packed_of` was given them."""
     num_scales = 2 if packed.shape[2] == 320 else 1
     fours, after = packed.split([packed.shape[2] - 32 * num_scales, 32 * num_scales], 2)
     fours = fours.unflatten(2, (-1, _BLOCK, 4))
+    after = after.view(torch.bfloat16).unflatten(2, (num_scales, _BLOCK))
+    block, place = outputs // _BLOCK, outputs % _BLOCK
+    found = fours[block, :, :, place]  # [T, K / 32, 8 or 4, 4]
     if num_scales == 2:
-        fours = torch.stack([fours & 15, fours >> 4], 3).flatten(2, 3)
-    q = fours.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
-    after = after.contiguous().view(torch.bfloat16).unflatten(2, (num_scales, _BLOCK))
-    return q[:num_out], after.permute(0, 3, 1, 2).flatten(0, 1)[:num_out]
+        found = torch.stack([found & 15, found >> 4], 3).flatten(2, 3)
+    return found.flatten(1), after[block, :, :, place]

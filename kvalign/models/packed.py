@@ -4,7 +4,8 @@ take less time.
 int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. This is the
 form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights stored in these forms keep the same q. Others
 are rounded to the nearest of 16 even levels between the least and the greatest of the group. The
-head has 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as llama.cpp's Q8_0.
+head and the embedding have 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as
+llama.cpp's Q8_0.
 
 If the CPU and a compiler allow it, our own kernel computes products and rounds inputs to 8 bits.
 Else it is PyTorch's kernel, with inputs in bfloat16. Everything between the products stays
@@ -61,8 +62,12 @@ class PackedLinear(nn.Module):
         """Product of rows [M, K] and the weights: [M, N]."""
 
     @abstractmethod
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs [T], unpacked, [T, K]."""
+
+    @abstractmethod
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weights used in products, unpacked, [K, N]."""
+        """All weights, unpacked, [K, N]."""
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bits={self.bits}"
@@ -82,10 +87,13 @@ class RoundingLinear(PackedLinear):
             return rows @ self.unpacked(rows.dtype)
         return kernel.product(rows.float(), self.packed, self.out_features)
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        q, scales = (x.to(dtype) for x in kernel.parts_of(self.packed, self.out_features))
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        q, scales = (x.to(dtype) for x in kernel.rows_of(self.packed, outputs))
         groups = (q - 2 ** (self.bits - 1)).unflatten(1, (-1, GROUP)) * scales[..., :1]
-        return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1).T
+        return (groups + scales[..., 1:] if self.bits == 4 else groups).flatten(1)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        return self.rows(torch.arange(self.out_features), dtype).T
 
 
 @final
@@ -116,6 +124,15 @@ class TorchLinear(PackedLinear):
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
         return out[:, : self.out_features] if out.shape[1] > self.out_features else out
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        q = rows_of_levels(self.packed, outputs).view(torch.int8) - 8
+        step, zero = self.scales[:, outputs].to(dtype).permute(2, 1, 0)[..., None]
+        weight = (zero + q.to(dtype).unflatten(1, (-1, GROUP)) * step).flatten(1)
+        if self.bits == 4:
+            return weight
+        high, low = weight.chunk(2, 1)
+        return high + low
+
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         q = (unpacked_levels(self.packed).view(torch.int8) - 8).to(dtype)  # [K, N']
         step, zero = self.scales.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
@@ -125,6 +142,20 @@ class TorchLinear(PackedLinear):
             return weight
         high, low = weight.chunk(2)
         return high + low
+
+
+@final
+class PackedEmbedding(nn.Module):
+    """Replacement of an `nn.Embedding`: its weights are those of a product, which may be the head.
+    """
+
+    def __init__(self, product: PackedLinear, dtype: torch.dtype):
+        super().__init__()
+        self.product, self.dtype = product, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors [..., K] of ids [...]."""
+        return self.product.rows(ids.flatten(), self.dtype).view(*ids.shape, -1)
 
 
 def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -141,8 +172,8 @@ def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(model: PreTrainedModel, weights: str) -> None:
-    """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32.
-    An embedding that shares the head's weights keeps them unpacked.
+    """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32
+    and in the embedding of tokens. If the embedding and the head share weights, they still do.
 
     Args:
         model: with weights in float32, on the CPU.
@@ -156,11 +187,30 @@ def pack(model: PreTrainedModel, weights: str) -> None:
     if not found:
         raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
     kind = RoundingLinear if kernel.is_here() else TorchLinear
+    embedding = model.get_input_embeddings()
+    rows = embedding.weight
     for name, module in found:
         progress.phase(f"packing {name}")
         bits = 8 if weights == "int8" or module is head else 4
         packed = kind(_weight_of(module), bits, module.bias).train(module.training)
         model.set_submodule(name, packed)
+    # Others do more than look up, such as Gemma's, which scales.
+    if type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0:
+        shares = head is not None and head.weight is rows
+        product = model.get_output_embeddings() if shares else kind(rows.detach(), 8)
+        model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))
+
+
+def embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The embedding's weights of ids [T], before any scaling, [T, K]."""
+    embedding = model.get_input_embeddings()
+    return embedding(ids) if isinstance(embedding, PackedEmbedding) else embedding.weight[ids]
+
+
+def num_bytes(model: PreTrainedModel) -> int:
+    """What a model's weights take in memory; those that several modules share count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
 
 def weights_of(model: PreTrainedModel) -> str:
@@ -227,6 +277,15 @@ def _has_levels(weight: Tensor) -> bool:
     low, high = groups.aminmax(dim=1, keepdim=True)
     places = (groups - low) / _even_steps(groups - low, high - low).clamp_min(1e-30)
     return bool(((places - places.round()).abs() < _CLOSE).all())
+
+
+def rows_of_levels(packed: Tensor, outputs: Tensor) -> Tensor:
+    """The packed levels of outputs [T], [T, K] uint8, from [N', K / 2]."""
+    block = _block_of_kernel()
+    bytes_of = packed.view(-1, 2 * packed.shape[1], block // 2)
+    place = outputs % block
+    found = bytes_of[outputs // block, :, place % (block // 2)]  # [T, K]
+    return torch.where(place[:, None] < block // 2, found & 15, found >> 4)
 
 
 def unpacked_levels(packed: Tensor) -> Tensor:

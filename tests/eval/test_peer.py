@@ -15,6 +15,7 @@ import pytest
 from helpers.tiny_gguf import TOKENS, readers, write_gguf
 from helpers.tiny_models import tiny_model
 
+from kvalign import load_model
 from kvalign.app.cli.main import main
 from kvalign.eval.evaluations.latency import EVALUATION, peer, peer_process
 from kvalign.eval.protocol.evaluation import PEER
@@ -114,8 +115,11 @@ def run(file, capsys):
 def test_rows_are_its_answers(stand_in, run, tmp_path):
     flags = ["--cache-sizes", "255", "--peer", PEER, "--prompts", "random", "--prompt-len", "200"]
     document = run(*flags, "--num-sinks", "3", "--plot", f"{tmp_path}/plot.svg")
-    about = {"name": PEER, "xllamacpp": "0.0", "build": "AVX2 F16C", "file": "tiny.gguf"}
+    of_file = {"file": "tiny.gguf", "file_mb": (tmp_path / "tiny.gguf").stat().st_size / 1e6}
+    about = {"name": PEER, "xllamacpp": "0.0", "build": "AVX2 F16C", **of_file}
     assert document["peer"] == about and isinstance(document["environment"]["flags"], str)
+    weights = load_model(tmp_path / "tiny.gguf").model.parameters()
+    assert document["weights_mb"] >= sum(x.nbytes for x in weights) / 1e6
     bare, ours, row = document["rows"]
     assert [x["method"] for x in document["rows"]] == ["bare", "streaming-llm", PEER]
     period = (255 - 3) // 2

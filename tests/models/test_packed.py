@@ -154,26 +154,34 @@ def test_our_attention_is_that_of_pytorch(dim, length, is_int8, num_threads):
         torch.testing.assert_close(found[row, None], expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_are_those_of_all_weights(kind, bits):
+    product, outputs = kind(torch.randn(200, 96), bits), torch.tensor([0, 199, 17, 17, 63, 64])
+    found = product.rows(outputs, torch.float32)
+    torch.testing.assert_close(found, product.unpacked(torch.float32).T[outputs])
+
+
 @pytest.mark.parametrize("weights", packed.PACKED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights, ids):
     model = copy.deepcopy(tiny_model(kind))
     tied = model.config.tie_word_embeddings
-    embedding = model.get_input_embeddings().weight.clone()
     expected = copy.deepcopy(model)
     packed.pack(model, weights)
     assert weights_of(model) == weights and model.dtype == torch.float32
     assert model.get_output_embeddings().bits == 8
-    assert torch.equal(model.get_input_embeddings().weight, embedding)
-    products = {k: m for k, m in model.named_modules() if isinstance(m, PackedLinear)}
+    embedding = model.get_input_embeddings()
+    assert (embedding.product is model.get_output_embeddings()) == tied
+    products = dict(model.named_modules(remove_duplicate=False))
     assert not any(type(m) in (nn.Linear, Conv1D) for m in model.modules())
-    if tied:  # the head has weights of its own now
-        head = expected.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.clone())
     for name, module in expected.named_modules():
-        if name in products:
+        if isinstance(products[name], PackedLinear):
             weight = products[name].unpacked(torch.float32)
             module.weight.data.copy_(weight if isinstance(module, Conv1D) else weight.T)
+    weight = embedding.product.unpacked(torch.float32).T
+    expected.get_input_embeddings().weight.data.copy_(weight)
+    assert torch.equal(embedding(ids), expected.get_input_embeddings()(ids))
     with torch.no_grad():
         for length in (3, 60):  # by the kernel, and unpacked
             found = model(ids[:, :length]).logits

@@ -150,7 +150,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
 
         A peer has the last row of each cache size, with the reference's sinks. Each row then has
         `PEER_COLUMNS` and num_ubatch, the peer's for prompts. "peer" of the document is its version
-        and build.
+        and build, and its file. "weights_mb" is what the weights take in memory, in 10^6 bytes.
 
     Raises:
         UserError: a method that ends before so many tokens; a peer that is not installed, or cannot
@@ -162,6 +162,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
     from kvalign.eval.evaluations.latency.models import load_with_prompts, untrained_aligners
     from kvalign.eval.evaluations.latency.rows import measure, num_turns
     from kvalign.eval.protocol.grid import make_grid
+    from kvalign.models.packed import num_bytes
 
     started = time.perf_counter()
     num_threads = torch.get_num_threads()
@@ -172,6 +173,7 @@ def latency(settings: LatencySettings, *, loaded: LoadedModel | None = None) -> 
         if settings.peer:
             more["peer"] = peer.about(loaded.spec.name if loaded else settings.model)
         settings, model, prompts, text = load_with_prompts(settings, loaded)
+        more["weights_mb"] = num_bytes(model) / 1e6
         methods = make_grid(settings, model, untrained_aligners(model, settings))
         if settings.compile:
             methods = [method.compile() for method in methods]

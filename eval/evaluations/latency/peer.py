@@ -48,8 +48,8 @@ def file_of(model: str) -> Path:
     raise UserError(f"--peer {PEER} reads a GGUF file: name one, or {known}, got {model!r}")
 
 
-def about(model: str) -> dict[str, str]:
-    """Version, instruction sets of the build, and the model's file.
+def about(model: str) -> dict[str, str | float]:
+    """Version, instruction sets of the build, and the model's file with its size.
 
     Raises:
         UserError: as of `file_of`.
@@ -59,7 +59,8 @@ def about(model: str) -> dict[str, str]:
 
     has = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
     version = xllamacpp.__version__
-    return {"name": PEER, "xllamacpp": version, "build": " ".join(has), "file": file.name}
+    of_file = {"file": file.name, "file_mb": file.stat().st_size / 1e6}
+    return {"name": PEER, "xllamacpp": version, "build": " ".join(has), **of_file}
 
 
 class LlamaCpp:

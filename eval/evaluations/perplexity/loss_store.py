@@ -20,7 +20,7 @@ from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, write_whole
 from kvalign.methods.base import Method
-from kvalign.models.packed import PACKED, weights_of
+from kvalign.models.packed import PACKED, embedded, weights_of
 from kvalign.streaming.health import MOST_LOSS
 
 
@@ -76,8 +76,10 @@ def about_kept(folder: Path | None) -> str:
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     """Return everything that the losses of `method` on ids [1, N] depend on."""
     model = method.model
-    weight = model.get_input_embeddings().weight
-    weights = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].float().cpu()
+    width = embedded(model, torch.zeros(1, dtype=torch.int64, device=model.device)).shape[1]
+    num = model.config.vocab_size * width
+    some = torch.arange(0, num, max(1, num // 4096))
+    weights = embedded(model, (some // width).to(model.device))[range(len(some)), some % width]
     aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
     # What was not there before is left out where it says nothing, so that older files still serve.
     if sizes["realign_every"] == 1:
@@ -96,7 +98,7 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         **sizes,
         "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
         "model_type": method.spec.model_type,
-        "model_sha256": _digest(weights),
+        "model_sha256": _digest(weights.float()),
         "dtype": str(model.dtype),
         **({"weights": weights} if (weights := weights_of(model)) in PACKED else {}),
         "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
