@@ -228,7 +228,7 @@ def _about(
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
     modules = __file__, form.__file__, packed.__file__, kernel.__file__
-    sources = (*map(Path, modules), kernel.SOURCE)
+    sources = (*map(Path, modules), *kernel.SOURCES)
     return {
         "config": config,
         "attention": model.config._attn_implementation,

@@ -1,12 +1,11 @@
-// What a decode step spends its time on, for CPUs with AVX-512 VNNI: products of rows with packed
-// weights, attention of one query of each row, and the search of a memory. `kvalign/models/kernel.py`
-// builds it and says how weights lie; `kvalign/cache/memory.py` says what a search finds.
+// What a decode step spends its time on: products of rows with packed weights, attention of one query of
+// each row, and the search of a memory. `kvalign/models/kernel.py` builds it and says how weights lie;
+// `kvalign/cache/memory.py` says what a search finds.
 //
 // Products: the inputs of a group are rounded to 8 bits, x = d p, as in llama.cpp's Q8_0. With w = s (q - o) + z
 // a group then adds s d (sum of q p - o sum of p) + z d (sum of p) to an output: whole numbers but for
 // the scales. A vector holds 16 outputs, so each row's sums are the same whatever rows come with it.
 
-#include <immintrin.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,6 +20,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr int64_t GROUP = 32, BLOCK = 16;
@@ -33,29 +34,20 @@ struct Group {  // the inputs of a group, rounded: p, four to a word, and what i
 };
 
 Group rounded(const float* x, int offset) {
-  const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
-  const __m512i bits = _mm512_set1_epi32(0x7fffffff);  // as whole numbers the greatest may be a NaN
-  const __m512i most = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(low), bits),
-                                        _mm512_and_si512(_mm512_castps_si512(high), bits));
-  const int32_t found = _mm512_reduce_max_epi32(most);
-  float greatest;
-  std::memcpy(&greatest, &found, sizeof greatest);
-  const __m512 inverse = _mm512_set1_ps(greatest < 1e-30f ? 0.0f : 127.0f / greatest);
-  const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
-  const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+  const Floats low = load(x), high = load(x + 16);
+  const int32_t found = greatest(max(magnitude_bits(low), magnitude_bits(high)));  // it may be a NaN
+  float most;
+  std::memcpy(&most, &found, sizeof most);
+  const Floats inverse = floats(most < 1e-30f ? 0.0f : 127.0f / most);
+  const Ints a = to_ints(low * inverse), b = to_ints(high * inverse);
   Group group;
-  _mm_storeu_si128((__m128i*)group.words, _mm512_cvtsepi32_epi8(a));
-  _mm_storeu_si128((__m128i*)(group.words + 4), _mm512_cvtsepi32_epi8(b));
-  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+  store_int8(group.words, a);
+  store_int8(group.words + 4, b);
+  const int32_t sum = total(a + b);
   group.start = -offset * sum;
-  group.scale = greatest / 127.0f;
+  group.scale = most / 127.0f;
   group.sum = group.scale * sum;
   return group;
-}
-
-__m512 scales(const uint8_t* from) {  // bfloat16
-  const __m256i halves = _mm256_loadu_si256((const __m256i*)from);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
 constexpr int64_t bytes_of(int bits) {  // of a group of 16 outputs: q, s, and z where it is of 4 bits
@@ -63,37 +55,29 @@ constexpr int64_t bytes_of(int bits) {  // of a group of 16 outputs: q, s, and z
 }
 
 template <int BITS, int ROWS>
-void multiply(const uint8_t* block, const Group* rows, int64_t num_groups, float* out, int64_t num_out,
-              __mmask16 kept) {
-  const __m512i nibble = _mm512_set1_epi8(15);
-  __m512 sums[ROWS];
-  for (int row = 0; row < ROWS; row++) sums[row] = _mm512_setzero_ps();
+void multiply(const uint8_t* block, const Group* rows, int64_t num_groups, float* out, int64_t num_out, int num_kept) {
+  Floats sums[ROWS];
+  for (int row = 0; row < ROWS; row++) sums[row] = floats(0);
   for (int64_t g = 0; g < num_groups; g++, block += bytes_of(BITS)) {
-    __m512i q[8];
+    Ints q[8];
     for (int i = 0; i < BITS; i++) {
-      const __m512i loaded = _mm512_loadu_si512(block + 64 * i);
+      const Ints loaded = load_bytes(block + 64 * i);
       if (BITS == 4) {
-        q[2 * i] = _mm512_and_si512(loaded, nibble);
-        q[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(loaded, 4), nibble);
+        q[2 * i] = low_halves(loaded);
+        q[2 * i + 1] = high_halves(loaded);
       } else {
         q[i] = loaded;
       }
     }
     const uint8_t* after = block + 64 * BITS;
-    const __m512 s = scales(after), z = BITS == 4 ? scales(after + 32) : _mm512_setzero_ps();
+    const Floats s = from_bfloat16(after), z = BITS == 4 ? from_bfloat16(after + 32) : floats(0);
     for (int row = 0; row < ROWS; row++) {
       const Group& x = rows[row * num_groups + g];
-      __m512i even = _mm512_set1_epi32(x.start), odd = _mm512_setzero_si512();
-      for (int i = 0; i < 8; i += 2) {
-        even = _mm512_dpbusd_epi32(even, q[i], _mm512_set1_epi32(x.words[i]));
-        odd = _mm512_dpbusd_epi32(odd, q[i + 1], _mm512_set1_epi32(x.words[i + 1]));
-      }
-      const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-      sums[row] = _mm512_fmadd_ps(dot, _mm512_mul_ps(s, _mm512_set1_ps(x.scale)), sums[row]);
-      if (BITS == 4) sums[row] = _mm512_fmadd_ps(z, _mm512_set1_ps(x.sum), sums[row]);
+      sums[row] = fma(to_floats(dot<BITS, 8>(q, x.words, x.start)), s * floats(x.scale), sums[row]);
+      if (BITS == 4) sums[row] = fma(z, floats(x.sum), sums[row]);
     }
   }
-  for (int row = 0; row < ROWS; row++) _mm512_mask_storeu_ps(out + row * num_out, kept, sums[row]);
+  for (int row = 0; row < ROWS; row++) store_first(out + row * num_out, sums[row], num_kept);
 }
 
 template <int BITS>
@@ -105,14 +89,13 @@ struct Product {
   std::vector<Group> rows;
 
   void round(int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; g++) rows[g] = rounded(x + g * GROUP, 1 << (BITS - 1));
+    for (int64_t g = begin; g < end; g++) rows[g] = rounded(x + g * GROUP, offset_of(BITS));
   }
 
   void blocks(int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++) {
       const uint8_t* block = packed + b * num_groups * bytes_of(BITS);
-      const int64_t left = num_out - b * BLOCK;
-      const __mmask16 kept = left < BLOCK ? (1 << left) - 1 : 0xffff;
+      const int kept = std::min(num_out - b * BLOCK, BLOCK);
       float* to = out + b * BLOCK;
       int64_t row = 0;
       for (; row + 4 <= num_rows; row += 4)
@@ -134,29 +117,27 @@ struct Product {
 
 constexpr int64_t KEYS = 64;  // that are read for all queries before the next
 
-__m512 exponential(__m512 x) {  // of numbers up to 0; Taylor's series around the nearest power of 2
-  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
-  const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  x = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);  // ln 2, in two parts
-  x = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), x);
-  __m512 sum = _mm512_set1_ps(1.0f / 720);
-  for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, x, _mm512_set1_ps(term));
-  return _mm512_scalef_ps(sum, power);
+Floats exponential(Floats x) {  // of numbers up to 0; Taylor's series around the nearest power of 2
+  x = max(floats(-87.0f), x);
+  const Floats power = nearest_whole(x * floats(1.44269504f));
+  x = fma(power, floats(-0.693359375f), x);  // ln 2, in two parts
+  x = fma(power, floats(2.12194440e-4f), x);
+  Floats sum = floats(1.0f / 720);
+  for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = fma(sum, x, floats(term));
+  return times_power_of_2(sum, power);
 }
 
 void softmax(float* scores, int64_t length) {  // in vectors of 16
-  __m512 greatest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-  for (int64_t s = 0; s < length; s += 16) greatest = _mm512_max_ps(greatest, _mm512_loadu_ps(scores + s));
-  const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(greatest));
+  Floats highest = floats(-INFINITY), sum = floats(0);
+  for (int64_t s = 0; s < length; s += 16) highest = max(highest, load(scores + s));
+  const Floats most = floats(greatest(highest));
   for (int64_t s = 0; s < length; s += 16) {
-    const __m512 share = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + s), most));
-    _mm512_storeu_ps(scores + s, share);
-    sum = _mm512_add_ps(sum, share);
+    const Floats share = exponential(load(scores + s) - most);
+    store(scores + s, share);
+    sum = sum + share;
   }
-  const __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
-  for (int64_t s = 0; s < length; s += 16)
-    _mm512_storeu_ps(scores + s, _mm512_div_ps(_mm512_loadu_ps(scores + s), whole));
+  const Floats whole = floats(total(sum));
+  for (int64_t s = 0; s < length; s += 16) store(scores + s, load(scores + s) / whole);
 }
 
 // Keys or values: of float32, or of int8, as `kvalign/cache/form.py` says.
@@ -167,23 +148,22 @@ struct Entries {
 
   Entries from(int64_t slot) const { return {first + slot * bytes}; }
 
-  __m512 part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
+  Floats part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
     const char* one = first + slot * bytes;
-    if (!ARE_INT8) return _mm512_loadu_ps((const float*)one + 16 * i);
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)one + i)));
+    return ARE_INT8 ? from_int8(one + 16 * i) : load((const float*)one + 16 * i);
   }
 
-  __m512 scaled(int64_t slot, __m512 x) const {
+  Floats scaled(int64_t slot, Floats x) const {
     if (!ARE_INT8) return x;
     float scale;
     std::memcpy(&scale, first + slot * bytes + dim, sizeof scale);
-    return _mm512_mul_ps(x, _mm512_set1_ps(scale));
+    return x * floats(scale);
   }
 
-  __m512 read(int64_t slot, int i) const { return scaled(slot, part(slot, i)); }
+  Floats read(int64_t slot, int i) const { return scaled(slot, part(slot, i)); }
 
   void copy(int64_t slot, float* to) const {
-    for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + 16 * i, read(slot, i));
+    for (int i = 0; i < VECTORS; i++) store(to + 16 * i, read(slot, i));
   }
 };
 
@@ -206,26 +186,26 @@ struct Attention {
     float* to = out + h * num_queries * dim;
     const int64_t filled = (length + 15) / 16 * 16;
     std::vector<float> scores(num_queries * filled, -INFINITY);
-    __m512 x[VECTORS];
+    Floats x[VECTORS];
     for (int64_t first = 0; first < length; first += KEYS)
       for (int64_t r = 0; r < num_queries; r++) {
-        for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(q + r * dim + 16 * i);
+        for (int i = 0; i < VECTORS; i++) x[i] = load(q + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
-          __m512 sum = _mm512_mul_ps(x[0], k.part(s, 0));
-          for (int i = 1; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], k.part(s, i), sum);
-          scores[r * filled + s] = scale * _mm512_reduce_add_ps(k.scaled(s, sum));
+          Floats sum = x[0] * k.part(s, 0);
+          for (int i = 1; i < VECTORS; i++) sum = fma(x[i], k.part(s, i), sum);
+          scores[r * filled + s] = scale * total(k.scaled(s, sum));
         }
       }
     for (int64_t r = 0; r < num_queries; r++) softmax(&scores[r * filled], filled);
     std::memset(to, 0, num_queries * dim * sizeof(float));
     for (int64_t first = 0; first < length; first += KEYS)
       for (int64_t r = 0; r < num_queries; r++) {
-        for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(to + r * dim + 16 * i);
+        for (int i = 0; i < VECTORS; i++) x[i] = load(to + r * dim + 16 * i);
         for (int64_t s = first; s < std::min(first + KEYS, length); s++) {
-          const __m512 share = v.scaled(s, _mm512_set1_ps(scores[r * filled + s]));
-          for (int i = 0; i < VECTORS; i++) x[i] = _mm512_fmadd_ps(share, v.part(s, i), x[i]);
+          const Floats share = v.scaled(s, floats(scores[r * filled + s]));
+          for (int i = 0; i < VECTORS; i++) x[i] = fma(share, v.part(s, i), x[i]);
         }
-        for (int i = 0; i < VECTORS; i++) _mm512_storeu_ps(to + r * dim + 16 * i, x[i]);
+        for (int i = 0; i < VECTORS; i++) store(to + r * dim + 16 * i, x[i]);
       }
   }
 
@@ -254,21 +234,6 @@ AOTITorchError run_for(int64_t dim, Job& job, int64_t size) {  // `DIMS` of kern
   return AOTI_TORCH_SUCCESS;
 }
 
-inline __attribute__((always_inline)) __m512 reduced(__m512* sums) {  // of each of 16 vectors the sum
-  for (int i = 0; i < 8; i++)
-    sums[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
-                            _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    const __m512d a = _mm512_castps_pd(sums[2 * i]), b = _mm512_castps_pd(sums[2 * i + 1]);
-    sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  for (int num = 2; num > 0; num /= 2)  // now by quarters of a vector
-    for (int i = 0; i < num; i++)
-      sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(sums[2 * i], sums[2 * i + 1], 0x88),
-                              _mm512_shuffle_f32x4(sums[2 * i], sums[2 * i + 1], 0xdd));
-  return sums[0];
-}
-
 struct Best {  // finds the best so many of numbers, in any order; -inf is none
   std::vector<float> maxima;
   std::vector<int32_t> found;
@@ -279,18 +244,13 @@ struct Best {  // finds the best so many of numbers, in any order; -inf is none
     maxima.assign(16 * num_shares, -INFINITY);
     for (int64_t i = 0; i < length; i += 16) {
       float* most = &maxima[i % (16 * num_shares)];
-      _mm512_storeu_ps(most, _mm512_max_ps(_mm512_loadu_ps(worth + i), _mm512_loadu_ps(most)));  // none is a NaN
+      store(most, max(load(worth + i), load(most)));  // none is a NaN
     }
     std::nth_element(maxima.begin(), maxima.begin() + num - 1, maxima.end(), std::greater<float>());
-    const __m512 least = _mm512_set1_ps(std::max(maxima[num - 1], std::numeric_limits<float>::lowest()));
-    __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Floats least = floats(std::max(maxima[num - 1], std::numeric_limits<float>::lowest()));
     found.resize(length + 16);
     int64_t end = 0;
-    for (int64_t i = 0; i < length; i += 16, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
-      const __mmask16 is_good = _mm512_cmp_ps_mask(_mm512_loadu_ps(worth + i), least, _CMP_GE_OQ);
-      _mm512_storeu_si512(&found[end], _mm512_maskz_compress_epi32(is_good, at));
-      end += __builtin_popcount(is_good);
-    }
+    for (int64_t i = 0; i < length; i += 16) end += store_lanes_at_least(&found[end], load(worth + i), least, i);
     found.resize(end);
     if (num < end)
       std::nth_element(found.begin(), found.begin() + num, found.end(),
@@ -342,42 +302,38 @@ struct Search {
 
   // What 16 keys of a sketch may count for the queries: of each the greatest.
   template <int VECTORS>
-  static __m512 estimate(const std::vector<Rounded<VECTORS>>& rounded, const uint8_t* block, const float* scale) {
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512i halves[4 * VECTORS];
+  static Floats estimate(const std::vector<Rounded<VECTORS>>& rounded, const uint8_t* block, const float* scale) {
+    Ints halves[4 * VECTORS];
     for (int c = 0; c < 2 * VECTORS; c++) {
-      const __m512i both = _mm512_loadu_si512(block + 64 * c);
-      halves[2 * c] = _mm512_and_si512(both, low);
-      halves[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      const Ints both = load_bytes(block + 64 * c);
+      halves[2 * c] = low_halves(both);
+      halves[2 * c + 1] = high_halves(both);
     }
-    __m512 greatest = _mm512_set1_ps(-INFINITY);
+    Floats most = floats(-INFINITY);
     for (const auto& query : rounded) {
-      __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-      for (int c = 0; c < 4 * VECTORS; c++)
-        sums[c % 2] = _mm512_dpbusd_epi32(sums[c % 2], halves[c], _mm512_set1_epi32(query.fours[c]));
-      const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums[0], sums[1]));
-      const __m512 score = _mm512_mul_ps(_mm512_sub_ps(sum, _mm512_set1_ps(query.middle)), _mm512_set1_ps(query.scale));
-      greatest = _mm512_max_ps(_mm512_mul_ps(score, _mm512_loadu_ps(scale)), greatest);  // none is a NaN
+      const Floats sum = to_floats(dot<4, 4 * VECTORS>(halves, query.fours, 0));
+      const Floats score = (sum - floats(query.middle)) * floats(query.scale);
+      most = max(score * load(scale), most);  // none is a NaN
     }
-    return greatest;
+    return most;
   }
 
   // The scores of the keys in `num` slots, in vectors of 16: of each the greatest that a query gives it.
   template <int VECTORS, bool ARE_INT8>
   void scores(const float* query, Entries<VECTORS, ARE_INT8> x, const int32_t* slots, int64_t num, float* out) const {
     constexpr int64_t dim = 16 * VECTORS;
-    __m512 q[VECTORS], sums[16];
+    Floats q[VECTORS], sums[16];
     for (int64_t first = 0; first < num; first += 16)
       for (int64_t r = 0; r < num_queries; r++) {
-        for (int i = 0; i < VECTORS; i++) q[i] = _mm512_loadu_ps(query + r * num_tokens * dim + 16 * i);
+        for (int i = 0; i < VECTORS; i++) q[i] = load(query + r * num_tokens * dim + 16 * i);
         for (int64_t j = 0; j < 16; j++) {
           const int64_t one = slots[std::min(first + j, num - 1)];
-          sums[j] = _mm512_mul_ps(q[0], x.part(one, 0));
-          for (int i = 1; i < VECTORS; i++) sums[j] = _mm512_fmadd_ps(q[i], x.part(one, i), sums[j]);
+          sums[j] = q[0] * x.part(one, 0);
+          for (int i = 1; i < VECTORS; i++) sums[j] = fma(q[i], x.part(one, i), sums[j]);
           sums[j] = x.scaled(one, sums[j]);
         }
-        const __m512 found = reduced(sums);
-        _mm512_storeu_ps(out + first, r == 0 ? found : _mm512_max_ps(found, _mm512_loadu_ps(out + first)));
+        const Floats found = totals(sums);
+        store(out + first, r == 0 ? found : max(found, load(out + first)));
       }
   }
 
@@ -401,21 +357,17 @@ struct Search {
       // 1. What the lost entries may count, in blocks of 16 slots.
       rounded.clear();
       for (int64_t r = 0; r < num_queries; r++) rounded.emplace_back(query + r * num_tokens * dim);
-      const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
       for (int64_t slot = 0; slot < num_slots; slot += 16) {
-        const __m512i behind = _mm512_sub_epi32(_mm512_set1_epi32(last - slot), lane);
-        const __mmask16 is_past = _mm512_cmplt_epi32_mask(behind, _mm512_setzero_si512());
-        const __m512i old = _mm512_add_epi32(
-            _mm512_mask_add_epi32(behind, is_past, behind, _mm512_set1_epi32(num_slots)), _mm512_set1_epi32(after));
-        __mmask16 is_lost = _mm512_cmpgt_epi32_mask(old, _mm512_set1_epi32(near));
-        is_lost &= _mm512_cmple_epi32_mask(old, _mm512_set1_epi32(farthest));
-        __m512 worth = _mm512_set1_ps(-INFINITY);
-        if (is_lost) {
-          const __m512 by_age = _mm512_mask_i32gather_ps(worth, is_lost, old, worths, sizeof(float));
+        const Ints behind = ints(last - slot) - lanes();
+        const Ints old = add_where(ints(0) > behind, behind, ints(num_slots)) + ints(after);
+        const Mask is_lost = and_not(old > ints(near), old > ints(farthest));
+        Floats worth = floats(-INFINITY);
+        if (any(is_lost)) {
+          const Floats by_age = gather_where(is_lost, worths, old, worth);
           const int64_t at = head * num_slots + slot;
-          worth = _mm512_add_ps(estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at), by_age);
+          worth = estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at) + by_age;
         }
-        _mm512_storeu_ps(&estimates[slot], worth);
+        store(&estimates[slot], worth);
       }
       // 2. The best of them: their worth, in the order of time.
       slots = best.of(estimates.data(), num_slots, std::min(num_scored, num_slots));
@@ -453,33 +405,31 @@ struct Search {
   static void keys_apart(Entries<VECTORS, ARE_INT8> k, const std::vector<Candidate>& found, std::vector<float>& apart) {
     constexpr int64_t dim = 16 * VECTORS;
     apart.resize(found.size() * dim);
-    __m512 mean[VECTORS], x[VECTORS];
-    for (auto& part : mean) part = _mm512_setzero_ps();
+    Floats mean[VECTORS], x[VECTORS];
+    for (auto& part : mean) part = floats(0);
     for (const auto& entry : found)
-      for (int i = 0; i < VECTORS; i++)
-        mean[i] = _mm512_add_ps(mean[i], k.read(entry.slot, i));
-    for (auto& part : mean) part = _mm512_div_ps(part, _mm512_set1_ps(found.size()));
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + k.read(entry.slot, i);
+    for (auto& part : mean) part = part / floats(found.size());
     for (size_t j = 0; j < found.size(); j++) {
-      __m512 squares = _mm512_setzero_ps();
+      Floats squares = floats(0);
       for (int i = 0; i < VECTORS; i++) {
-        x[i] = _mm512_sub_ps(k.read(found[j].slot, i), mean[i]);
-        squares = _mm512_fmadd_ps(x[i], x[i], squares);
+        x[i] = k.read(found[j].slot, i) - mean[i];
+        squares = fma(x[i], x[i], squares);
       }
-      const float length = std::max(std::sqrt(_mm512_reduce_add_ps(squares)), 1e-12f);
-      for (int i = 0; i < VECTORS; i++)
-        _mm512_storeu_ps(&apart[j * dim + 16 * i], _mm512_div_ps(x[i], _mm512_set1_ps(length)));
+      const float length = std::max(std::sqrt(total(squares)), 1e-12f);
+      for (int i = 0; i < VECTORS; i++) store(&apart[j * dim + 16 * i], x[i] / floats(length));
     }
   }
 
   template <int VECTORS>
   bool is_said_again(const std::vector<float>& apart, int64_t j, int64_t num) const {
     constexpr int64_t dim = 16 * VECTORS;
-    __m512 x[VECTORS];
-    for (int i = 0; i < VECTORS; i++) x[i] = _mm512_loadu_ps(&apart[j * dim + 16 * i]);
+    Floats x[VECTORS];
+    for (int i = 0; i < VECTORS; i++) x[i] = load(&apart[j * dim + 16 * i]);
     for (int64_t newer = j + 1; newer < num; newer++) {
-      __m512 sum = _mm512_setzero_ps();
-      for (int i = 0; i < VECTORS; i++) sum = _mm512_fmadd_ps(x[i], _mm512_loadu_ps(&apart[newer * dim + 16 * i]), sum);
-      if (_mm512_reduce_add_ps(sum) > alike) return true;
+      Floats sum = floats(0);
+      for (int i = 0; i < VECTORS; i++) sum = fma(x[i], load(&apart[newer * dim + 16 * i]), sum);
+      if (total(sum) > alike) return true;
     }
     return false;
   }
@@ -512,12 +462,6 @@ int64_t size_of(AtenTensorHandle tensor, int64_t d) {
   int64_t size = 0;
   aoti_torch_get_size(tensor, d, &size);
   return size;
-}
-
-int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
-  int64_t stride = 0;
-  aoti_torch_get_stride(tensor, d, &stride);
-  return stride;
 }
 
 }  // namespace

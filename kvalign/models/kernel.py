@@ -1,7 +1,7 @@
 """Kernels of a decode step, in C++ (`kernel.cpp`) that this machine's compiler builds once, into
 the user's cache folder: the product of rows with packed weights, which rounds its inputs to 8 bits
-as llama.cpp's does, attention of one query of each row, and the search of a memory. They need
-AVX-512 VNNI, and PyTorch 2.10.
+as llama.cpp's does, attention of one query of each row, and the search of a memory. They need AVX2
+and PyTorch 2.10, and are faster with AVX-512 VNNI.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
 group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
@@ -30,7 +30,7 @@ from kvalign.models.fetched import cache_dir
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernel.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h")]
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
@@ -38,8 +38,12 @@ _SHIMS = {
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
-_NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni")
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-mfma")
+_FITS = {
+    "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
+    "AVX2": ("avx2", "fma3"),
+}
+"""What a CPU must have, by PyTorch's names; the first that fits is taken."""
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
 _GROUP, _BLOCK = 32, 16
 
 
@@ -51,28 +55,36 @@ def is_here() -> bool:
 @functools.cache
 def load() -> Path | None:
     """The file of the kernels, built if need be, once it is loaded; None where they cannot be had.
-    Where the CPU is fit and nothing can be built, a line is logged, once. PyTorch's own limit,
-    `ATEN_CPU_CAPABILITY`, holds for them, too.
+    Where the CPU is fit and nothing can be built, a line is logged, once.
     """
-    has = torch.cpu.get_capabilities()
-    if not all(has.get(name) for name in _NEEDED):
+    if (needed := _needed()) is None:
         return None
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return None
-    key = hashlib.sha256(f"{SOURCE.read_text()} {_FLAGS} {torch.__version__}".encode())
+    text = "".join(path.read_text() for path in SOURCES)
+    key = hashlib.sha256(f"{text} {_FLAGS} {needed} {torch.__version__}".encode())
     file = cache_dir() / "kernels" / f"kvalign-{key.hexdigest()[:32]}.so"
     try:
         if not _is_whole(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_suffix(".lock")):  # another start may be building it
                 if not _is_whole(file):
-                    _build(file)
+                    _build(file, needed)
         _define()
         ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("steps use PyTorch's own kernels: %s", error)
         return None
     return file
+
+
+def _needed() -> tuple[str, ...] | None:
+    """Instruction sets that the kernels are built for; None for another CPU. PyTorch's own limit,
+    `ATEN_CPU_CAPABILITY`, holds for them, too.
+    """
+    has, most = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+    for name, needed in _FITS.items():
+        if all(has.get(one) for one in needed) and most in ("AVX512", name):
+            return needed
+    return None
 
 
 def _is_whole(file: Path) -> bool:
@@ -82,7 +94,7 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
-def _build(file: Path) -> None:
+def _build(file: Path, needed: Sequence[str]) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     progress.phase("building kernels for this CPU, once")
@@ -91,8 +103,9 @@ def _build(file: Path) -> None:
 
     def write(partial: Path) -> None:
         made = partial / file.name
-        flags = [*_FLAGS, *(f"-m{x.replace('_', '')}" for x in _NEEDED), f"-Wl,-soname,{file.name}"]
-        command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCE)]
+        sets = (x.replace("_", "").replace("fma3", "fma") for x in needed)
+        flags = [*_FLAGS, *(f"-m{x}" for x in sets), f"-Wl,-soname,{file.name}"]
+        command = [get_cpp_compiler(), *flags, f"-I{torch_dir / 'include'}", str(SOURCES[0])]
         subprocess.run([*command, "-o", str(made), *libraries], check=True, capture_output=True)
         write_json(partial / about.name, {"sha256": sha256(made)})
 

@@ -146,8 +146,7 @@ class TorchLinear(PackedLinear):
 
 @final
 class PackedEmbedding(nn.Module):
-    """Replacement of an `nn.Embedding`: its weights are those of a product, which may be the head.
-    """
+    """Replacement of an `nn.Embedding`, with the weights of a product, such as the head."""
 
     def __init__(self, product: PackedLinear, dtype: torch.dtype):
         super().__init__()

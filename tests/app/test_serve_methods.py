@@ -82,7 +82,7 @@ def test_sessions_are_their_streams(number, name, models):
     sessions_are_streams(METHODS[number], name, models)
 
 
-@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
     """One session and several, which come and go; each conversation has sinks of its own."""
     found = not_compiled(monkeypatch)

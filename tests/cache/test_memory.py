@@ -70,7 +70,7 @@ def stepped(method, ids):
     return torch.stack([method.feed(ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
 
 
-@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 @pytest.mark.parametrize(
     ("num_rows", "group", "num_queries", "head_dim", "num", "size"),
     [
@@ -106,7 +106,7 @@ def test_our_kernel_finds_what_pytorch_finds(
         assert torch.equal(x[found.visible], y[found.visible])
 
 
-@pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     sizes = CacheSizes(cache_size=20, num_sinks=4, memory=8000, num_recalled=5)
     rng = torch.Generator().manual_seed(0)

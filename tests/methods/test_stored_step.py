@@ -22,7 +22,7 @@ SIZE, NUM = 16, 110  # past two copies to the buffer's front, and turns of all k
 SIZES = dict(cache_size=SIZE, warn=False)
 
 
-needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
 
 def never(*args, **kwargs):

@@ -2,6 +2,10 @@
 
 import copy
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers.tiny_models import tiny_model
@@ -9,7 +13,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from kvalign.models import kernel, packed
 
-needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def test_it_is_built_once_and_again_where_it_is_damaged(anew, tmp_path, monkeypa
     (file,) = tmp_path.glob("kernels/*.so")
     whole, built = file.read_bytes(), []
     monkeypatch.setattr(
-        kernel, "_build", lambda file: built.append(file) or file.write_bytes(whole)
+        kernel, "_build", lambda file, needed: built.append(file) or file.write_bytes(whole)
     )
     for harm in (lambda: None, lambda: file.write_bytes(whole[:-9]), lambda: file.unlink()):
         harm()
@@ -62,10 +66,35 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
 
 
 def test_a_cpu_that_is_not_fit_is_not_asked(anew, monkeypatch):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx": True})
     assert not kernel.is_here() and not anew
 
 
-def test_the_limit_of_pytorchs_kernels_holds_for_ours(anew, monkeypatch):
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("AVX512", "avx512_vnni"), ("AVX2", "avx2"), ("DEFAULT", None)]
+)
+def test_the_limit_of_pytorchs_kernels_holds_for_ours(limit, expected, anew, monkeypatch):
+    built = []
+    has = {name: True for names in kernel._FITS.values() for name in names}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: limit)
+
+    def build(file, needed):
+        built.append(needed)
+        raise OSError("built by none")
+
+    monkeypatch.setattr(kernel, "_build", build)
     assert not kernel.is_here() and not anew
+    assert [expected in needed for needed in built] == [True] * bool(expected)
+
+
+@needs_kernel
+@pytest.mark.slow
+def test_with_avx2_alone_they_are_as_exact():
+    """Where this CPU has more, in a process whose limit is AVX2."""
+    tests = ["models/test_packed.py", "cache/test_memory.py", "cache/test_plain_memory.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command += [str(Path(__file__).parents[1] / name) for name in tests]
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert found.returncode == 0 and "skipped" not in found.stdout, found.stdout[-2000:]

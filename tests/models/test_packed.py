@@ -23,7 +23,7 @@ BYTE = 1 / 127  # the same, by the greatest of its group
 HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
 
 
-needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX-512 VNNI, or no compiler")
+needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     width = embedded(model, torch.zeros(1, dtype=torch.int64, device=model.device)).shape[1]
     num = model.config.vocab_size * width
     some = torch.arange(0, num, max(1, num // 4096))
-    weights = embedded(model, (some // width).to(model.device))[range(len(some)), some % width]
+    sample = embedded(model, (some // width).to(model.device))[range(len(some)), some % width]
     aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
     # What was not there before is left out where it says nothing, so that older files still serve.
     if sizes["realign_every"] == 1:
@@ -98,7 +98,7 @@ def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
         **sizes,
         "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
         "model_type": method.spec.model_type,
-        "model_sha256": _digest(weights.float()),
+        "model_sha256": _digest(sample.float()),
         "dtype": str(model.dtype),
         **({"weights": weights} if (weights := weights_of(model)) in PACKED else {}),
         "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),

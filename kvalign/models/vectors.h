@@ -1,0 +1,259 @@
+// Vectors of 16 numbers, for `kernel.cpp`: one register of AVX-512 VNNI, or two of AVX2.
+
+#pragma once
+
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+
+#define INLINE inline __attribute__((always_inline))
+
+#ifdef __AVX512VNNI__
+
+struct Floats {
+  __m512 x;
+};
+struct Ints {  // 16 of 32 bits, or 64 bytes
+  __m512i x;
+};
+struct Mask {
+  __mmask16 x;
+};
+
+INLINE Floats floats(float x) { return {_mm512_set1_ps(x)}; }
+INLINE Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+INLINE void store(float* to, Floats x) { _mm512_storeu_ps(to, x.x); }
+INLINE void store_first(float* to, Floats x, int num) {
+  _mm512_mask_storeu_ps(to, num < 16 ? (1 << num) - 1 : 0xffff, x.x);
+}
+INLINE Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.x, b.x)}; }
+INLINE Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.x, b.x)}; }
+INLINE Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.x, b.x)}; }
+INLINE Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.x, b.x)}; }
+INLINE Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+INLINE Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.x, b.x)}; }  // b where one is a NaN
+INLINE Floats nearest_whole(Floats x) { return {_mm512_roundscale_ps(x.x, 0)}; }
+INLINE float total(Floats x) { return _mm512_reduce_add_ps(x.x); }
+INLINE float greatest(Floats x) { return _mm512_reduce_max_ps(x.x); }
+INLINE Floats times_power_of_2(Floats x, Floats power) { return {_mm512_scalef_ps(x.x, power.x)}; }
+
+INLINE Ints ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
+INLINE Ints lanes() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+INLINE Ints load_bytes(const uint8_t* from) { return {_mm512_loadu_si512(from)}; }
+INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.x, b.x)}; }
+INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+INLINE Ints magnitude_bits(Floats x) {
+  return {_mm512_and_si512(_mm512_castps_si512(x.x), _mm512_set1_epi32(0x7fffffff))};
+}
+INLINE Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.x, b.x)}; }
+INLINE int32_t greatest(Ints x) { return _mm512_reduce_max_epi32(x.x); }
+INLINE int32_t total(Ints x) { return _mm512_reduce_add_epi32(x.x); }
+INLINE Ints to_ints(Floats x) { return {_mm512_cvtps_epi32(x.x)}; }
+INLINE Floats to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.x)}; }
+INLINE void store_int8(void* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(x.x)); }
+INLINE Floats from_int8(const char* from) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
+}
+INLINE Floats from_bfloat16(const uint8_t* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
+INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
+
+INLINE Mask operator>(Ints a, Ints b) { return {_mm512_cmpgt_epi32_mask(a.x, b.x)}; }
+INLINE Mask and_not(Mask a, Mask b) { return {(__mmask16)(a.x & ~b.x)}; }  // a and not b
+INLINE bool any(Mask mask) { return mask.x; }
+INLINE Ints add_where(Mask mask, Ints a, Ints b) { return {_mm512_mask_add_epi32(a.x, mask.x, a.x, b.x)}; }
+INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwise) {
+  return {_mm512_mask_i32gather_ps(otherwise.x, mask.x, at.x, from, sizeof(float))};
+}
+// Write first + lane of all x that are at least so great; their number. There is room for 16.
+INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
+  const __mmask16 are = _mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ);
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(are, (lanes() + ints(first)).x));
+  return __builtin_popcount(are);
+}
+
+constexpr int offset_of(int bits) { return 1 << (bits - 1); }  // what `dot` does not take off q
+// start + sum of q p: four q to a word, without a sign, and four p, of -127 to 127.
+template <int BITS, int NUM>
+INLINE Ints dot(const Ints* q, const int32_t* p, int32_t start) {
+  __m512i even = _mm512_set1_epi32(start), odd = _mm512_setzero_si512();
+  for (int i = 0; i < NUM; i += 2) {
+    even = _mm512_dpbusd_epi32(even, q[i].x, _mm512_set1_epi32(p[i]));
+    odd = _mm512_dpbusd_epi32(odd, q[i + 1].x, _mm512_set1_epi32(p[i + 1]));
+  }
+  return {_mm512_add_epi32(even, odd)};
+}
+
+INLINE Floats totals(Floats* x) {  // of each of 16 vectors
+  for (int i = 0; i < 8; i++)
+    x[i].x = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].x, x[2 * i + 1].x),
+                           _mm512_unpackhi_ps(x[2 * i].x, x[2 * i + 1].x));
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(x[2 * i].x), b = _mm512_castps_pd(x[2 * i + 1].x);
+    x[i].x = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int num = 2; num > 0; num /= 2)  // now by quarters of a vector
+    for (int i = 0; i < num; i++)
+      x[i].x = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i].x, x[2 * i + 1].x, 0x88),
+                             _mm512_shuffle_f32x4(x[2 * i].x, x[2 * i + 1].x, 0xdd));
+  return x[0];
+}
+
+#else
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {  // 16 of 32 bits, or 64 bytes
+  __m256i a, b;
+};
+using Mask = Ints;  // all bits of a lane, or none
+
+INLINE Floats floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+INLINE void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.a);
+  _mm256_storeu_ps(to + 8, x.b);
+}
+INLINE void store_first(float* to, Floats x, int num) {
+  if (num >= 16) return store(to, x);
+  float all[16];
+  store(all, x);
+  std::memcpy(to, all, num * sizeof(float));
+}
+INLINE Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+INLINE Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE Floats nearest_whole(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+INLINE float total(Floats x) {
+  const __m256 both = _mm256_add_ps(x.a, x.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float greatest(Floats x) {
+  float all[16], most;
+  store(all, x);
+  most = all[0];
+  for (const float one : all) most = one > most ? one : most;
+  return most;
+}
+INLINE __m256 power_of_2(__m256 x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
+}
+INLINE Floats times_power_of_2(Floats x, Floats power) {
+  return {_mm256_mul_ps(x.a, power_of_2(power.a)), _mm256_mul_ps(x.b, power_of_2(power.b))};
+}
+
+INLINE Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE Ints lanes() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+INLINE Ints load_bytes(const uint8_t* from) {
+  return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 32))};
+}
+INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE Ints operator-(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+INLINE Ints magnitude_bits(Floats x) {
+  const __m256i bits = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), bits), _mm256_and_si256(_mm256_castps_si256(x.b), bits)};
+}
+INLINE Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+INLINE int32_t greatest(Ints x) {
+  const __m256i both = _mm256_max_epi32(x.a, x.b);
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+INLINE int32_t total(Ints x) {
+  const __m256i both = _mm256_add_epi32(x.a, x.b);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE void store_int8(void* to, Ints x) {
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(halves, halves), 0x08);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(bytes));
+}
+INLINE Floats from_int8(const char* from) {
+  return to_floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
+                    _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))});
+}
+INLINE __m256 from_8_bfloat16(const uint8_t* from) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+}
+INLINE Floats from_bfloat16(const uint8_t* from) { return {from_8_bfloat16(from), from_8_bfloat16(from + 16)}; }
+INLINE Ints low_halves(Ints bytes) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(bytes.a, low), _mm256_and_si256(bytes.b, low)};
+}
+INLINE Ints high_halves(Ints bytes) {
+  return low_halves({_mm256_srli_epi16(bytes.a, 4), _mm256_srli_epi16(bytes.b, 4)});
+}
+
+INLINE Mask operator>(Ints x, Ints y) { return {_mm256_cmpgt_epi32(x.a, y.a), _mm256_cmpgt_epi32(x.b, y.b)}; }
+INLINE Mask and_not(Mask x, Mask y) { return {_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)}; }
+INLINE bool any(Mask mask) {
+  const __m256i both = _mm256_or_si256(mask.a, mask.b);
+  return !_mm256_testz_si256(both, both);
+}
+INLINE Ints add_where(Mask mask, Ints x, Ints y) {
+  return x + Ints{_mm256_and_si256(mask.a, y.a), _mm256_and_si256(mask.b, y.b)};
+}
+INLINE Floats gather_where(Mask mask, const float* from, Ints at, Floats otherwise) {
+  return {_mm256_mask_i32gather_ps(otherwise.a, from, at.a, _mm256_castsi256_ps(mask.a), sizeof(float)),
+          _mm256_mask_i32gather_ps(otherwise.b, from, at.b, _mm256_castsi256_ps(mask.b), sizeof(float))};
+}
+INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
+  uint32_t are = _mm256_movemask_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ));
+  are |= _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
+  const int num = __builtin_popcount(are);
+  for (int i = 0; i < num; i++, are &= are - 1) to[i] = first + __builtin_ctz(are);
+  return num;
+}
+
+constexpr int offset_of(int bits) { return bits == 4 ? 8 : 0; }
+template <int BITS, int NUM>
+INLINE Ints dot(const Ints* q, const int32_t* p, int32_t start) {
+  const __m256i ones = _mm256_set1_epi16(1), middle = _mm256_set1_epi8(-128);
+  Ints sum = ints(start);
+  constexpr int AT_ONCE = BITS == 4 ? 8 : 1;  // sums of pairs that 16 bits hold
+  for (int first = 0; first < NUM; first += AT_ONCE) {
+    __m256i a = _mm256_setzero_si256(), b = a;
+    for (int i = first; i < first + AT_ONCE && i < NUM; i++) {
+      const __m256i x = _mm256_set1_epi32(p[i]);
+      if (BITS == 4) {
+        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(q[i].a, x));
+        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(q[i].b, x));
+      } else {  // (q - 128) x, since the sum of two q x may need more
+        const __m256i size = _mm256_abs_epi8(x);
+        a = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_xor_si256(q[i].a, middle), x));
+        b = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_xor_si256(q[i].b, middle), x));
+      }
+    }
+    sum = sum + Ints{_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)};
+  }
+  return sum;
+}
+
+INLINE __m256 totals_of_8(const Floats* x) {
+  __m256 both[8];
+  for (int i = 0; i < 8; i++) both[i] = _mm256_add_ps(x[i].a, x[i].b);
+  for (int i = 0; i < 4; i++) both[i] = _mm256_hadd_ps(both[2 * i], both[2 * i + 1]);
+  for (int i = 0; i < 2; i++) both[i] = _mm256_hadd_ps(both[2 * i], both[2 * i + 1]);
+  return _mm256_add_ps(_mm256_permute2f128_ps(both[0], both[1], 0x20), _mm256_permute2f128_ps(both[0], both[1], 0x31));
+}
+INLINE Floats totals(Floats* x) { return {totals_of_8(x), totals_of_8(x + 8)}; }  // of each of 16 vectors
+
+#endif
