@@ -234,11 +234,15 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
 def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """The q [T, K] and scales [T, K / 32, 2 or 1] of outputs [T], as `packed_of` was given them."""
     num_scales = 2 if packed.shape[2] == 320 else 1
-    fours, after = packed.split([packed.shape[2] - 32 * num_scales, 32 * num_scales], 2)
-    fours = fours.unflatten(2, (-1, _BLOCK, 4))
-    after = after.view(torch.bfloat16).unflatten(2, (num_scales, _BLOCK))
-    block, place = outputs // _BLOCK, outputs % _BLOCK
-    found = fours[block, :, :, place]  # [T, K / 32, 8 or 4, 4]
+    num_fours = (packed.shape[2] - 32 * num_scales) // 64
+    block, place = outputs[:, None] // _BLOCK, outputs[:, None] % _BLOCK
+    # Where the bytes of an output lie in each group; a copy of all scales would take too long.
+    fours = 64 * torch.arange(num_fours)[:, None] + torch.arange(4)
+    after = 64 * num_fours + 32 * torch.arange(num_scales)[:, None] + torch.arange(2)
+    at = torch.cat([fours.flatten() + 4 * place, after.flatten() + 2 * place], 1)
+    found = packed[block, :, at].transpose(1, 2)  # [T, K / 32, bytes]
+    q, scales = found.split([4 * num_fours, 2 * num_scales], 2)
     if num_scales == 2:
-        found = torch.stack([found & 15, found >> 4], 3).flatten(2, 3)
-    return found.flatten(1), after[block, :, :, place]
+        q = q.unflatten(2, (-1, 4))
+        q = torch.stack([q & 15, q >> 4], 3).flatten(2)
+    return q.flatten(1), scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)

@@ -12,6 +12,7 @@ from helpers.patience import PATIENCE_S, until
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 from kvalign.app.cli.main import main
+from kvalign.models.packed import weights_of
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -21,7 +22,7 @@ def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
         "kvalign.app.commands.demo_ui.listening",
         lambda *_: served.append(1) or socket.create_server(local),
     )
-    monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_: served.append(2))
+    monkeypatch.setattr("kvalign.app.pages.page.build", lambda *_, **__: served.append(2))
     monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
     monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: served.append(3))
     assert main(["demo-ui", "--host", host]) == 2
@@ -29,6 +30,21 @@ def test_others_are_let_in_if_that_is_meant(host, monkeypatch, capsys):
     assert main(["demo-ui", "--host", host, "--without-key"]) == 0
     assert main(["demo-ui"]) == 0
     assert served == 2 * [1, 2, 3]
+
+
+def test_models_and_streams_are_as_asked(monkeypatch):
+    """`--weights` and `--cache-dtype` of every model and card."""
+    built = {}
+
+    def build(models, load, **how):
+        built.update(how, weights=weights_of(load(models[0]).model))
+
+    monkeypatch.setattr("kvalign.app.pages.page.build", build)
+    monkeypatch.setattr("kvalign.app.pages.serve.application", lambda _: None)
+    monkeypatch.setattr("kvalign.app.pages.serve.serve", lambda *_: None)
+    flags = ["--model", "llama-mini", "--weights", "int8", "--cache-dtype", "int8"]
+    assert main(["demo-ui", "--port", "0", *flags]) == 0
+    assert built["cache_dtype"] == built["weights"] == "int8" and built["memory"] is None
 
 
 @pytest.mark.parametrize("when", ["loading", pytest.param("ready", marks=pytest.mark.slow)])

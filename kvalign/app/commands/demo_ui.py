@@ -1,16 +1,27 @@
 """`kvalign demo-ui`: the live page on this machine."""
 
+import functools
 import os
 import signal
 import webbrowser
 from dataclasses import dataclass
+from typing import get_args
 
 from kvalign import checkpoints
 from kvalign.app.address import listening, loading, url_of
 from kvalign.app.pages import source
 from kvalign.app.serve.settings import lets_others_in
+from kvalign.cache.sizes import CacheDtype
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.settings import MEMORY, NUM_RECALLED, Settings, option
+from kvalign.foundation.settings import (
+    CACHE_DTYPE,
+    MEMORY,
+    NUM_RECALLED,
+    OF_WEIGHTS,
+    WEIGHTS,
+    Settings,
+    option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,8 @@ class PageSettings(Settings):
         None, help=f"{MEMORY} (default: off; 100000 once switched on)", at_least=1
     )
     num_recalled: int | None = option(None, help=NUM_RECALLED, at_least=1)
+    cache_dtype: str = option("model", help=CACHE_DTYPE, choices=get_args(CacheDtype))
+    weights: str = option("float32", help=OF_WEIGHTS, choices=WEIGHTS)
     device: str = option("cpu", help="cpu, cuda, mps, ...")
     open: bool = option(False, help="open the page in a browser")
 
@@ -66,9 +79,12 @@ def run(settings: PageSettings, as_json: bool) -> None:
             from kvalign.app.pages.page import build
             from kvalign.app.pages.serve import application, serve
             from kvalign.models import fetched
+            from kvalign.models.loading import load_model
 
             here = filter(fetched.model_path, fetched.MODELS)
             models = list(dict.fromkeys((settings.model, *checkpoints.WRITERS, *here)))
-            of_memory = settings.memory, settings.num_recalled
-            app = application(build(models, settings.device, settings.aligner, *of_memory))
+            load = functools.partial(load_model, device=settings.device, weights=settings.weights)
+            given = ("aligner", "memory", "num_recalled", "cache_dtype")
+            page = build(models, load, **{name: getattr(settings, name) for name in given})
+            app = application(page)
         serve(app, at)

@@ -1,7 +1,7 @@
 """Live page: a Gradio app whose streams and lane use the same settings."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gradio as gr
@@ -12,7 +12,7 @@ from kvalign.app.pages.side_by_side import Refusal, begin, side_by_side, verdict
 from kvalign.cache.sizes import CacheSizes
 from kvalign.eval.judging.words import load_words
 from kvalign.foundation.errors import UserError
-from kvalign.models.loading import load_model
+from kvalign.models.loading import LoadedModel, load_model
 
 METHODS = ("window", "streaming-llm", "kvalign", "discard-half", "recompute")
 # On gpt2-mini streaming-llm leaves entries stale, which the other two do not.
@@ -36,10 +36,12 @@ IDLE = '<p class="message">The texts will begin in a moment.</p>'
 
 def build(
     models: Sequence[str],
-    device: str = "cpu",
+    load: Callable[[str], LoadedModel] = load_model,
+    *,
     aligner: str | None = None,
     memory: int | None = None,
     num_recalled: int | None = None,
+    cache_dtype: str | None = None,
 ) -> gr.Blocks:
     """The page, not yet served, with the first model chosen and `aligner` offered for it. A
     `memory` of so many tokens is switched on; each step takes back `num_recalled`.
@@ -47,7 +49,7 @@ def build(
     Raises:
         UserError: the first model or its aligner is unusable.
     """
-    load = functools.cache(functools.partial(load_model, device=device))
+    load = functools.cache(load)
     first = load(models[0])
     if aligner:
         loaded = Aligner.from_pretrained(aligner)
@@ -70,7 +72,7 @@ def build(
         chosen = [name for name in METHODS if name in methods]
         if has_memory:
             settings |= {"memory": memory or MEMORY, "num_recalled": num_recalled}
-        return begin(load(model), prompt, chosen, **settings)
+        return begin(load(model), prompt, chosen, cache_dtype=cache_dtype, **settings)
 
     def run(request: gr.Request, *values: Any) -> Iterator[tuple]:
         settings = dict(zip(ASKED, values, strict=True))
