@@ -29,6 +29,12 @@ TO_MAKE = {
     "llama-mini/perplexity",
     "scripts/long-prompts",
     "scripts/throughput",
+    "scripts/zero-sink",
+    "speed/float32-1",
+    "speed/int8-1",
+    "speed/perplexity-float32",
+    "speed/perplexity-int4",
+    "speed/perplexity-int8",
 }
 # Documents of version 0.1 whose tables others are to make anew: they go with those.
 TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}
@@ -184,6 +190,7 @@ def test_scripts_end_in_a_document(tmp_path, monkeypatch):
         "throughput": "--batch-size 64 --num-chunks 1 --num-rounds 2 --num-threads 1",
         "long-prompts": "--num-tokens 600 --cache-size 32",
         "copying": "--num-passages 2 --passage-len 9",
+        "zero-sink": "--num-tokens 4096 --num-labels 9 --cache-sizes 32 --num-sinks 0,1",
     }
     for cell in results.cells("scripts", parts()["scripts"], results.ResultsSettings()):
         script = cell.command.split()[1]

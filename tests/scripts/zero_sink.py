@@ -1,11 +1,11 @@
-"""A model that needs no sink: trained with attention whose sum of exponentials has 1 added, as of an
-entry with a zero key and a zero value (softmax-off-by-one, Miller 2023; the "zero sink" of Xiao et
-al. 2024, table 3), then streamed with sinks and without.
+"""A model that needs no sink: it is trained with attention whose sum of exponentials has 1 added,
+as of an entry with a zero key and a zero value (softmax-off-by-one, Miller 2023; the "zero sink" of
+Xiao et al. 2024, table 3). Then it streams with sinks and without.
 
     python tests/scripts/zero_sink.py --corpus text:valid.txt --eval-corpus text:test.txt
 
-Prints one JSON document with the rows of `kvalign eval perplexity`. No release of transformers saves
-this attention with a model, so the model stays in this process.
+Prints one JSON document with the rows of `kvalign eval perplexity`. The folder of a model cannot
+say that it has this attention, so the model is not kept.
 """
 
 import contextlib
