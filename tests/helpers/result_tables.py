@@ -160,8 +160,8 @@ def _known(row: Row, document: Document) -> Row:
     """What format strings of a table may name."""
     method, aligner = row.get("method"), row.get("aligner")
     label = f"`{method}`" + f" ({aligner})" * bool(aligner)
-    of_document = {name: document.get(name) for name in ("settings", "environment", "peer")}
-    known = _shown(row) | of_document | {"label": label}
+    of_document = {name: value for name, value in document.items() if name != "rows"}
+    known = of_document | _shown(row) | {"label": label}
     if {"batch_size", "median_ms"} <= row.keys():  # times are a token's
         known["step_ms"] = row["median_ms"] * row["batch_size"]
     return known

@@ -30,8 +30,6 @@ TO_MAKE = {
     "scripts/long-prompts",
     "scripts/throughput",
     "scripts/zero-sink",
-    "speed/float32-1",
-    "speed/int8-1",
     "speed/perplexity-float32",
     "speed/perplexity-int4",
     "speed/perplexity-int8",
