@@ -70,7 +70,7 @@ void multiply(const uint8_t* block, const Group* rows, int64_t num_groups, float
       }
     }
     const uint8_t* after = block + 64 * BITS;
-    const Floats s = from_bfloat16(after), z = BITS == 4 ? from_bfloat16(after + 32) : floats(0);
+    const Floats s = from_float16(after), z = BITS == 4 ? from_float16(after + 32) : floats(0);
     for (int row = 0; row < ROWS; row++) {
       const Group& x = rows[row * num_groups + g];
       sums[row] = fma(to_floats(dot<BITS, 8>(q, x.words, x.start)), s * floats(x.scale), sums[row]);

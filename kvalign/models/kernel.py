@@ -4,7 +4,7 @@ as llama.cpp's does, attention of one query of each row, and the search of a mem
 and PyTorch 2.10, and are faster with AVX-512 VNNI.
 
 Weights lie as a step reads them: [blocks of 16 outputs, groups of 32 inputs, bytes]. The bytes of a
-group are its q, by fours of inputs, then s and z in bfloat16; those of 8 bits have no z. Of 4 bits,
+group are its q, by fours of inputs, then s and z in float16; those of 8 bits have no z. Of 4 bits,
 eight inputs are 64 bytes: the first four of each output in the low halves.
 """
 
@@ -40,7 +40,7 @@ _SHIMS = {
 _SEARCHED = ("queries", "keys", "values", "sketch", "scales", "worths", "newest", "since", "oldest")
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
-    "AVX2": ("avx2", "fma3"),
+    "AVX2": ("avx2", "fma3", "f16c"),
 }
 """What a CPU must have, by PyTorch's names; the first that fits is taken."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
@@ -217,7 +217,7 @@ def packed_of(q: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         q: [N, K] uint8, of 0 to 15 or, where z is missing, of 0 to 255.
-        scales: [N, K / 32, 2 or 1] bfloat16: s, and z.
+        scales: [N, K / 32, 2 or 1] float16: s, and z.
 
     Returns:
         [blocks of 16 outputs, K / 32, bytes] uint8, filled up with zeros.
@@ -245,4 +245,4 @@ def rows_of(packed: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     if num_scales == 2:
         q = q.unflatten(2, (-1, 4))
         q = torch.stack([q & 15, q >> 4], 3).flatten(2)
-    return q.flatten(1), scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    return q.flatten(1), scales.clone(memory_format=torch.contiguous_format).view(torch.float16)

@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits in memory. On a CPU a decode step mostly reads weights, so fewer bytes
 take less time.
 
-int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z in bfloat16. This is the
+int4: in groups of 32 inputs, w = s (q - 8) + z with q of 4 bits, s and z of 16 bits. This is the
 form of llama.cpp's Q4_0, Q4_1 and Q4_K, so weights stored in these forms keep the same q. Others
 are rounded to the nearest of 16 even levels between the least and the greatest of the group. The
 head and the embedding have 8 bits, as in those files. int8: w = s (q - 128) in the same groups, as
@@ -14,7 +14,7 @@ unchanged.
 
 import functools
 from abc import abstractmethod
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ PACKED = ("int8", "int4")
 GROUP = 32  # inputs that share a scale
 FEW = 48  # rows up to which PyTorch's kernel is faster than unpacking
 _BLOCK = 64  # outputs that lie together
+_LEAST = 2**-24  # of a scale: the least number of float16
 _CLOSE = 1e-3  # steps that a weight may lie beside a level and count as lying there
 
 
@@ -40,11 +41,13 @@ class PackedLinear(nn.Module):
         bits: 4 or 8.
     """
 
+    of_scales: ClassVar[torch.dtype]
+
     def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits, self.bias = bits, bias
-        for name, x in self.buffers_of(*parts(weight, bits)).items():
+        for name, x in self.buffers_of(*parts(weight, bits, self.of_scales)).items():
             self.register_buffer(name, x, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,6 +80,7 @@ class PackedLinear(nn.Module):
 class RoundingLinear(PackedLinear):
     """Product with our own kernel, which rounds inputs to 8 bits (`kvalign.models.kernel`)."""
 
+    of_scales = torch.float16  # as in GGUF files
     packed: Tensor  # as of `kernel.packed_of`
 
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -103,6 +107,7 @@ class TorchLinear(PackedLinear):
     takes less time than PyTorch's own for 8 bits.
     """
 
+    of_scales = torch.bfloat16
     packed: Tensor  # [N', K / 2] uint8; N' is N filled up to blocks; K doubled where bits is 8
     scales: Tensor  # [K / GROUP, N', 2] bfloat16: s and z
 
@@ -157,15 +162,15 @@ class PackedEmbedding(nn.Module):
         return self.product.rows(ids.flatten(), self.dtype).view(*ids.shape, -1)
 
 
-def parts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Tensor]:
     """Packed parts of weights [N, K]: q [N, K] uint8; s and z, for 8 bits only s, [N, K / GROUP, 2
-    or 1] bfloat16.
+    or 1] `of_scales`.
     """
     if bits == 4:
         q, step, low = levels_of(weight)
-        return q, torch.stack([step, low + 8 * step], -1).bfloat16()
+        return q, torch.stack([step, low + 8 * step], -1).to(of_scales)
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127).bfloat16()
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(_LEAST).to(of_scales)
     q = (groups / scales.float()).round_().clamp_(-127, 127) + 128
     return q.flatten(1).to(torch.uint8), scales
 

@@ -54,9 +54,8 @@ INLINE void store_int8(void* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512
 INLINE Floats from_int8(const char* from) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }
-INLINE Floats from_bfloat16(const uint8_t* from) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+INLINE Floats from_float16(const uint8_t* from) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))};
 }
 INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
 INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
@@ -190,10 +189,10 @@ INLINE Floats from_int8(const char* from) {
   return to_floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
                     _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))});
 }
-INLINE __m256 from_8_bfloat16(const uint8_t* from) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+INLINE Floats from_float16(const uint8_t* from) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16)))};
 }
-INLINE Floats from_bfloat16(const uint8_t* from) { return {from_8_bfloat16(from), from_8_bfloat16(from + 16)}; }
 INLINE Ints low_halves(Ints bytes) {
   const __m256i low = _mm256_set1_epi8(15);
   return {_mm256_and_si256(bytes.a, low), _mm256_and_si256(bytes.b, low)};

@@ -92,7 +92,7 @@ def test_the_limit_of_pytorchs_kernels_holds_for_ours(limit, expected, anew, mon
 @pytest.mark.slow
 def test_with_avx2_alone_they_are_as_exact():
     """Where this CPU has more, in a process whose limit is AVX2."""
-    tests = ["models/test_packed.py", "cache/test_memory.py", "cache/test_plain_memory.py"]
+    tests = ["models/test_packed.py", "cache/test_memory.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [str(Path(__file__).parents[1] / name) for name in tests]
     env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
