@@ -30,9 +30,6 @@ TO_MAKE = {
     "scripts/long-prompts",
     "scripts/throughput",
     "scripts/zero-sink",
-    "speed/perplexity-float32",
-    "speed/perplexity-int4",
-    "speed/perplexity-int8",
 }
 # Documents of version 0.1 whose tables others are to make anew: they go with those.
 TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}

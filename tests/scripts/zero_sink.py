@@ -53,6 +53,7 @@ class ZeroSinkSettings(Settings):
     compile: bool = option(False, help="use torch.compile to train (faster)")
 
 
+@torch.compiler.disable  # its code in C++ does not compile (torch 2.13)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -115,6 +116,8 @@ def measure(settings: ZeroSinkSettings) -> dict:
             stepwise=True,  # segments of a turning window compute scores themselves
         )
         rows = perplexity(asked)["rows"]
+    names = ("cache_size", "num_sinks", "perplexity", "ratio", "ratio_low", "ratio_high")
+    rows = [{name: row[name] for name in names} for row in rows]
     rows = [{"bits_per_byte": facts["bits_per_byte"], **row} for row in rows]
     return document("script zero-sink", settings, rows, started=started)
 
