@@ -212,7 +212,7 @@ def embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def num_bytes(model: PreTrainedModel) -> int:
-    """What a model's weights take in memory; those that several modules share count once."""
+    """Return the bytes of a model's weights in memory; those of several modules count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 

@@ -116,7 +116,7 @@ def measure(settings: ZeroSinkSettings) -> dict:
             stepwise=True,  # segments of a turning window compute scores themselves
         )
         rows = perplexity(asked)["rows"]
-    names = ("cache_size", "num_sinks", "perplexity", "ratio", "ratio_low", "ratio_high")
+    names = ("method", "cache_size", "num_sinks", "perplexity", "ratio", "ratio_low", "ratio_high")
     rows = [{name: row[name] for name in names} for row in rows]
     rows = [{"bits_per_byte": facts["bits_per_byte"], **row} for row in rows]
     return document("script zero-sink", settings, rows, started=started)
