@@ -155,11 +155,13 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, product: PackedLinear, dtype: torch.dtype):
         super().__init__()
-        self.product, self.dtype = product, dtype
+        self.product = product
+        # Of no size: it follows the model to another dtype.
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors [..., K] of ids [...]."""
-        return self.product.rows(ids.flatten(), self.dtype).view(*ids.shape, -1)
+        return self.product.rows(ids.flatten(), self.like.dtype).view(*ids.shape, -1)
 
 
 def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Tensor]:

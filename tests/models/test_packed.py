@@ -193,6 +193,9 @@ def test_every_architecture_is_the_model_with_its_weights_unpacked(kind, weights
     weight = embedding.product.unpacked(torch.float32).T
     expected.get_input_embeddings().weight.data.copy_(weight)
     assert torch.equal(embedding(ids), expected.get_input_embeddings()(ids))
+    assert (
+        copy.deepcopy(model).to(torch.bfloat16).get_input_embeddings()(ids).dtype == torch.bfloat16
+    )
     with torch.no_grad():
         for length in (3, 60):  # by the kernel, and unpacked
             found = model(ids[:, :length]).logits
@@ -293,3 +296,13 @@ def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     )
     assert [outcome.state for outcome in outcomes] == ["passed"] * len(names)
     assert {outcome.bound for outcome in outcomes} == {0.8}
+
+
+def test_in_half_precision_the_embedding_is_so_too(mini):
+    outcomes = verify(
+        mini.model,
+        lambda model: make_method("streaming-llm", model, cache_size=16),
+        num_steps=16,
+        invariants=["half-entries", "half-logits"],
+    )
+    assert [outcome.state for outcome in outcomes] == ["passed"] * 2
