@@ -29,6 +29,7 @@ from kvalign.foundation.files import read_json, sha256, write_json, write_togeth
 from kvalign.models import attention, kernel, packed
 from kvalign.models.architectures import window_of
 from kvalign.models.fetched import cache_dir
+from kvalign.models.levels import GROUP
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ may change; other attention the entries that the token of one row sees, [1, H, C
 
 KEPT = 16  # steps, of 5 MB; those that were used longest ago go
 NO_COMPILER = "there is no C++ compiler here (g++): steps that are not stored are not compiled"
-_UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(packed.GROUP)
+_UNNAMED, _GROUP = re.compile(r"constant\d+"), torch.tensor(GROUP)
 """What inductor makes a constant for each packed product, and what it is."""
 _CLOSE = 0.05  # share of the greatest logit; packed weights round the inputs of their products
 

@@ -16,7 +16,8 @@ from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
 from kvalign.models import kernel, packed
-from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, levels_of, weights_of
+from kvalign.models.levels import levels_of
+from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, weights_of
 
 BFLOAT16 = 2**-8  # what a number is rounded by at most
 BYTE = 1 / 127  # the same, by the greatest of its group
