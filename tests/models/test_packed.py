@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
+from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
 from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
@@ -297,6 +298,13 @@ def test_invariants_hold_within_the_bound_of_their_rounding(mini):
     )
     assert [outcome.state for outcome in outcomes] == ["passed"] * len(names)
     assert {outcome.bound for outcome in outcomes} == {0.8}
+
+
+@pytest.mark.parametrize("weights", packed.PACKED)
+def test_a_packed_model_has_the_fingerprint_of_its_weights_and_another_one_has_not(weights):
+    expected = embedding_fingerprint(load_model("gpt2-mini").model)
+    assert has_fingerprint(load_model("gpt2-mini", weights=weights).model, expected)
+    assert not has_fingerprint(load_model("context-gpt2", weights=weights).model, expected)
 
 
 def test_in_half_precision_the_embedding_is_so_too(mini):
