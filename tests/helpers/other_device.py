@@ -1,0 +1,101 @@
+"""A device that only tests have: its tensors lie in the CPU's memory, but an operation that mixes
+them with those of the CPU fails, as on a GPU. So what runs here passes everything between the two
+devices as it would have to there.
+
+Tensors of no dimension, and indices, may be of the CPU; a copy may go from one to the other.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "other"
+aten: Any = torch.ops.aten
+_MAY_MIX = {
+    aten.copy_.default,
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+
+
+class OtherTensor(Tensor):
+    """A tensor of the other device; `held` is the CPU's."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor):
+        layout = dict(strides=held.stride(), storage_offset=held.storage_offset())
+        about = dict(dtype=held.dtype, device=NAME, requires_grad=False)
+        return Tensor._make_wrapper_subclass(cls, held.shape, **layout, **about)
+
+    def __init__(self, held: Tensor):
+        self.held = held
+
+    def __repr__(self):
+        return f"OtherTensor({self.held})"
+
+    def tolist(self):
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, *args, **kwargs or {})
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """Return the model, moved to the other device."""
+    for module in model.modules():
+        for name, x in module._parameters.items():
+            if x is not None:
+                module._parameters[name] = nn.Parameter(OtherTensor(x.data), requires_grad=False)
+        for name, x in module._buffers.items():
+            if x is not None:
+                module._buffers[name] = OtherTensor(x)
+    return model
+
+
+def _run(func, *args, **kwargs):
+    """Run an operation on what the tensors hold."""
+    found = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    others = [x for x in found if isinstance(x, OtherTensor)]
+    here = [x for x in found if not isinstance(x, OtherTensor) and x.dim()]
+    if others and here and func not in _MAY_MIX:
+        raise RuntimeError(f"{func}: tensors on two devices")
+    device = kwargs.get("device")
+    is_other = bool(others) if device is None else torch.device(device).type == NAME
+    if func in _MAY_MIX:
+        is_other = isinstance(args[0], OtherTensor)
+    if device is not None:
+        kwargs["device"] = "cpu"
+    plain, named = tree_map(_held, (args, kwargs))
+    result = func(*plain, **named)
+    for given, x in zip(args, plain, strict=True):
+        if x is result and isinstance(x, Tensor):  # changed in place
+            return given
+    wrap = lambda x: OtherTensor(x) if isinstance(x, Tensor) else x  # noqa: E731
+    return tree_map(wrap, result) if is_other else result
+
+
+def _held(x):
+    return x.held if isinstance(x, OtherTensor) else x
+
+
+def _copy_from(x, to, non_blocking=False):
+    _held(to).copy_(_held(x))
+    return to
+
+
+_setup_privateuseone_for_python_backend(NAME)
+_libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+_libraries[0].fallback(_run, "PrivateUse1")
+_libraries[1].impl("_copy_from", _copy_from, "PrivateUse1")
+for _name in ("arange", "arange.start", "arange.start_step"):  # else made empty, then resized
+    _op, _, _overload = _name.partition(".")
+    _made = partial(_run, getattr(getattr(aten, _op), _overload or "default"))
+    _libraries[1].impl(_name, _made, "PrivateUse1")
