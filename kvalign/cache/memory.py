@@ -1,5 +1,8 @@
 """Memory of a window: evicted entries, stored without their position and found by queries.
 
+It lies in the host's memory, whichever device the model is on, and is searched there: queries go to
+it, and the few entries that they take back return. So it may be larger than a GPU's memory.
+
     slots   0 1 2 3 4 5 6 7 | 8 9 ...      a ring: the entry of token j lies in slot
             block 0         | block 1      (j - num_sinks) mod the number of slots
 
@@ -45,7 +48,7 @@ class Memory(Part):
     `sizes.memory` says. Beyond that the oldest are lost.
 
     Args:
-        like: entries of the shape [B, H, ?, D], on the device of those to store.
+        like: entries of the shape [B, H, ?, D].
         sizes: of the cache.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step.
@@ -62,13 +65,13 @@ class Memory(Part):
         self.sizes, self.grows, self.alike = sizes, grows, ALIKE
         # A segment is written before its first query looks for what its last tokens overwrite.
         self.most = _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
+        like = like.map(lambda x: x[:, :, :0].to("cpu"))
         self.form = form_of(sizes, like.keys.dtype)
         self.held = like.map(lambda x: self.form.empty(x, 0))
         with lasting():
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
-        is_fit = like.keys.device.type == "cpu" and like.keys.dtype == torch.float32
-        has_kernel = is_fit and like.keys.shape[3] in kernel.DIMS and kernel.is_here()
-        self.sketch = Sketch(like.keys) if has_kernel else None
+        has_kernel = like.keys.shape[3] in kernel.DIMS and kernel.is_here()
+        self.sketch = Sketch(self.base) if has_kernel else None
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
@@ -76,7 +79,7 @@ class Memory(Part):
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""
-        num_new = new.keys.shape[2]
+        new, num_new = new.map(lambda x: x.detach().to("cpu")), new.keys.shape[2]
         self._grow(max(seen) + num_new - self.sizes.num_sinks)
         alike = len(set(seen)) == 1
         for row, start in [(slice(None), seen[0])] if alike else enumerate(seen):
@@ -84,16 +87,16 @@ class Memory(Part):
             self._write_rows(rows, start, new.rows(rows))
 
     def _write_rows(self, rows: slice, start: int, new: KV) -> None:
-        new, num_new = new.map(Tensor.detach), new.keys.shape[2]
+        num_new = new.keys.shape[2]
         first = min(max(self.sizes.num_sinks - start, num_new - self.most, 0), num_new)
         while first < num_new:
             slot = (start + first - self.sizes.num_sinks) % self.num_slots
             num = min(num_new - first, self.num_slots - slot)
             for held, x in zip(self.held, new.slots(first, num), strict=True):
                 held[rows, :, slot : slot + num] = x
-            keys = self.form.read(new.keys[:, :, first : first + num])
+            keys = self.form.read(new.keys[:, :, first : first + num]).float()
             if not self.base[rows].any():
-                self.base[rows] = keys.float().mean(2, keepdim=True).nan_to_num(0, 0, 0)
+                self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             if self.sketch is not None:
                 self.sketch.write(rows, slot, keys - self.base[rows])
             first += num
@@ -122,17 +125,21 @@ class Memory(Part):
 
     def prepare(self, asking: Asking) -> Lost:
         """Return what a search for these queries needs; a compiled step calls it beforehand."""
-        lost = asking.lost(self.num_slots, self.held.keys.device)
+        lost = asking.lost(self.num_slots)
         if self.sketch is None:
             _ = lost.worth, lost.newer
         return lost
 
     def find(self, queries: Tensor, asking: Asking) -> Found:
-        """Return the evicted entries that match scaled queries [B, H, G, T, D]."""
-        lost = self.prepare(asking)
-        queries = queries.to(self.form.dtype)
+        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
+        asked, lost = queries.to("cpu"), self.prepare(asking)
         if self.sketch is not None:
-            return self._find_by_kernel(queries, self.sketch, lost)
+            found = self._find_by_kernel(asked.float(), self.sketch, lost)
+        else:
+            found = self._find_by_torch(asked.to(self.form.dtype), lost)
+        return found.to(queries.device, self.form.dtype)
+
+    def _find_by_torch(self, queries: Tensor, lost: Lost) -> Found:
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
         parts = [self._find(queries[:, :, :, span], lost, span) for span in spans]
@@ -176,7 +183,7 @@ class Memory(Part):
 
     @lasting()
     def select(self, rows: Tensor) -> None:
-        rows = rows.to(self.held.keys.device)
+        rows = rows.to("cpu")
         self.held, self.base = self.held.rows(rows), self.base[rows]
         if self.sketch is not None:
             self.sketch.select(rows)

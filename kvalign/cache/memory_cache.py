@@ -155,10 +155,9 @@ class MemoryCache(StreamingCache):
         first, period = self.asking[0], self.frame.move_size
         num = -(-first.memory.most // period) * period  # that leaves every position what it is
         one = first.memory.form.read(first.memory.held.keys[:, :, :1])
-        if one.device.type == "cpu":
-            what = f"the entries of a memory of {self.sizes.memory} tokens"
-            of_slot = first.memory.nbytes // first.memory.num_slots
-            check_room(of_slot * num * len(self.asking), what)
+        what = f"the entries of a memory of {self.sizes.memory} tokens"
+        of_slot = first.memory.nbytes // first.memory.num_slots
+        check_room(of_slot * num * len(self.asking), what)
         shape = (*one.shape[:2], num, one.shape[3])
         for layer in self.asking:
             new = (torch.randn(shape, generator=rng).to(one) for _ in range(2))

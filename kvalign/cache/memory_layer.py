@@ -142,6 +142,7 @@ class MemoryLayer(WindowLayer):
 
     def restore(self, read: ReadTensor, seen: list[int], head_dim: int, dtype: torch.dtype) -> None:
         super().restore(read, seen, head_dim, dtype)
-        held = read_kv(read, "memory", self.memory.used(seen), head_dim, self.memory.form)
-        self.memory.base = read("base", (1, head_dim), torch.float32).clone()
+        num, form = self.memory.used(seen), self.memory.form
+        held = read_kv(read, "memory", num, head_dim, form, "cpu")
+        self.memory.base = read("base", (1, head_dim), torch.float32, "cpu").clone()
         self.memory.put([self.sizes.num_sinks] * len(held.keys), held)

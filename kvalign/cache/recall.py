@@ -38,6 +38,11 @@ class Found(NamedTuple):
     ages: Tensor
     visible: Tensor
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Found":
+        """The same there, entries in this dtype."""
+        entries = self.entries.map(lambda x: x.to(device, dtype))
+        return Found(entries, self.ages.to(device), self.visible.to(device))
+
 
 class Lost:
     """Entries of a ring of slots that the windows of T queries have lost; one row if all rows are
@@ -72,14 +77,14 @@ class Lost:
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
         self.oldest = oldest.where(seen >= sizes.first_input_len, 0)
         # Entries that are not yet in the memory are in the window, so no age is greater.
-        self.worths = _worths(num_slots + self.near + 1, recency, seen.device)
+        self.worths = _worths(num_slots + self.near + 1, recency)
         self._num_compared = min(COMPARED * sizes.num_recalled, num_slots)
         self.are_many = bool((self.oldest - self.near >= self._num_compared).all())
 
     @cached_property
     def worth(self) -> Tensor:
         """Return what is added to the score of each entry, [B, 1, T, S] float32; -inf: not lost."""
-        ages = self.ages(torch.arange(self.num_slots, device=self.newest.device))
+        ages = self.ages(torch.arange(self.num_slots))
         worths = self.worths[ages.clamp(0, len(self.worths) - 1)]
         return worths.where((ages > self.near) & (ages <= self.oldest), -torch.inf)
 
@@ -98,9 +103,9 @@ class Lost:
 
 @lru_cache(maxsize=4)
 @lasting()
-def _worths(num: int, recency: float, device: torch.device) -> Tensor:
+def _worths(num: int, recency: float) -> Tensor:
     """Return what is added to a score for ages from 0 on, [num] float32."""
-    return -recency * torch.arange(num, device=device).clamp_min(1).float().log()
+    return -recency * torch.arange(num).clamp_min(1).float().log()
 
 
 class Asking:
@@ -131,19 +136,18 @@ class Asking:
         self.has_lost = None if has_lost.all() else has_lost
         num = 1 if bool((seen == seen[:1]).all()) else len(seen)
         self.seen, self.end = seen[:num], end[:num]
-        self._lost: dict[torch.device, Lost] = {}
+        self._lost: Lost | None = None
 
     @property
     def finds_all(self) -> bool:
         """Return whether each query, of all layers, has lost as much as is compared for it."""
-        return bool(self._lost) and all(lost.are_many for lost in self._lost.values())
+        return self._lost is not None and self._lost.are_many
 
-    def lost(self, num_slots: int, device: torch.device) -> Lost:
+    def lost(self, num_slots: int) -> Lost:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
-        if device not in self._lost:
-            of_rows = self.seen.to(device), self.end.to(device)
-            self._lost[device] = Lost(self.sizes, self.recency, *of_rows, num_slots)
-        return self._lost[device]
+        if self._lost is None:
+            self._lost = Lost(self.sizes, self.recency, self.seen, self.end, num_slots)
+        return self._lost
 
 
 class Recalls:

@@ -1,14 +1,21 @@
 """Tensors of a saved stream, checked when they are read."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvalign.foundation.errors import UserError
 
-ReadTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""Tensor of a saved state by name: [B, H, ...], then of this shape and dtype."""
+
+class ReadTensor(Protocol):
+    """Tensor of a saved state by name: [B, H, ...], then of this shape and dtype; on the model's
+    device, if no other is given.
+    """
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | None = None
+    ) -> Tensor: ...
 
 
 def expect_tensor(

@@ -55,12 +55,18 @@ class Saving(Rows):
         for layer in self.attention:
             i = layer.layer_idx
 
-            def read(name: str, shape: tuple[int, ...], dtype: torch.dtype, i: int = i) -> Tensor:
+            def read(
+                name: str,
+                shape: tuple[int, ...],
+                dtype: torch.dtype,
+                device: str | None = None,
+                i: int = i,
+            ) -> Tensor:
                 of_rows = (num_rows, spec.num_kv_heads, *shape)
                 tensor = expect_tensor(state, f"{i}.{name}", of_rows, dtype)
                 if dtype == torch.int8 and not is_finite(tensor):
                     raise UserError(f"a stream's {i}.{name} has scales that are not finite")
-                return tensor.to(model.device)
+                return tensor.to(device or model.device)
 
             layer.restore(read, seen, spec.head_dim, model.dtype)
         self._hold(seen)

@@ -200,7 +200,14 @@ class WindowLayer(StreamingLayer):
             self.sources.replace(sources)
 
 
-def read_kv(read: ReadTensor, name: str, length: int, head_dim: int, form: Form) -> KV:
+def read_kv(
+    read: ReadTensor,
+    name: str,
+    length: int,
+    head_dim: int,
+    form: Form,
+    device: str | None = None,
+) -> KV:
     """Entries of a saved state, `length` of them, as they are stored."""
     shape, dtype = (length, form.width(head_dim)), form.stored_dtype
-    return KV(*(read(f"{name}.{j}", shape, dtype) for j in range(2)))
+    return KV(*(read(f"{name}.{j}", shape, dtype, device) for j in range(2)))

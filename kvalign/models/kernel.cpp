@@ -140,21 +140,27 @@ void softmax(float* scores, int64_t length) {  // in vectors of 16
   for (int64_t s = 0; s < length; s += 16) store(scores + s, load(scores + s) / whole);
 }
 
-// Keys or values: of float32, or of int8, as `kvalign/cache/form.py` says.
-template <int VECTORS, bool ARE_INT8>
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8 };
+
+// Keys or values, as `kvalign/cache/form.py` says.
+template <int VECTORS, Kind KIND>
 struct Entries {
-  static constexpr int64_t dim = 16 * VECTORS, bytes = ARE_INT8 ? dim + sizeof(float) : dim * sizeof(float);
+  static constexpr int64_t dim = 16 * VECTORS;
+  static constexpr int64_t bytes = KIND == INT8 ? dim + sizeof(float) : dim * (KIND == FLOAT32 ? 4 : 2);
   const char* first;
 
   Entries from(int64_t slot) const { return {first + slot * bytes}; }
 
   Floats part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
     const char* one = first + slot * bytes;
-    return ARE_INT8 ? from_int8(one + 16 * i) : load((const float*)one + 16 * i);
+    if (KIND == INT8) return from_int8(one + 16 * i);
+    if (KIND == FLOAT16) return from_float16((const uint8_t*)(one + 32 * i));
+    if (KIND == BFLOAT16) return from_bfloat16((const uint8_t*)(one + 32 * i));
+    return load((const float*)one + 16 * i);
   }
 
   Floats scaled(int64_t slot, Floats x) const {
-    if (!ARE_INT8) return x;
+    if (KIND != INT8) return x;
     float scale;
     std::memcpy(&scale, first + slot * bytes + dim, sizeof scale);
     return x * floats(scale);
@@ -174,11 +180,11 @@ struct Attention {
   float* out;
   int64_t num_heads, num_queries, num_slots, newest;  // queries of a head of keys; the slot of the last entry
   float scale;
-  bool are_int8;
+  Kind kind;  // of float32 or int8
 
-  template <int VECTORS, bool ARE_INT8>
+  template <int VECTORS, Kind KIND>
   void head(int64_t h) {  // of all rows
-    using Stored = Entries<VECTORS, ARE_INT8>;
+    using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
     const float* q = query + h * num_queries * dim;
     const int64_t length = visible[h / num_heads], slot = h * num_slots + newest + 1 - length;
@@ -213,7 +219,8 @@ struct Attention {
   void run(int64_t num_rows) {
     auto heads = [](int64_t begin, int64_t end, void* self) {
       auto& all = *(Attention*)self;
-      for (int64_t h = begin; h < end; h++) all.are_int8 ? all.head<VECTORS, true>(h) : all.head<VECTORS, false>(h);
+      for (int64_t h = begin; h < end; h++)
+        all.kind == INT8 ? all.head<VECTORS, INT8>(h) : all.head<VECTORS, FLOAT32>(h);
     };
     const int64_t most = *std::max_element(visible, visible + num_rows);
     torch_parallel_for(0, num_rows * num_heads, FEW / (num_queries * most * 16 * VECTORS) + 1, heads, this);
@@ -275,7 +282,8 @@ struct Search {
   bool* visible;
   int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
   int64_t near, num_scored, num_compared, num_recalled;
-  bool are_int8, rows_are_alike;  // one row of `since` and `oldest` for all
+  Kind kind;
+  bool rows_are_alike;  // one row of `since` and `oldest` for all
   float alike;
 
   // A query rounded to 8 bits, by fours of its numbers.
@@ -319,8 +327,8 @@ struct Search {
   }
 
   // The scores of the keys in `num` slots, in vectors of 16: of each the greatest that a query gives it.
-  template <int VECTORS, bool ARE_INT8>
-  void scores(const float* query, Entries<VECTORS, ARE_INT8> x, const int32_t* slots, int64_t num, float* out) const {
+  template <int VECTORS, Kind KIND>
+  void scores(const float* query, Entries<VECTORS, KIND> x, const int32_t* slots, int64_t num, float* out) const {
     constexpr int64_t dim = 16 * VECTORS;
     Floats q[VECTORS], sums[16];
     for (int64_t first = 0; first < num; first += 16)
@@ -337,9 +345,9 @@ struct Search {
       }
   }
 
-  template <int VECTORS, bool ARE_INT8>
+  template <int VECTORS, Kind KIND>
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
-    using Stored = Entries<VECTORS, ARE_INT8>;
+    using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
     std::vector<float> estimates(num_slots), exact, apart;
     std::vector<Rounded<VECTORS>> rounded;
@@ -401,8 +409,8 @@ struct Search {
     }
   }
 
-  template <int VECTORS, bool ARE_INT8>  // the keys of entries less their mean, of length 1
-  static void keys_apart(Entries<VECTORS, ARE_INT8> k, const std::vector<Candidate>& found, std::vector<float>& apart) {
+  template <int VECTORS, Kind KIND>  // the keys of entries less their mean, of length 1
+  static void keys_apart(Entries<VECTORS, KIND> k, const std::vector<Candidate>& found, std::vector<float>& apart) {
     constexpr int64_t dim = 16 * VECTORS;
     apart.resize(found.size() * dim);
     Floats mean[VECTORS], x[VECTORS];
@@ -436,10 +444,16 @@ struct Search {
 
   template <int VECTORS>
   void run(int64_t num_rows) {
-    auto floats = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS, false>(begin, end); };
-    auto int8 = [](int64_t begin, int64_t end, void* self) { ((Search*)self)->tokens<VECTORS, true>(begin, end); };
-    const int64_t num = num_rows * num_heads * num_tokens;
-    are_int8 ? torch_parallel_for(0, num, 1, int8, this) : torch_parallel_for(0, num, 1, floats, this);
+    auto all = [](int64_t begin, int64_t end, void* self) {
+      const auto& search = *(Search*)self;
+      switch (search.kind) {
+        case FLOAT32: return search.tokens<VECTORS, FLOAT32>(begin, end);
+        case FLOAT16: return search.tokens<VECTORS, FLOAT16>(begin, end);
+        case BFLOAT16: return search.tokens<VECTORS, BFLOAT16>(begin, end);
+        case INT8: return search.tokens<VECTORS, INT8>(begin, end);
+      }
+    };
+    torch_parallel_for(0, num_rows * num_heads * num_tokens, 1, all, this);
   }
 };
 
@@ -456,6 +470,14 @@ float* data_of(AtenTensorHandle tensor) {
   void* data = nullptr;
   aoti_torch_get_data_ptr(tensor, &data);
   return (float*)data;
+}
+
+Kind kind_of(AtenTensorHandle tensor) {
+  int32_t dtype = 0;
+  aoti_torch_get_dtype(tensor, &dtype);
+  if (dtype == aoti_torch_dtype_float16()) return FLOAT16;
+  if (dtype == aoti_torch_dtype_bfloat16()) return BFLOAT16;
+  return dtype == aoti_torch_dtype_int8() ? INT8 : FLOAT32;
 }
 
 int64_t size_of(AtenTensorHandle tensor, int64_t d) {
@@ -499,7 +521,7 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle newest, AtenTensorHandle visible, At
   attention.out = data_of(*result), attention.scale = scale;
   attention.num_heads = size_of(keys, 1), attention.num_queries = queries / attention.num_heads;
   attention.num_slots = size_of(keys, 2), attention.newest = *(int64_t*)data_of(newest);
-  attention.are_int8 = size_of(keys, 3) != dim;
+  attention.kind = kind_of(keys);
   return run_for(dim, attention, rows);
 }
 
@@ -543,7 +565,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
   Search search{data_of(queries), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
   search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
-  search.are_int8 = size_of(keys, 3) != dim;
+  search.kind = kind_of(keys);
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);

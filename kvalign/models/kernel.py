@@ -187,11 +187,12 @@ def find(
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values
-            [B, H, S, D] float32, or int8, [B, H, S, D + 4] (`kvalign.cache.form`); numbers and
-            scales of their sketch (`kvalign.cache.sketch`); worths [A] float32 of ages, added to
-            scores. And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the
-            newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest
-            [B, 1, T, 1], the age of the oldest entry that is lost.
+            [B, H, S, D] float32, float16, bfloat16, or int8, [B, H, S, D + 4]
+            (`kvalign.cache.form`); numbers and scales of their sketch (`kvalign.cache.sketch`);
+            worths [A] float32 of ages, added to scores. And int64, of one row where all are alike:
+            newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end; since
+            [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry that is
+            lost.
         near: age of the oldest that is not lost.
         num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,
             and that are taken back.

@@ -57,6 +57,10 @@ INLINE Floats from_int8(const char* from) {
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))};
 }
+INLINE Floats from_bfloat16(const uint8_t* from) {
+  const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16))};
+}
 INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
 INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
 
@@ -192,6 +196,11 @@ INLINE Floats from_int8(const char* from) {
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16)))};
+}
+INLINE Floats from_bfloat16(const uint8_t* from) {
+  const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+  const __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
 }
 INLINE Ints low_halves(Ints bytes) {
   const __m256i low = _mm256_set1_epi8(15);

@@ -9,6 +9,7 @@ import torch
 from helpers.methods import anchored, network, tables
 from helpers.pairwise import covering
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
+from torch import Tensor
 
 from kvalign.cache.buffer import KV
 from kvalign.cache.memory import ALIKE, Memory
@@ -80,30 +81,41 @@ def stepped(method, ids):
         (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
     ],
 )
-@pytest.mark.parametrize("dtype", ["model", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float32, "model"),
+        (torch.float16, "model"),
+        (torch.bfloat16, "model"),
+        (torch.float32, "int8"),
+    ],
+)
 def test_our_kernel_finds_what_pytorch_finds(
-    num_rows, group, num_queries, head_dim, num, size, dtype
+    num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype
 ):
+    """Which computes in float32, as our kernel does."""
     of_memory = dict(memory=8000, num_recalled=size // 4)
-    sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=dtype, **of_memory)
+    sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=cache_dtype, **of_memory)
     rng = torch.Generator().manual_seed(num)
     held = KV(*(torch.randn(num_rows, 3, num, head_dim, generator=rng) for _ in range(2)))
     held.keys[:, :, num // 2 : num // 2 + 9] = held.keys[:, :, :9]  # said again
     held.keys[:, :, 1:4] = held.keys[:, :, :1]
-    memory = Memory(held, sizes)
-    memory.write([sizes.num_sinks] * num_rows, held)
+    held = held.map(lambda x: x.to(dtype))
+    memories = Memory(held, sizes), Memory(held.map(Tensor.float), sizes)
+    for memory in memories:
+        memory.write([sizes.num_sinks] * num_rows, held)
     queries = torch.randn(num_rows, 3, group, num_queries, head_dim, generator=rng)
     end = torch.full((num_rows,), num + sizes.num_sinks)
     seen = end[:, None] - 3 * torch.arange(num_rows)[:, None] - torch.arange(num_queries)
-    found = memory.find(queries, Asking(sizes, seen, end, RECENCY_BY_AGE))
-    assert memory.sketch is not None
-    memory.sketch = None
-    expected = memory.find(queries, Asking(sizes, seen, end, RECENCY_BY_AGE))
+    assert all(memory.sketch is not None for memory in memories)
+    memories[1].sketch = None
+    asking = (Asking(sizes, seen, end, RECENCY_BY_AGE) for _ in memories)
+    found, expected = (x.find(queries, asks) for x, asks in zip(memories, asking, strict=True))
     assert torch.equal(found.visible, expected.visible) and found.visible.any()
     assert found.visible.all() == (num > 30)
     assert torch.equal(found.ages[found.visible], expected.ages[found.visible])
     for x, y in zip(found.entries, expected.entries, strict=True):
-        assert torch.equal(x[found.visible], y[found.visible])
+        assert x.dtype == dtype and torch.equal(x[found.visible].float(), y[found.visible])
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")

@@ -9,6 +9,7 @@ import torch
 from helpers.methods import anchored, make, tables
 from helpers.other_device import NAME, moved
 from helpers.pairwise import of_each_family
+from helpers.tiny_models import tiny_model
 
 from kvalign.methods import METHODS
 from kvalign.policies import POLICIES
@@ -43,3 +44,35 @@ def test_it_gives_the_same(name, kind, sizes, models, ids):
         found = other.feed(ids[:, start:end].to(NAME))
         assert found.device.type == NAME
         assert torch.allclose(found.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_a_memory_lies_on_the_host(dtype, atol, ids):
+    """And its stream goes on where it was not begun. Of heads of 16 our kernel searches, if it is
+    here.
+    """
+    here = tiny_model("llama", head_dim=16).to(dtype)
+    there = moved(copy.deepcopy(here))
+    one, other = (make("streaming-llm", model, memory=100) for model in (here, there))
+    expected = [one.feed(ids[:, start:end]) for start, end in ((0, 40), (40, 41), (41, 42))]
+    found = [other.feed(ids[:, :40].to(NAME))]
+    assert all(x.device.type == "cpu" for layer in other.cache.layers for x in layer.memory.held)
+    assert all(layer.entries.data.keys.device.type == NAME for layer in other.cache.layers)
+    state = {name: x.cpu() for name, x in other.state().items()}
+    for start in (40, 41):
+        found.append(other.feed(ids[:, start : start + 1].to(NAME)))
+    for model, device in ((here, "cpu"), (there, NAME)):
+        again = make("streaming-llm", model, memory=100)
+        again.restore(state)
+        found += [again.feed(ids[:, start : start + 1].to(device)) for start in (40, 41)]
+    for x, y in zip(found, [*expected, *expected[1:], *expected[1:]], strict=True):
+        assert torch.allclose(x.cpu(), y, atol=atol)
+
+
+def test_tensors_of_two_devices_do_not_mix():
+    one, other = torch.ones(2), torch.ones(2, device=NAME)
+    with pytest.raises(RuntimeError, match="tensors on two devices"):
+        one + other
+    with pytest.raises(RuntimeError, match="tensors on two devices"):
+        torch.cat([other, one])
+    assert (other + torch.tensor(1.0)).device.type == NAME and (other.cpu() + one).sum() == 4
