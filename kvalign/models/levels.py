@@ -38,7 +38,7 @@ def _even_steps(offset: Tensor, span: Tensor) -> Tensor:
         span: [G, 1] the greatest of them.
     """
     step = span / 15
-    left = torch.arange(len(span))
+    left = torch.arange(len(span), device=span.device)
     for num in range(15, 0, -1):
         tried = span[left] / num
         places = offset[left] / tried.clamp_min(1e-30)

@@ -41,9 +41,9 @@ def load_model(
             id, a local folder or a GGUF file.
         device, dtype: as torch names them.
         weights: how weights are stored: as a dtype, which is then the model's; packed as `int8` or
-            `int4` (`kvalign.models.packed`), on a CPU, with everything else in float32; or `auto`:
-            `int4` if the file has all products in 4 bits, as many GGUF files do, else as `dtype`
-            says, which is the default.
+            `int4` (`kvalign.models.packed`), with everything else in float32 on a CPU and in
+            bfloat16 on CUDA; or `auto`: on a CPU `int4` if the file has all products in 4 bits, as
+            many GGUF files do, else as `dtype` says, which is the default.
 
     Raises:
         UserError: an unknown name, an architecture or RoPE scaling that cannot be shifted, or
@@ -72,9 +72,9 @@ def load_model(
         on_cpu = torch.device(device).type == "cpu"
         weights = "int4" if on_cpu and packed.is_of_4_bits(model) else dtype
         log.info("weights of %s: %s", name, weights)
+    model.to(device)
     if weights in packed.PACKED:
         packed.pack(model, weights)
-    model.to(device)
     model_folder.try_step(name, source, model)
     return LoadedModel(model, tokenizer, spec)
 
@@ -84,7 +84,7 @@ def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str
 
     Raises:
         UserError: an unknown name, two that contradict each other, or packed weights on another
-            device than a CPU.
+            device than a CPU or CUDA.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
@@ -98,9 +98,13 @@ def precision_of(device: str, dtype: str, weights: str | None) -> tuple[str, str
         raise UserError(
             f"weights {weights} and dtype {dtype} contradict each other: leave out dtype"
         )
-    if weights in packed.PACKED and not device.startswith("cpu"):
-        raise UserError(f"weights of {weights} need a cpu, got device {device}")
-    return (weights if weights in DTYPES else dtype), weights
+    if weights not in packed.PACKED:
+        return (weights if weights in DTYPES else dtype), weights
+    if device.startswith("cuda"):
+        return "bfloat16", weights
+    if not device.startswith("cpu"):
+        raise UserError(f"weights of {weights} need a cpu or cuda, got device {device}")
+    return dtype, weights
 
 
 # In torch's reasons that say nothing to a user, or name all that it was ever built for.

@@ -9,7 +9,8 @@ llama.cpp's Q8_0.
 
 If the CPU and a compiler allow it, our own kernel computes products and rounds inputs to 8 bits.
 Else it is PyTorch's kernel, with inputs in bfloat16. Everything between the products stays
-unchanged.
+unchanged. On CUDA it is PyTorch's kernel, too; the embedding is not packed there, and all else is
+in bfloat16.
 """
 
 import functools
@@ -99,7 +100,6 @@ class RoundingLinear(PackedLinear):
         return self.rows(torch.arange(self.out_features), dtype).T
 
 
-@final
 class TorchLinear(PackedLinear):
     """Product with PyTorch's kernel for 4 bits, in its layout, which differs between CPUs. Weights
     of 8 bits are two of 4 bits with the same input, w = 16 s high + s low: for both the kernel
@@ -115,7 +115,7 @@ class TorchLinear(PackedLinear):
             q, s = torch.cat([q >> 4, q & 15], 1), scales[..., 0]
             high, low = torch.stack([16 * s, 0 * s], -1), torch.stack([s, 8 * s], -1)
             scales = torch.cat([high, low], 1)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_filled(q).int(), 1)
+        packed = self.laid_out(_filled(q))
         return {"packed": packed, "scales": _filled(scales).transpose(0, 1).contiguous()}
 
     def product(self, rows: Tensor) -> Tensor:
@@ -123,10 +123,22 @@ class TorchLinear(PackedLinear):
         if rows.shape[0] > FEW:
             kind = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
             return rows.to(kind) @ self.unpacked(kind)
+        return self.product_of_few(rows)
+
+    def product_of_few(self, rows: Tensor) -> Tensor:
+        """Product of rows [M, K] bfloat16 by the kernel: [M, N]."""
         if self.bits == 8:
             rows = torch.cat([rows, rows], 1)
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
+        out = self.multiplied(rows)
         return out[:, : self.out_features] if out.shape[1] > self.out_features else out
+
+    def laid_out(self, q: Tensor) -> Tensor:
+        """Levels [N', K] uint8 in the kernel's layout."""
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+
+    def multiplied(self, rows: Tensor) -> Tensor:
+        """Product of rows [M, K], K doubled where bits is 8, by the kernel: [M, N']."""
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         q = rows_of_levels(self.packed, outputs).view(torch.int8) - 8
@@ -146,6 +158,35 @@ class TorchLinear(PackedLinear):
             return weight
         high, low = weight.chunk(2)
         return high + low
+
+
+@final
+class CudaLinear(TorchLinear):
+    """Product with PyTorch's kernel for 4 bits on CUDA, which needs a GPU of 2020 or later. No GPU
+    was at hand: what the kernel is given was tested, not what it computes.
+    """
+
+    packed: Tensor  # [N' / 8, K / (16 t), 32, t / 2] int32, t of 2, 4 or 8; K doubled for 8 bits
+
+    def product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad:
+            return rows @ self.unpacked(rows.dtype)
+        return self.product_of_few(rows.bfloat16())
+
+    def laid_out(self, q: Tensor) -> Tensor:
+        tiles = next(t for t in (8, 4, 2) if q.shape[1] % (16 * t) == 0)
+        pairs = (q[:, ::2] << 4 | q[:, 1::2]).contiguous()
+        return torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+
+    def multiplied(self, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm(rows, self.packed, GROUP, self.scales)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.unpacked(dtype)[:, outputs].T
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        one = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
+        return self.product_of_few(one).to(dtype)
 
 
 @final
@@ -178,10 +219,10 @@ def parts(weight: Tensor, bits: int, of_scales: torch.dtype) -> tuple[Tensor, Te
 
 def pack(model: PreTrainedModel, weights: str) -> None:
     """Replace a model's weights by packed ones, in all products whose inputs come in groups of 32
-    and in the embedding of tokens. If the embedding and the head share weights, they still do.
+    and, on a CPU, in the embedding of tokens. If it and the head share weights, they still do.
 
     Args:
-        model: with weights in float32, on the CPU.
+        model: on a CPU with weights in float32, on CUDA in bfloat16.
         weights: int8, or int4.
 
     Raises:
@@ -191,7 +232,9 @@ def pack(model: PreTrainedModel, weights: str) -> None:
     found = [(name, module) for name, module in model.named_modules() if _fits(module)]
     if not found:
         raise UserError(f"weights of {weights} need products of inputs in groups of {GROUP}")
-    kind = RoundingLinear if kernel.is_here() else TorchLinear
+    kind: type[PackedLinear] = CudaLinear
+    if on_cpu := model.device.type == "cpu":
+        kind = RoundingLinear if kernel.is_here() else TorchLinear
     embedding = model.get_input_embeddings()
     rows = embedding.weight
     for name, module in found:
@@ -200,7 +243,7 @@ def pack(model: PreTrainedModel, weights: str) -> None:
         packed = kind(_weight_of(module), bits, module.bias).train(module.training)
         model.set_submodule(name, packed)
     # Others do more than look up, such as Gemma's, which scales.
-    if type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0:
+    if on_cpu and type(embedding) is nn.Embedding and embedding.embedding_dim % GROUP == 0:
         shares = head is not None and head.weight is rows
         product = model.get_output_embeddings() if shares else kind(rows.detach(), 8)
         model.set_input_embeddings(PackedEmbedding(product, rows.dtype).train(model.training))

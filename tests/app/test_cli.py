@@ -147,8 +147,8 @@ WRONG = [
         "contradict each other: leave",
     ),
     (
-        ["generate", *PROMPT, "--weights", "int4", "--device", "cuda"],
-        "int4 need a cpu, got device c",
+        ["generate", *PROMPT, "--weights", "int4", "--device", "mps"],
+        "int4 need a cpu or cuda, got d",
     ),
     (
         ["generate", *PROMPT, "--top-k", "-1"],

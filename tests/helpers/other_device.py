@@ -2,9 +2,10 @@
 them with those of the CPU fails, as on a GPU. So what runs here passes everything between the two
 devices as it would have to there.
 
-Tensors of no dimension, and indices, may be of the CPU; a copy may go from one to the other.
+Tensors of no dimension may be of the CPU, and so may indices; a copy may go from one to the other.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "other"
 aten: Any = torch.ops.aten
-_MAY_MIX = {
-    aten.copy_.default,
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+_INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+INSTEAD: dict[Any, Callable] = {}
+"""Functions of the CPU's tensors, for operations that it does not have."""
 
 
 class OtherTensor(Tensor):
@@ -65,16 +63,15 @@ def _run(func, *args, **kwargs):
     found = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     others = [x for x in found if isinstance(x, OtherTensor)]
     here = [x for x in found if not isinstance(x, OtherTensor) and x.dim()]
-    if others and here and func not in _MAY_MIX:
+    may_mix = func is aten.copy_.default or (func in _INDEXING and args[0] is others[0])
+    if others and here and not may_mix:
         raise RuntimeError(f"{func}: tensors on two devices")
     device = kwargs.get("device")
     is_other = bool(others) if device is None else torch.device(device).type == NAME
-    if func in _MAY_MIX:
-        is_other = isinstance(args[0], OtherTensor)
     if device is not None:
         kwargs["device"] = "cpu"
     plain, named = tree_map(_held, (args, kwargs))
-    result = func(*plain, **named)
+    result = INSTEAD.get(func, func)(*plain, **named)
     for given, x in zip(args, plain, strict=True):
         if x is result and isinstance(x, Tensor):  # changed in place
             return given

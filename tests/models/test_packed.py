@@ -245,8 +245,8 @@ def test_names_of_weights():
         load_model("recall-gpt2", weights="int5")
     with pytest.raises(UserError, match="weights int4 and dtype float16 contradict"):
         load_model("recall-gpt2", dtype="float16", weights="int4")
-    with pytest.raises(UserError, match="int8 need a cpu, got device cuda"):
-        load_model("recall-gpt2", "cuda", weights="int8")
+    with pytest.raises(UserError, match="int8 need a cpu or cuda, got device mps"):
+        load_model("recall-gpt2", "mps", weights="int8")
 
 
 @pytest.mark.parametrize(

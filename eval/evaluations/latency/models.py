@@ -51,9 +51,10 @@ def random_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[shape])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = model.to(device).eval().requires_grad_(False)
     if weights in PACKED:
         pack(model, weights)
-    return model.to(device).eval().requires_grad_(False)
+    return model
 
 
 def load_with_prompts(
