@@ -26,7 +26,7 @@ from kvalign.cache.form import Form
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_json, sha256, write_json, write_together
-from kvalign.models import attention, kernel, packed
+from kvalign.models import attention, kernel, packed, packed_linear
 from kvalign.models.architectures import window_of
 from kvalign.models.fetched import cache_dir
 from kvalign.models.levels import GROUP
@@ -228,7 +228,7 @@ def _about(
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     is_any = is_read_by_kernel(model, inputs[4])  # of any rows and slots
     fixed = [(*x.shape[1::2],) if is_any else (*x.shape, *x.stride()) for x in inputs[4:]]
-    modules = __file__, form.__file__, packed.__file__, kernel.__file__
+    modules = __file__, form.__file__, packed.__file__, packed_linear.__file__, kernel.__file__
     sources = (*map(Path, modules), *kernel.SOURCES)
     return {
         "config": config,

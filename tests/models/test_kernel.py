@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny_models import tiny_model
 from torch._inductor.exc import InvalidCxxCompiler
 
-from kvalign.models import kernel, packed
+from kvalign.models import kernel, packed, packed_linear
 
 needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
@@ -62,7 +62,7 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
         packed.pack(model, "int4")
         packed.pack(copy.deepcopy(tiny_model("llama")), "int4")
     assert [x.message.split(":")[0] for x in caplog.records] == ["steps use PyTorch's own kernels"]
-    assert type(model.model.layers[0].mlp.up_proj) is packed.TorchLinear and not anew
+    assert type(model.model.layers[0].mlp.up_proj) is packed_linear.TorchLinear and not anew
 
 
 def test_a_cpu_that_is_not_fit_is_not_asked(anew, monkeypatch):

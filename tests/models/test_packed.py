@@ -16,9 +16,10 @@ from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
 from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
-from kvalign.models import kernel, packed
+from kvalign.models import kernel, packed, packed_linear
 from kvalign.models.levels import levels_of
-from kvalign.models.packed import PackedLinear, RoundingLinear, TorchLinear, weights_of
+from kvalign.models.packed import weights_of
+from kvalign.models.packed_linear import PackedLinear, RoundingLinear, TorchLinear
 
 BFLOAT16 = 2**-8  # what a number is rounded by at most
 BYTE = 1 / 127  # the same, by the greatest of its group
@@ -98,12 +99,12 @@ def test_groups_of_zeros_and_of_tiny_numbers_are_numbers(kind, bits):
 def test_what_is_packed_is_unpacked_to_the_bit():
     q = torch.randint(16, (192, 96), dtype=torch.int32)
     made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    assert torch.equal(packed.unpacked_levels(made), q.T.to(torch.uint8))
+    assert torch.equal(packed_linear.unpacked_levels(made), q.T.to(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [1, 7, packed.FEW, packed.FEW + 1, 300])
+@pytest.mark.parametrize("num_rows", [1, 7, packed_linear.FEW, packed_linear.FEW + 1, 300])
 @pytest.mark.parametrize("num_out", [10, 64, 200])
 def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_out):
     weight, bias = torch.randn(num_out, 96), torch.randn(num_out)
@@ -123,13 +124,13 @@ def test_products_are_those_of_the_unpacked_weights(kind, bits, num_rows, num_ou
 def test_our_kernel_is_exact_but_for_inputs_of_8_bits(bits, shape, num_threads):
     """Whatever the rows that come together, to the bit."""
     product = RoundingLinear(torch.randn(shape), bits)
-    x = torch.randn(packed.FEW, shape[1]) * torch.rand(packed.FEW, 1) * 100
+    x = torch.randn(packed_linear.FEW, shape[1]) * torch.rand(packed_linear.FEW, 1) * 100
     groups = x.unflatten(1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
     rounded = ((groups * (127 / most)).round() * most.double() / 127).flatten(1)
     found, expected = product(x), rounded @ product.unpacked(torch.float64)
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    for num_rows in range(1, packed.FEW):
+    for num_rows in range(1, packed_linear.FEW):
         assert torch.equal(product(x[:num_rows]), found[:num_rows])
     assert product(x[:0]).shape == (0, shape[0])
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvalign.models import packed
-from kvalign.models.packed import CudaLinear, TorchLinear, pack, weights_of
+from kvalign.models.packed import pack, weights_of
+from kvalign.models.packed_linear import CudaLinear, TorchLinear
 
 aten = torch.ops.aten
 
