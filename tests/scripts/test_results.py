@@ -24,11 +24,7 @@ TO_MAKE = {
     "gpt2-mini/evicted-1",
     "gpt2-mini/no-sinks",
     "gpt2-mini/perplexity",
-    "latency/batch32-again",
-    "latency/recompute",
     "llama-mini/perplexity",
-    "scripts/long-prompts",
-    "scripts/throughput",
     "scripts/zero-sink",
 }
 # Documents of version 0.1 whose tables others are to make anew: they go with those.
