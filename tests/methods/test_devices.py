@@ -3,6 +3,7 @@ mixes tensors of the two.
 """
 
 import copy
+from itertools import islice
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from helpers.other_device import NAME, moved
 from helpers.pairwise import of_each_family
 from helpers.tiny_models import tiny_model
 
+from kvalign import load_model, load_stream, stream
 from kvalign.methods import METHODS
 from kvalign.policies import POLICIES
+from kvalign.streaming.sampling import Sampling
 
 WAYS = [(name, kind, {}) for name, kind in of_each_family((*METHODS, "tables", "anchored"))]
 WAYS += [("streaming-llm", "llama", dict(policy=name)) for name in POLICIES]
@@ -76,3 +79,28 @@ def test_tensors_of_two_devices_do_not_mix():
     with pytest.raises(RuntimeError, match="tensors on two devices"):
         torch.cat([other, one])
     assert (other + torch.tensor(1.0)).device.type == NAME and (other.cpu() + one).sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("gpt2-mini", "kvalign"), ("llama-mini", "streaming-llm")]
+)
+@pytest.mark.parametrize(
+    "how", [dict(lookup=8), dict(memory=200), dict(cache_dtype="int8"), dict(do_sample=True)]
+)
+def test_a_text_is_written_as_here(name, method, how, tmp_path, monkeypatch):
+    """Also after it was saved there, and loaded here, where no random numbers go on."""
+    new = Sampling.generator  # the device has no random numbers of its own
+    monkeypatch.setattr(Sampling, "generator", lambda self, _, row=0: new(self, "cpu", row))
+    loaded = load_model(name)
+    there = moved(copy.deepcopy(loaded.model))
+    how = dict(method=method, cache_size=40, max_new_tokens=60, do_sample=False, seed=0) | how
+    expected, written = (
+        stream(model, loaded.tokenizer, "The history of the island. The history", **how)
+        for model in (loaded.model, there)
+    )
+    text = "".join(islice(written, 30))
+    written.save(tmp_path / "saved")
+    after = load_stream(tmp_path / "saved", loaded.model, loaded.tokenizer)
+    expected = "".join(expected)
+    assert expected == text + "".join(written)
+    assert how["do_sample"] or expected == text + "".join(after)
