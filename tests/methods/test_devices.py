@@ -82,10 +82,13 @@ def test_tensors_of_two_devices_do_not_mix():
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("gpt2-mini", "kvalign"), ("llama-mini", "streaming-llm")]
-)
-@pytest.mark.parametrize(
-    "how", [dict(lookup=8), dict(memory=200), dict(cache_dtype="int8"), dict(do_sample=True)]
+    ("name", "method", "how"),
+    [
+        ("gpt2-mini", "kvalign", dict(lookup=8)),
+        ("gpt2-mini", "kvalign", dict(do_sample=True)),
+        ("llama-mini", "streaming-llm", dict(cache_dtype="int8")),
+        ("llama-mini", "streaming-llm", dict(memory=200)),
+    ],
 )
 def test_a_text_is_written_as_here(name, method, how, tmp_path, monkeypatch):
     """Also after it was saved there, and loaded here, where no random numbers go on."""
