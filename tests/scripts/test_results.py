@@ -23,7 +23,6 @@ TO_MAKE = {
     "anchored/perplexity",
     "gpt2-mini/evicted-1",
     "gpt2-mini/no-sinks",
-    "gpt2-mini/perplexity",
     "llama-mini/perplexity",
     "scripts/zero-sink",
 }
