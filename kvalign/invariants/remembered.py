@@ -193,7 +193,7 @@ def stored(subject: Subject) -> Measured:
         keys, values, _ = _at_birth(cache, watched, layer.layer_idx)
         slots = (torch.arange(num)[lost] - sizes.num_sinks) % layer.memory.num_slots
         for born, held in zip((keys, values), layer.memory.held, strict=True):
-            born, found = born[:, :, lost], layer.memory.form.read(held[:, :, slots]).float()
+            born, found = born[:, :, lost], layer.memory.form.read(held[:, :, slots]).to(born)
             # A turn by the same angle may differ in the last digit with what is turned beside it.
             same = torch.isclose(born, found, rtol=1e-5, atol=1e-6)
             if subject.is_int8:

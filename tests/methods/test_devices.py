@@ -3,6 +3,7 @@ mixes tensors of the two.
 """
 
 import copy
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.other_device import NAME, moved
 from helpers.pairwise import of_each_family
 from helpers.tiny_models import tiny_model
 
-from kvalign import load_model, load_stream, stream
+from kvalign import load_model, load_stream, stream, verify
 from kvalign.methods import METHODS
 from kvalign.policies import POLICIES
 from kvalign.streaming.sampling import Sampling
@@ -70,6 +71,15 @@ def test_a_memory_lies_on_the_host(dtype, atol, ids):
         found += [again.feed(ids[:, start : start + 1].to(device)) for start in (40, 41)]
     for x, y in zip(found, [*expected, *expected[1:], *expected[1:]], strict=True):
         assert torch.allclose(x.cpu(), y, atol=atol)
+
+
+def test_verify_knows_a_memory_on_the_host():
+    make_it, names = (
+        partial(make, "streaming-llm", memory=40),
+        ("stored", "recalled", "all-recalled"),
+    )
+    found = verify(moved(tiny_model("llama")), make_it, num_steps=40, invariants=names)
+    assert [(x.name, x.state) for x in found] == [(name, "passed") for name in names]
 
 
 def test_tensors_of_two_devices_do_not_mix():
