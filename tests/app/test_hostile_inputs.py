@@ -162,7 +162,7 @@ def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
 
 
 DEVICES = (
-    "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu privateuseone CPU cuda:10^9 tpu"
+    "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu mtia CPU cuda:10^9 tpu"
 )
 
 

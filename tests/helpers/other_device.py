@@ -3,6 +3,7 @@ them with those of the CPU fails, as on a GPU. So what runs here passes everythi
 devices as it would have to there.
 
 Tensors of no dimension may be of the CPU, and so may indices; a copy may go from one to the other.
+From the import on, PyTorch's spare backend (`privateuseone`) is this device in the whole process.
 """
 
 from collections.abc import Callable
