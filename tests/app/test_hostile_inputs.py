@@ -161,9 +161,7 @@ def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
     assert len(parts) == 2 and parts[0] == 512
 
 
-DEVICES = (
-    "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu mtia CPU cuda:10^9 tpu"
-)
+DEVICES = "meta cpu:99 cpu:-1 cpu:x mkldnn opengl fpga vulkan xla hpu mtia CPU cuda:10^9 tpu"
 
 
 @pytest.mark.parametrize("device", [*DEVICES.split(), " ", "cuda:99999999999", "meta:0"])
