@@ -282,8 +282,8 @@ def keywords_of(cls: type[S]) -> Callable[[Callable[..., Result]], Callable[...,
 
 
 OF_WEIGHTS = (
-    "type of the weights; int8, int4: packed, on a CPU; auto: int4 if the file has the weights "
-    "of all products in 4 bits, else float32"
+    "type of the weights; int8, int4: packed, on a CPU or CUDA; auto: on a CPU int4 if the file "
+    "has the weights of all products in 4 bits, else float32"
 )
 
 

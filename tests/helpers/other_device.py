@@ -76,8 +76,11 @@ def _run(func, *args, **kwargs):
     for given, x in zip(args, plain, strict=True):
         if x is result and isinstance(x, Tensor):  # changed in place
             return given
-    wrap = lambda x: OtherTensor(x) if isinstance(x, Tensor) else x  # noqa: E731
-    return tree_map(wrap, result) if is_other else result
+    return tree_map(_wrapped, result) if is_other else result
+
+
+def _wrapped(x):
+    return OtherTensor(x) if isinstance(x, Tensor) else x
 
 
 def _held(x):

@@ -74,8 +74,9 @@ def test_products_and_weights(bits, num_in):
         rows = torch.randn(num_rows, num_in).bfloat16()
         found, expected = there(rows.to(NAME)).cpu().float(), here(rows).float()
         assert torch.allclose(found, expected, rtol=0.02, atol=0.1)
-        rows = rows.float().requires_grad_()
-        found = there(rows.to(NAME)).cpu()
+        rows = rows.float().requires_grad_().to(NAME)
+        assert rows.requires_grad  # so it takes the unpacked weights
+        found = there(rows).cpu()
         assert torch.allclose(found, expected, rtol=0.02, atol=0.2)
     found, expected = there.unpacked(torch.float32).cpu(), here.unpacked(torch.float32)
     assert torch.allclose(found, expected, rtol=0.01, atol=0.01)
