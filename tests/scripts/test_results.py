@@ -17,16 +17,6 @@ from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from scripts import results
 
-# Documents to be made again (`make results PART=...`): of version 0.1, of a changed checkout, or
-# not made yet. A name that no longer is must go.
-TO_MAKE = {
-    "anchored/perplexity",
-    "gpt2-mini/evicted-1",
-    "gpt2-mini/no-sinks",
-}
-# Documents of version 0.1 whose tables others are to make anew: they go with those.
-TO_GO = {RESULTS / "gpt2-mini" / "evicted.json"}
-
 
 def documents():
     return {
@@ -37,15 +27,15 @@ def documents():
 
 
 def test_documents_are_of_today_and_of_clean_commits():
-    assert {name for name, path in documents().items() if faults(path)} == TO_MAKE
+    assert {name: faults(path) for name, path in documents().items() if faults(path)} == {}
     found = {path for path in RESULTS.rglob("*.json") if path.parent.name != "prepared"}
-    assert found - set(documents().values()) == TO_GO
+    assert found == set(documents().values())
 
 
 def test_documents_are_of_their_commands(monkeypatch):
     for name, part in parts().items():
         for cell in results.cells(name, part, results.ResultsSettings()):
-            if f"{name}/{cell.name}" not in TO_MAKE and not cell.is_preparation:
+            if not cell.is_preparation:
                 found = json.loads(documents()[f"{name}/{cell.name}"].read_text())
                 assert found["command"] == cell.command, name
 
