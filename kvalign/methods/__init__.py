@@ -89,7 +89,7 @@ def make_method(
     model: PreTrainedModel,
     *,
     cache_size: int | None = None,
-    compile: bool = False,
+    compile: bool | None = False,
     warn: bool = True,
     num_streams: int = 1,
     **config: Unpack[MethodConfig],
@@ -105,7 +105,8 @@ def make_method(
             `torch.compile` or DDP.
         cache_size: see `CacheSizes`; None: as large as the model and the machine allow
             (`kvalign.cache.default_size`), which is logged.
-        compile: compile the step of a full cache (`Method.compile`).
+        compile: compile the step of a full cache (`Method.compile`). None: compile nothing, and
+            take a step that an earlier start has stored, if there is one (`Method.take_stored`).
         warn: log, once, if the method leaves entries stale on learned positions, and if an input is
             longer than the cache. False for deliberate comparisons of methods.
         num_streams: number of streams for which a cache_size of None leaves memory.
@@ -125,7 +126,8 @@ def make_method(
     inner = unwrapped(model)
 
     check_name(name)
-    compile = typed("compile", compile, bool)
+    if compile is not None:
+        compile = typed("compile", compile, bool)
     if cache_size is not None:
         cache_size = typed("cache_size", cache_size, int)
     sizes_asked: dict[str, Any] = {**config}
@@ -159,6 +161,8 @@ def make_method(
     method.why_size, method.warns = why_size, warn
     if warn:
         warn_if_stale(method)
+    if compile is None:
+        return method.take_stored()
     return method.compile() if compile else method
 
 

@@ -182,6 +182,17 @@ class Method(NotPickled, ABC):
             self.compiled = torch.compile(self.model, **options)
         return self
 
+    def take_stored(self) -> Self:
+        """Take the step that an earlier start has compiled and stored, if there is one. Nothing is
+        compiled.
+        """
+        return self
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps of one row have been compiled, now or by an earlier start."""
+        return self.compiled is not None or (self.stored is not None and self.stored.has(1))
+
     def in_eval_mode(self) -> AbstractContextManager[None]:
         """Context for each call of the model: whatever its mode, dropout is off."""
         return in_eval_mode(self._modules)

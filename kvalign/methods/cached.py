@@ -17,6 +17,7 @@ from kvalign.cache.realigner import Realigner, is_exact
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
+from kvalign.methods import step_file
 from kvalign.methods.base import Method
 from kvalign.methods.stored_step import StoredStep
 from kvalign.models.attention import install
@@ -96,20 +97,30 @@ class Cached(Method):
             self.reset()
         return self
 
+    def take_stored(self) -> Self:
+        if type(self.cache) is StreamingCache and not step_file.is_empty():
+            self.stored = StoredStep(self.model, makes=False)
+            self._try_step(1, self.sizes.num_sinks + 1)
+        return self
+
     def prepare(self, num_rows: int = 1) -> bool:
         """Load the stored step for so many rows of a compiled method, made if need be; return
         whether there is one.
         """
         if self.stored is None:
             return False
-        for num_tokens in (self.sizes.num_sinks + 1, self.sizes.first_input_len):
-            trial = self.new()
-            trial.compiled = None
-            for num in (num_tokens, 1):  # with some attention only steps of a full cache are stored
-                trial.feed(torch.zeros(num_rows, num, dtype=torch.long, device=self.model.device))
-            if self.stored.has(num_rows):
-                return True
-        return False
+        # With some attention only steps of a full cache are stored.
+        lens = self.sizes.num_sinks + 1, self.sizes.first_input_len
+        return any(self._try_step(num_rows, num) for num in lens)
+
+    def _try_step(self, num_rows: int, num_tokens: int) -> bool:
+        """Step once after so many tokens; return whether the step is a stored one."""
+        assert self.stored is not None
+        trial = self.new()
+        trial.compiled = None
+        for num in (num_tokens, 1):
+            trial.feed(torch.zeros(num_rows, num, dtype=torch.long, device=self.model.device))
+        return self.stored.has(num_rows)
 
     @property
     def fill(self) -> int:

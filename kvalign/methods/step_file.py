@@ -52,6 +52,11 @@ def folder() -> Path:
     return cache_dir() / "steps"
 
 
+def is_empty() -> bool:
+    """Return whether no step has been stored yet."""
+    return next(folder().glob("*.pt2"), None) is None
+
+
 @functools.cache
 def has_compiler() -> bool:
     """Return whether there is a C++ compiler; if not, a line is logged, once."""
@@ -133,15 +138,17 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
 
 
 def load_or_make(
-    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor]
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], *, makes: bool = True
 ) -> Run | None:
-    """The file's step for this model and these inputs, compiled if need be; None if impossible."""
+    """The file's step for this model and these inputs, compiled if need be and if it `makes` files;
+    None if there is none, or none is possible.
+    """
     if is_read_by_kernel(model, inputs[4]):
         attention.install(model.config)
     about = _about(model, inputs, weights)
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
     file = folder() / f"{key}.pt2"
-    if (run := _load(file, weights)) is not None or not has_compiler():
+    if (run := _load(file, weights)) is not None or not makes or not has_compiler():
         return run
     try:
         folder().mkdir(parents=True, exist_ok=True)

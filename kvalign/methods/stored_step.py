@@ -26,10 +26,13 @@ class StoredStep:
     """Decode steps of a model that are stored: those of entries that are neither moved nor placed.
     Where our kernel attends, these are steps of any rows and cache size; one file is for one row,
     another for several. Else they are steps of one row with a full cache that evicts one entry.
+
+    Args:
+        makes: whether steps without a file are compiled; else they are left to the model.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, *, makes: bool = True):
+        self.model, self.makes = model, makes
         self._runs: dict[bool, Run | None] = {}  # by whether they are for one row
         self._weights: dict[str, Tensor] = {}  # which they read where they lie
         self._cache: Callable[[], Cache | None] = lambda: None
@@ -88,10 +91,8 @@ class StoredStep:
             self._weights, self._cache = weights, weakref.ref(cache)
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
-            is_plain = _is_plain(self.model)
-            self._runs[is_one] = (
-                load_or_make(self.model, inputs, self._weights) if is_plain else None
-            )
+            is_plain, asked = _is_plain(self.model), (self.model, inputs, self._weights)
+            self._runs[is_one] = load_or_make(*asked, makes=self.makes) if is_plain else None
         return self._runs[is_one]
 
 

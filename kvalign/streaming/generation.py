@@ -115,7 +115,7 @@ def stream_generate(
     generation_config: GenerationConfig | None = None,
     method: str = AUTO,
     cache_size: int | None = None,
-    compile: bool = False,
+    compile: bool | None = False,
     stream_to: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     **keywords: Any,

@@ -70,7 +70,7 @@ class StreamConfig(MethodConfig, SamplingConfig, total=False):
     `kvalign.make_method`.
     """
 
-    compile: bool
+    compile: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -270,7 +270,7 @@ def load_stream(
     tokenizer: PreTrainedTokenizerBase,
     *,
     aligner: Aligner | str | Path | None = None,
-    compile: bool = False,
+    compile: bool | None = False,
     **config: Unpack[SamplingConfig],
 ) -> TextStream:
     """Load a stream that `TextStream.save` wrote, ready to be fed and iterated.

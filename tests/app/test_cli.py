@@ -12,6 +12,7 @@ import sys
 import pytest
 from helpers.results_example import write_folder
 from helpers.smaller import INSIDE, example, smaller
+from helpers.uncompiled_step import not_compiled
 
 from kvalign.app.cli import help
 from kvalign.app.cli.catalogue import COMMANDS, GROUPS, Command
@@ -304,6 +305,23 @@ def test_json_is_one_document(capfd):
     document = json.loads(capfd.readouterr().out)
     assert document["num_tokens"] == len(document["token_ids"]) == 30
     assert document["settings"]["cache_size"] == 16 and document["ms_per_token"] > 0
+
+
+def test_a_stored_step_is_taken_by_itself(capfd, monkeypatch):
+    """And --no-compile leaves it."""
+    found = not_compiled(monkeypatch)
+    monkeypatch.setattr("kvalign.methods.step_file.is_empty", lambda: False)
+    argv = ["generate", *PROMPT, "--method", "streaming-llm", "--cache-size", "16", "--seed", "0"]
+    texts = {}
+    for flags in ((), ("--no-compile",)):
+        found.clear()
+        assert main([*argv, *flags, "--max-new-tokens", "40", "--json"]) == 0
+        out, err = capfd.readouterr()
+        document = json.loads(out)
+        texts[flags] = document["text"]
+        assert document["settings"]["compile"] == (flags == ()) == bool(found)
+        assert (" ms/token with a compiled step; " in err) == (flags == ())
+    assert len(set(texts.values())) == 1
 
 
 def test_half_of_the_window_is_evicted_by_any_command(capfd):

@@ -10,7 +10,7 @@ def not_compiled(monkeypatch) -> list[int]:
     """Have stored steps run uncompiled; return a list of the number of rows of each that is run."""
     found = []
 
-    def load(model, inputs, weights):
+    def load(model, inputs, weights, makes):
         attention.install(model.config)
         step = step_file._Step(model)
 

@@ -163,6 +163,28 @@ def test_a_later_start_traces_and_compiles_nothing(llama, monkeypatch):
     assert differ(llama) < 1e-5
 
 
+def test_a_start_takes_what_is_stored_and_makes_nothing(llama, monkeypatch, tmp_path):
+    differ(llama)
+    monkeypatch.setattr("torch.export.export", never)
+    monkeypatch.setattr("torch.compile", never)
+    ids = torch.randint(96, (1, SIZE + 4))
+
+    def fed(compile):
+        method = make_method("streaming-llm", llama, **SIZES, compile=compile)
+        parts = ids[:, : SIZE + 1], *ids[:, SIZE + 1 :].split(1, 1)
+        return method, torch.stack([method.feed(x) for x in parts])
+
+    _, eager = fed(False)
+    taken, logits = fed(None)
+    assert taken.is_compiled and (logits - eager).abs().max() < 1e-5
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    assert fed(None)[0].stored is None
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "of-another-model.pt2").touch()
+    other, logits = fed(None)
+    assert other.stored and not other.is_compiled and torch.equal(logits, eager)
+
+
 def test_a_cache_that_fills_token_by_token_compiles_nothing_else(monkeypatch):
     """Its buffers grow: at first they are shorter than those that the stored step knows."""
     model = tiny(num_hidden_layers=1)

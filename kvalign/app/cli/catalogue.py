@@ -47,7 +47,7 @@ GROUPS = {
         **{
             f"eval {name}": about for name, about in ABOUT.items() if name not in _FIRST_EVALUATIONS
         },
-        "compile": "compile a model's step ahead, for commands with --compile",
+        "compile": "compile a model's step once: later starts are faster",
         "policies": "list ways to choose which entries are evicted",
         "corpora": "list texts to train and evaluate on",
         "completion": "print a shell script that completes commands, flags and names",

@@ -12,13 +12,16 @@ from kvalign.foundation.settings import DEFAULT_MODEL
 
 # In the environment of a suite's cell, for which the run speaks.
 PART_OF_RUN = "KVALIGN_PART_OF_RUN"
-_LONG = ("train", "eval")  # of the commands that come next, those that take minutes
+_LONG = ("train", "eval", "compile")  # of the commands that come next, those that take minutes
 
 
-def say_next(*words: str | Path) -> None:
-    """Name the next command, given the words after `kvalign`, and say if it takes minutes."""
+def say_next(*words: str | Path, why: str = "") -> None:
+    """Name the next command, given the words after `kvalign`, and say if it takes minutes, and what
+    it is for where its name does not tell.
+    """
     takes = " (takes minutes)" if words[0] in _LONG else ""
-    _say(f"next{takes}: {shlex.join(['kvalign', *map(str, words)])}")
+    comment = f"  # {why}" if why else ""
+    _say(f"next{takes}: {shlex.join(['kvalign', *map(str, words)])}{comment}")
 
 
 def say_generate(base_model: str, aligner: str | Path) -> None:

@@ -14,11 +14,11 @@ from kvalign.foundation.settings import NUM_SINKS, OF_WEIGHTS, WEIGHTS, ModelSet
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings(MethodSettings, ModelSettings):
-    """Compile the decode step of a model, so that commands with --compile start at once.
+    """Compile the decode step of a model once. generate, chat and serve then take it.
 
     The step goes into your cache folder (KVALIGN_CACHE moves it). It is for one stream with these
-    weights and, without our kernel, this cache size. serve and stream_batch make another one for
-    several streams. Compiling needs a C++ compiler; later starts do not.
+    weights and, without our kernel, this cache size. With --compile serve and stream_batch make
+    another one for several streams. Compiling needs a C++ compiler; later starts do not.
 
     Example:
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32
@@ -58,5 +58,5 @@ def run(settings: CompileSettings, as_json: bool) -> dict[str, Any]:
     if not as_json:
         print(f"{method.in_words}, weights {about['weights']}: the step is ready ({folder()})")
         words = ("--model", settings.model, "--method", method.name)
-        say_next("generate", *words, "--cache-size", str(size), "--compile")
+        say_next("generate", *words, "--cache-size", str(size))
     return about

@@ -100,9 +100,12 @@ def run(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     print(
         (
             "{num_tokens} tokens with {method}: first after {ttft_s:.2f} s, then "
-            "{ms_per_token:.2f} ms/token; {sampling}"
+            "{ms_per_token:.2f} ms/token{compiled}; {sampling}"
         ).format(
-            method=text_stream.method.in_words, sampling=text_stream.sampling.in_flags(), **timing
+            method=text_stream.method.in_words,
+            compiled=" with a compiled step" if text_stream.method.is_compiled else "",
+            sampling=text_stream.sampling.in_flags(),
+            **timing,
         ),
         file=sys.stderr,
     )

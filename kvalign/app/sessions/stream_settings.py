@@ -99,10 +99,10 @@ class StreamSettings(MethodSettings, ModelSettings):
         help="aligner of kvalign: folder, hub id or shipped name (default: for --method "
         "kvalign the newest in kvalign-data/MODEL, else the shipped one)",
     )
-    compile: bool = option(
-        False,
-        help="compile the step: the start is slow, steps are faster; if possible the step is kept "
-        "for later starts (kvalign compile)",
+    compile: bool | None = option(
+        None,
+        help="compile the step: the start is slow, steps are faster, and if possible the step is "
+        "stored for later starts (default: take a stored one, see kvalign compile)",
     )
     # Their ranges are those of `Sampling`.
     max_new_tokens: int | None = option(
@@ -231,9 +231,10 @@ class StreamSettings(MethodSettings, ModelSettings):
         """
         from kvalign.models.packed import weights_of
 
-        taken = {**asdict(stream.method.sizes), **asdict(stream.sampling)}
-        weights = weights_of(stream.method.model)
-        return {**self.as_dict(), "method": stream.method.name, "weights": weights, **taken}
+        method = stream.method
+        about = {"method": method.name, "weights": weights_of(method.model)}
+        about |= {"compile": method.is_compiled, **asdict(method.sizes), **asdict(stream.sampling)}
+        return {**self.as_dict(), **about}
 
     def sampling(self) -> dict[str, Any]:
         """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""
