@@ -35,8 +35,9 @@ def run(settings: StartTimesSettings) -> int:
     """Print the medians and their difference."""
     words = ["--model", settings.model, "--weights", settings.weights, "--method", "streaming-llm"]
     words += ["--max-new-tokens", str(settings.num_tokens)]
-    first = seconds([*words, "--compile"])
-    pairs = [(seconds(words), seconds([*words, "--compile"])) for _ in range(settings.num_runs)]
+    eagerly, compiling = [*words, "--no-compile"], [*words, "--compile"]
+    first = seconds(compiling)
+    pairs = [(seconds(eagerly), seconds(compiling)) for _ in range(settings.num_runs)]
     eager, compiled = map(statistics.median, zip(*pairs, strict=True))
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"eager {eager:.1f} s, compiled {compiled:.1f} s: {compiled - eager:+.1f} s")
