@@ -190,7 +190,7 @@ class Method(NotPickled, ABC):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps of one row have been compiled, now or by an earlier start."""
+        """Return whether steps of one row have been compiled, now or by an earlier start."""
         return self.compiled is not None or (self.stored is not None and self.stored.has(1))
 
     def in_eval_mode(self) -> AbstractContextManager[None]:

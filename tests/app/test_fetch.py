@@ -60,7 +60,9 @@ def test_what_was_fetched_is_a_model_as_any(source, tmp_path, capsys):
     said = capsys.readouterr()
     folder = tmp_path / "cache" / NAME
     assert said.out == f"{NAME} fetched: {folder} (Apache-2.0; {source.home})\n"
-    assert said.err == f"next: kvalign chat --model {NAME}\n"
+    first, then = said.err.splitlines()
+    assert first == f"next: kvalign chat --model {NAME}"
+    assert then.startswith(f"next (takes minutes): kvalign compile --model {NAME}  # once: ")
     assert {path.name for path in folder.parent.iterdir()} == {NAME, LOCK}
     card = (folder / "README.md").read_text()
     assert source.sha256 in card and "Apache-2.0" in card

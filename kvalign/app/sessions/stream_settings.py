@@ -232,9 +232,9 @@ class StreamSettings(MethodSettings, ModelSettings):
         from kvalign.models.packed import weights_of
 
         method = stream.method
-        about = {"method": method.name, "weights": weights_of(method.model)}
-        about |= {"compile": method.is_compiled, **asdict(method.sizes), **asdict(stream.sampling)}
-        return {**self.as_dict(), **about}
+        taken = {**asdict(method.sizes), **asdict(stream.sampling), "compile": method.is_compiled}
+        weights = weights_of(method.model)
+        return {**self.as_dict(), "method": method.name, "weights": weights, **taken}
 
     def sampling(self) -> dict[str, Any]:
         """Return the flags' sampling; a flag of drawing implies that tokens are drawn."""
