@@ -18,11 +18,13 @@ os.environ.update(RAY_worker_niceness="0")  # at Ray's own 15 they starve beside
 gc.set_threshold(10_000)  # collecting tests makes objects that stay
 
 
-@pytest.fixture(autouse=True)
-def no_step_of_the_user(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def no_step_of_the_user():
     """A step that is stored in the user's own folder changes no test."""
     found = step_file.is_empty
-    monkeypatch.setattr(step_file, "is_empty", lambda: MOVED_BY not in os.environ or found())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_file, "is_empty", lambda: MOVED_BY not in os.environ or found())
+        yield
 
 
 @pytest.fixture(scope="session")
