@@ -138,9 +138,9 @@ def is_read_by_kernel(model: PreTrainedModel, keys: Tensor) -> bool:
 
 
 def load_or_make(
-    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], *, makes: bool = True
+    model: PreTrainedModel, inputs: list[Tensor], weights: dict[str, Tensor], makes: bool
 ) -> Run | None:
-    """The file's step for this model and these inputs, compiled if need be and if it `makes` files;
+    """The file's step for this model and these inputs; without a file compiled, if it `makes` one.
     None if there is none, or none is possible.
     """
     if is_read_by_kernel(model, inputs[4]):

@@ -91,8 +91,8 @@ class StoredStep:
             self._weights, self._cache = weights, weakref.ref(cache)
         is_one = len(inputs[0]) == 1
         if is_one not in self._runs:
-            is_plain, asked = _is_plain(self.model), (self.model, inputs, self._weights)
-            self._runs[is_one] = load_or_make(*asked, makes=self.makes) if is_plain else None
+            asked = self.model, inputs, self._weights, self.makes
+            self._runs[is_one] = load_or_make(*asked) if _is_plain(self.model) else None
         return self._runs[is_one]
 
 

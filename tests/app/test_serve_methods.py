@@ -93,7 +93,7 @@ def test_sessions_with_stored_steps_are_their_streams(models, monkeypatch):
 @pytest.mark.parametrize("method", [STORED, {"method": "kvalign", "compile": True}], ids=str)
 def test_steps_that_cannot_be_stored_are_not_compiled(method, models, monkeypatch, caplog):
     """Nothing is compiled at a request."""
-    monkeypatch.setattr(stored_step, "load_or_make", lambda *args, makes: None)
+    monkeypatch.setattr(stored_step, "load_or_make", lambda *args: None)
     monkeypatch.setattr("torch.compile", lambda *args: pytest.fail("a request waits for it"))
     sessions_are_streams(method, "llama-mini", models)
     (line,) = (x.message for x in caplog.records if "not compiled" in x.message)

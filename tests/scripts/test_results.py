@@ -32,7 +32,7 @@ def test_documents_are_of_today_and_of_clean_commits():
     assert found == set(documents().values())
 
 
-def test_documents_are_of_their_commands(monkeypatch):
+def test_documents_are_of_their_commands():
     for name, part in parts().items():
         for cell in results.cells(name, part, results.ResultsSettings()):
             if not cell.is_preparation:

@@ -17,8 +17,8 @@ class CompileSettings(MethodSettings, ModelSettings):
     """Compile the decode step of a model once. generate, chat and serve then take it.
 
     The step goes into your cache folder (KVALIGN_CACHE moves it). It is for one stream with these
-    weights and, without our kernel, this cache size. With --compile serve and stream_batch make
-    another one for several streams. Compiling needs a C++ compiler; later starts do not.
+    weights and, without our kernel, this cache size. serve --compile makes another one for several
+    streams. Compiling needs a C++ compiler; later starts do not.
 
     Example:
         kvalign compile --model llama-mini --method streaming-llm --cache-size 32
