@@ -13,6 +13,7 @@ from kvalign.eval.protocol.verdicts import (
     DRIFT_LABELS,
     Verdict,
     apart,
+    comparable,
     drifts,
     is_reference,
     readable_apart,
@@ -22,6 +23,7 @@ from kvalign.eval.protocol.verdicts import (
 SINK = 5  # times its even share that the first entry gets at least where it is a sink
 NEAR_RIGHT = 0.02  # of the share of right answers
 NEAR = 1.05  # of the lowest perplexity: as good for the choice of the cheapest
+UNEQUAL = "Rows with unequal sinks do not compare."
 BESIDE = "recompute"  # what is written is compared with what this writes
 
 
@@ -82,9 +84,11 @@ def compared(rows: Sequence[Row], reference: str, with_ratios: bool = False) -> 
 
 
 def lowest(rows: Iterable[Row]) -> str:
-    """Method with the lowest perplexity at each cache size."""
+    """Method with the lowest perplexity at each cache size, of those with equal sinks; "" if there
+    are none.
+    """
     said = []
-    for size, group in grouped(rows, "cache_size").items():
+    for size, group in grouped(comparable([*rows]), "cache_size").items():
         low, *others = sorted(group, key=itemgetter("perplexity"))
         ends, *of_others = [(r["low"], r["high"] or math.inf) for r in (low, *others)]
         tied = sum(not apart(ends, other) for other in of_others)
@@ -96,7 +100,8 @@ def lowest(rows: Iterable[Row]) -> str:
 def by_size(rows: Sequence[Row], reference: str | None) -> str:
     """Return the comparison of methods at all cache sizes, or the best one at each."""
     if not reference:
-        return f"Lowest: {lowest(rows)}."
+        return f"Lowest: {said}." if (said := lowest(rows)) else UNEQUAL
+    rows = comparable(rows, reference)
     is_alone = all(is_reference(row, reference) for row in rows)
     return "" if is_alone else f"Here {compared(rows, reference, with_ratios=True)}."
 
@@ -155,7 +160,7 @@ def last_said(rows: Sequence[Row], reference: str | None) -> str:
     if reference is None:
         return ""
     gained: dict[str, list[str]] = {}
-    for row in rows:
+    for row in comparable(rows, reference):
         beyond = [one for one in row["tokens"] if (one["from"] or 0) >= 1]
         below = [one["ratio"] for one in beyond if (one["ratio_high"] or math.inf) < 1]
         if below:
@@ -210,7 +215,9 @@ def sink_layers(rows: Sequence[Row]) -> str:
 
 
 def by_time(rows: Sequence[Row]) -> str:
-    """Least time for a perplexity near the lowest."""
+    """Least time for a perplexity near the lowest, of rows with equal sinks."""
+    if not (rows := comparable(rows)):
+        return UNEQUAL
     low = min(rows, key=itemgetter("perplexity"))
     near = [row for row in rows if row["perplexity"] <= NEAR * low["perplexity"]]
     fast = min(near, key=itemgetter("seconds"))
@@ -265,10 +272,11 @@ def answers(rows: Sequence[Row]) -> str:
 
 def recalled(rows: Sequence[Row]) -> str:
     """Methods that answer as well as re-encoding in the oldest quarter of the cache, at every size,
-    and those that do not.
+    and those that do not; of methods with its sinks.
     """
     base = {row["cache_size"]: row["oldest"] for row in rows if row["method"] == "recompute"}
-    others = [row for row in rows if row["method"] != "recompute"]
+    fair = comparable(rows, "recompute") if base else rows
+    others = [row for row in fair if row["method"] != "recompute"]
     if not others:
         return ""
     where = "Right answers in the oldest quarter of the cache"
@@ -285,7 +293,11 @@ def recalled(rows: Sequence[Row]) -> str:
 
 
 def readable(rows: Sequence[Row], what: str = "chunks") -> str:
-    """The most and the least readable method, by rows with `readable` and `num_chunks`."""
+    """The most and the least readable method, by rows with `readable` and `num_chunks` and equal
+    sinks.
+    """
+    if not (rows := comparable(rows)):
+        return UNEQUAL
     ranked = sorted(rows, key=itemgetter("readable"), reverse=True)
     most, least = (f"{100 * row['readable']:.0f} %" for row in (ranked[0], ranked[-1]))
     if most == least:
@@ -296,8 +308,10 @@ def readable(rows: Sequence[Row], what: str = "chunks") -> str:
 
 
 def beside(rows: Iterable[Row]) -> str:
-    """Methods whose words are more or less readable than those of recompute; "" without both."""
-    judged = [row for row in rows if row.get("readable_low") is not None]
+    """Methods whose words are more or less readable than those of recompute, with as many sinks; ""
+    without both.
+    """
+    judged = [row for row in comparable([*rows], BESIDE) if row.get("readable_low") is not None]
     base = next((row for row in judged if row["method"] == BESIDE), None)
     others = [row for row in judged if row is not base]
     if not base or not others:

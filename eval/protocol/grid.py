@@ -60,12 +60,14 @@ def make_grid(
     """Each method once at every cache size, number of sinks and number evicted, with every policy;
     `kvalign` once for each aligner: the given ones, or else those that the settings name, the
     shipped one, or the one trained here. Without any, the default methods are those that need none.
+    All have equal sinks (`_num_sinks`), as far as they can have any.
 
     Raises:
         UserError: as `kvalign.make_method`.
     """
     aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
+    all_num_sinks = _num_sinks(settings, model, aligners, left_out)
     methods = [
         make_method(
             name,
@@ -80,7 +82,7 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
-        for num_sinks in settings.num_sinks or (None,)
+        for num_sinks in all_num_sinks
         for name in settings.methods
         if (name, cache_size) not in left_out
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
@@ -93,6 +95,33 @@ def make_grid(
     for method, name in zip(methods, names_of(list(map(sizes_of, methods))), strict=True):
         method.aligner_name = name
     return methods
+
+
+def _num_sinks(
+    settings: ComparisonSettings,
+    model: PreTrainedModel,
+    aligners: Sequence[Aligner | str],
+    left_out: set[tuple[str, int]],
+) -> Sequence[int | None]:
+    """Numbers of sinks of all methods: those that were asked for, or one: of the first aligner, as
+    `kvalign` would stream with it, or without one the most that a method has by default. None, each
+    method's own, is the paper's protocol.
+    """
+    if settings.num_sinks or settings.protocol == "paper":
+        return settings.num_sinks or (None,)
+    there = [
+        (METHODS[name], size)
+        for name in settings.methods
+        for size in settings.cache_sizes
+        if (name, size) not in left_out
+    ]
+    for cls, size in there:
+        if cls.takes_aligner:
+            first, every = aligners[0] if aligners else None, settings.realign_every[0]
+            options: dict[str, Any] = {"aligner": first, "realign_every": every, "warn": False}
+            one = make_method(cls.name, model, cache_size=size, **options)
+            return (one.sizes.num_sinks,)
+    return (max(cls.default_num_sinks for cls, _ in there),)
 
 
 def _policies(settings: ComparisonSettings, cls: type[Method]) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from kvalign.foundation.settings import (
     NUM_EVICTED,
     NUM_RECALLED,
     NUM_RECENT,
-    NUM_SINKS,
     POLICY,
     POSITIONS,
     RECALL_LAYERS,
@@ -36,7 +35,18 @@ class ComparisonSettings(ModelSettings):
     """Base of the settings of evaluations: methods and sizes."""
 
     num_sinks: tuple[int, ...] | None = option(
-        None, help=f"{NUM_SINKS}; several, comma-separated", at_least=0
+        None,
+        help="first entries that are never evicted, of all methods but window; several, "
+        "comma-separated (default: those of the first aligner; without one, the most that one of "
+        "the methods has by default)",
+        at_least=0,
+    )
+    protocol: str = option(
+        "common",
+        help="common: all methods have equal sinks, and perplexities the same labels at all cache "
+        "sizes; paper: as in the KV-Align paper, each method has its own default of sinks, and "
+        "each cache size its own labels",
+        choices=("common", "paper"),
     )
     methods: tuple[str, ...] = option(
         ("window", "streaming-llm", "kvalign", "discard-half", "recompute"),

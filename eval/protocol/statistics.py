@@ -51,29 +51,35 @@ def interval(nll: Tensor, seed: int = 0) -> tuple[float, float | None]:
     return low, high
 
 
-def by_segment(nll: Tensor, cache_size: int) -> list[dict[str, float]]:
-    """Perplexity along the stream, of nll [N]: segments in units of the cache size.
+def by_segment(nll: Tensor, cache_size: int, num_before: int = 0) -> list[dict[str, float]]:
+    """Perplexity along the stream, of nll [N]: segments in units of the cache size. The first loss
+    is that of the token that follows `num_before` others since the cache filled.
 
     They end at 1, 2, 4, 8, ... cache sizes after the cache filled, since errors that accumulate
-    with evictions show in the first few. A last piece shorter than half its segment joins the one
-    before. For a paired difference: the ratio.
+    with evictions show in the first few. A piece shorter than half its segment joins its neighbour:
+    the last one that before, the first one the next. For a paired difference: the ratio.
 
     Returns:
         Dicts of `start`, `end` (cache sizes since the cache filled) and `perplexity`.
     """
-    ends = [cache_size]
-    while ends[-1] < len(nll):
+    ends, last = [cache_size], num_before + len(nll)
+    while ends[-1] < last:
         ends.append(2 * ends[-1])
-    if len(ends) > 1 and len(nll) < 3 * ends[-2] // 2:
+    if len(ends) > 1 and last < 3 * ends[-2] // 2:
         ends.pop()
-    ends[-1] = len(nll)
+    ends[-1] = last
+    ends = [
+        end
+        for start, end in pairwise([0, *ends])
+        if end == last or 2 * (end - num_before) >= end - start
+    ]
     return [
         {
             "start": start / cache_size,
             "end": end / cache_size,
-            "perplexity": nll[start:end].double().mean().exp().item(),
+            "perplexity": nll[start - num_before : end - num_before].double().mean().exp().item(),
         }
-        for start, end in pairwise([0, *ends])
+        for start, end in pairwise([num_before, *ends])
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvalign.cache.recall_layers import usual_recalled
 from kvalign.eval.protocol.evaluation import FLOOR, PEER, SIZES, Column, Row, Table
-from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, is_reference
+from kvalign.eval.protocol.verdicts import MIN_LABELS, apart, comparable, is_reference
 from kvalign.policies import OLDEST
 
 METHOD = Column("method", digits=None)
@@ -23,19 +23,21 @@ TOO_FEW = (
 def table(
     title: str, rows: list[Row], columns: Mapping[str, Column], reference: str | None = None
 ) -> Table:
-    """Table of rows of results, with the best method of every column marked. A column without
-    values is left out. The `reference` cannot be the best where others are relative to it.
+    """Table of rows of results, with the best method of every column marked, among rows with equal
+    sinks (`comparable`). A column without values is left out. The `reference` cannot be the best
+    where others are relative to it.
     """
     from kvalign.foundation.console import Entry  # rich, which no command's --help needs
 
     shown = [METHOD]
     lines = [[Entry(label_of(row))] for row in rows]
+    fair = {id(row) for row in comparable([row for row in rows if row["method"] != FLOOR])}
     for name, column in columns.items():
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             shown.append(column)
             measure = reference if column.by_reference else None
-            out = [row["method"] == FLOOR or is_reference(row, measure) for row in rows]
+            out = [id(row) not in fair or is_reference(row, measure) for row in rows]
             judged = [None if x else row.get(name) for row, x in zip(rows, out, strict=True)]
             spans = [column.interval(row) for row in rows]
             marked = best(judged, column.better, spans)

@@ -13,6 +13,7 @@ FAR = 1.25  # a ratio above it is a failure, not a price
 DRIFT = 1.1  # ratio of the last quarter of the labels by the first's
 DRIFT_LABELS = 4 * MIN_LABELS  # so that each quarter has enough
 MIN_RUNS = 20  # of what is written: fewer, as 4 prompts with 5 seeds each, have no interval
+NOT_CHOSEN = ("window", "dense")  # methods whose sinks nobody chooses: none, and all entries
 MEANING = (
     "As good: the 95 % interval of the ratio contains 1 or lies below it, and ends below "
     f"{GIVE_OR_TAKE:g}. Worse: it lies above 1. Failing: it lies above 1, and the ratio is "
@@ -38,6 +39,19 @@ def verdict(row: Row) -> Verdict:
     if low > 1:
         return Verdict.FAILS if row["ratio"] > FAR else Verdict.WORSE
     return Verdict.GOOD if high <= GIVE_OR_TAKE else Verdict.OPEN
+
+
+def comparable(rows: Sequence[Row], reference: str | None = None) -> list[Row]:
+    """Rows that can be judged together, since their sinks are equal: those with the number of the
+    reference, or without one those with the number that all methods have whose sinks can be chosen.
+    If these differ, there are none. `dense` evicts nothing, so it compares with any.
+    """
+    first = [row for row in rows if is_reference(row, reference)][:1]
+    chosen = first or [row for row in rows if row["method"] not in NOT_CHOSEN] or rows
+    numbers = {row["num_sinks"] for row in chosen}
+    if len(numbers) > 1:
+        return []
+    return [row for row in rows if row["method"] == "dense" or row["num_sinks"] in numbers]
 
 
 def is_reference(row: Row, reference: str | None) -> bool:

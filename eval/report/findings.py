@@ -8,10 +8,17 @@ from typing import NamedTuple
 from kvalign.eval.evaluations import EVALUATIONS
 from kvalign.eval.protocol import conclusions
 from kvalign.eval.protocol.aligner_names import identity_of, renamed
-from kvalign.eval.protocol.conclusions import in_words, spans_at, spread
+from kvalign.eval.protocol.conclusions import UNEQUAL, in_words, spans_at, spread
 from kvalign.eval.protocol.evaluation import Document, Row
 from kvalign.eval.protocol.tables import grouped
-from kvalign.eval.protocol.verdicts import MIN_LABELS, Verdict, drifts, is_reference, verdict
+from kvalign.eval.protocol.verdicts import (
+    MIN_LABELS,
+    Verdict,
+    comparable,
+    drifts,
+    is_reference,
+    verdict,
+)
 from kvalign.eval.report.results_folder import Results
 
 REPEATS = 0.5  # share of 4-grams that were there before, from which readable words say little
@@ -95,9 +102,14 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
     """Return the comparison of methods with the reference, in one sentence and in figures."""
     sizes = sorted({row["cache_size"] for row in rows})
     where = f"On {subject} at C = {', '.join(map(str, sizes))}"
-    others = [row for row in rows if not is_reference(row, reference)]
-    if not reference or not others:
+    if not reference or all(is_reference(row, reference) for row in rows):
         return _alone(rows, where)
+    fair = comparable(rows, reference)
+    others = [row for row in fair if not is_reference(row, reference)]
+    unequal = [*grouped([row for row in rows if row not in fair], in_words)]
+    not_judged = [Sentence(f"Other sinks than {reference}", f"{', '.join(unequal)}: not judged.")]
+    if not others:
+        return f"{where} no method has as many sinks as {reference}.", not_judged
     by = {v: [row for row in others if verdict(row) is v] for v in Verdict}
     few = f"{others[0]['num_labels']} labels give no intervals, which need {MIN_LABELS}; "
     leads = {
@@ -115,14 +127,16 @@ def quality(rows: Sequence[Row], reference: str | None, subject: str) -> tuple[s
     if growing := [row for row in others if drifts(row)]:
         rule = "drift is the ratio in the last quarter of the labels relative to the first: "
         sentences += [Sentence("Errors accumulate", f"{rule}{spans_at(growing, sizes, 'drift')}.")]
+    sentences += not_judged if unequal else []
     return f"{where}, {conclusions.compared(others, reference)}.", sentences
 
 
 def _fit(rows: Sequence[Row], reference: str | None) -> list[str]:
-    """Methods that fail at no cache size."""
-    bad = {Verdict.FAILS, Verdict.UNKNOWN}
+    """Methods that fail at no cache size; those with other sinks are not judged."""
+    bad, fair = {Verdict.FAILS, Verdict.UNKNOWN}, comparable(rows, reference)
+    failing = {in_words(row) for row in fair if verdict(row) in bad}
     others = grouped([row for row in rows if not is_reference(row, reference)], in_words)
-    return [label for label, rows in others.items() if not bad & {*map(verdict, rows)}]
+    return [label for label in others if label not in failing]
 
 
 def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
@@ -133,7 +147,8 @@ def _alone(rows: Sequence[Row], where: str) -> tuple[str, list[Sentence]]:
         alone = Sentence("Perplexity", f"{label} {figures}.")
         return f"{where} {label} was measured alone.", [alone]
     headline = f"{where} there is no reference, so no ratios: give --reference recompute."
-    return headline, [Sentence("Lowest perplexity", f"{conclusions.lowest(rows)}.")]
+    lowest = conclusions.lowest(rows)
+    return headline, [Sentence("Lowest perplexity", f"{lowest}." if lowest else UNEQUAL)]
 
 
 def writing(rows: Sequence[Row], what: str) -> list[Sentence]:

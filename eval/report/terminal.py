@@ -61,7 +61,7 @@ def print_meanings(tables: list[Table]) -> None:
     """Print the meaning of the tables' columns and of the mark of the best."""
     means = {column.title: column.about for table in tables for column in table.columns}
     if any(entry.is_best for table in tables for row in table.rows for entry in row):
-        means["★"] = "the best of its column: its interval overlaps no other"
+        means["★"] = "the best of its column with equal sinks: its interval overlaps no other"
     console = console_for(pipe_width=ROW_WIDTH)
     for title, about in means.items():
         if about:

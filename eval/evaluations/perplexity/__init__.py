@@ -1,10 +1,12 @@
 """Perplexity of streaming methods, with one protocol for all.
 
-    ids     0 1 ... C | C+1 C+2 ... C+num_tokens
-            first input  labels, one at a time
+    ids     0 1 ... C | C+1 ...      | first_label ... first_label+num_tokens-1
+            first input  fed, no labels  labels, one at a time
 
-The result is exp(mean NLL) over the labels; at one cache size every method has the same labels. A
-method scores a text step by step, or in a faster way with the same result: batches of windows if it
+The result is exp(mean NLL) over the labels, which all methods have in common at all cache sizes: by
+default they begin after the first input of the largest cache. A smaller cache streams the text from
+its beginning, too. The paper's protocol (`--protocol paper`) has no tokens between first input and
+labels, so each cache size has labels of its own. A method scores a text step by step, or in a faster way with the same result: batches of windows if it
 re-encodes clean ones, whole segments in the relative form if its realignment starts from the
 original entries. So `seconds` does not measure a method's speed, unless every method steps
 (`--stepwise`). `kvalign eval latency` measures speed best.
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ComparisonSettings):
-    """Compare methods by perplexity on the same labels at each cache size; lower is better. Between
-    cache sizes the labels are shifted, since the first input is C + 1 tokens.
+    """Compare methods by perplexity on the same labels, at all cache sizes; lower is better. The
+    labels begin after the first input of the largest cache, which is C + 1 tokens.
 
     Example:
         kvalign eval perplexity --methods kvalign,recompute --cache-sizes 32 --num-tokens 100
@@ -55,6 +57,12 @@ class PerplexitySettings(ComparisonSettings):
         "python-docs", help="text to score: python-docs, wikitext, hub:NAME, text:PATH, ..."
     )
     num_tokens: int = option(2000, help="labels to score", at_least=1)
+    first_label: int | None = option(
+        None,
+        help="place of the first label in the text, counted from 0, for runs whose rows are "
+        "compared (default: the largest C + 1 of this run)",
+        at_least=1,
+    )
     reference: str | None = option(
         None,
         help="method that ratios are relative to, with 95 % intervals; with several aligners or "
@@ -73,6 +81,24 @@ class PerplexitySettings(ComparisonSettings):
         None, help="also draw perplexity against cache size (.png or .svg)", writes="file"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first_label is None:
+            return
+        if self.protocol == "paper":
+            raise UserError("--first-label is for common labels: leave it out, or --protocol paper")
+        if self.first_label < (least := max(self.cache_sizes) + 1):
+            raise UserError(
+                f"--first-label must be at least {least}, the first input of the largest cache, "
+                f"got {self.first_label}"
+            )
+
+    def first_label_of(self, cache_size: int) -> int:
+        """Place of the first label in the text."""
+        if self.protocol == "paper":
+            return cache_size + 1
+        return self.first_label or max(self.cache_sizes) + 1
+
 
 @keywords_of(PerplexitySettings)
 @progress.shown_as("eval perplexity")
@@ -80,15 +106,16 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
     """Score every method at every cache size and number evicted.
 
     Returns:
-        A document whose rows have the sizes, `COLUMNS` (the ratio only with a reference), nll_nats
-        (mean per label), low and high (of the interval; high and ratio_high are None with too few
+        A document whose rows have the sizes, first_label (its place in the text), `COLUMNS` (the
+        ratio only with a reference), nll_nats (mean per label), low and high (of the interval; high and ratio_high are None with too few
         labels), tenths (perplexity of each tenth of the labels) and segments (see
         `kvalign.eval.protocol.statistics.by_segment`; with a reference both also have ratios),
         bigrams and tokens (`SLICES`: recall slices as `slices.slices` returns them, with a
-        reference also their ratios), seconds.
+        reference also their ratios), seconds (the labels' share of the time of the run, which also
+        scores what comes before them).
 
     Raises:
-        UserError: a corpus shorter than the largest cache and the labels.
+        UserError: a corpus that ends before the last label.
     """
     from kvalign.eval.evaluations.perplexity.hints import hint_at_wrong_text
     from kvalign.eval.evaluations.perplexity.loss_store import about_kept
@@ -136,7 +163,7 @@ MORE_COLUMNS = {
     "ratio_low": Column("ratio from", 3, "", "95 %, paired moving blocks", True),
     "ratio_high": Column("ratio to", 3, "", "95 %, paired moving blocks", True),
     "nll_nats": Column("NLL, nats", 4, "lower", "mean loss per label"),
-    "seconds": Column("total s", 1, "lower", "time of the whole run", is_optional=True),
+    "seconds": Column("total s", 1, "lower", "time of the labels", is_optional=True),
 }
 DRIFT = (
     "The same perplexity along the stream, in cache sizes since the cache filled. With a "
@@ -173,15 +200,19 @@ class Perplexity(Evaluation):
     run = staticmethod(perplexity)
     heading = "Perplexity"
     about = (
-        "exp(mean loss) over the same labels for every method at one cache size, after a first "
-        "input of C + 1 tokens. The 95 % interval comes from a block bootstrap. Compare rows "
-        "with equal sinks: recompute and window keep none by default."
+        "exp(mean loss) over the same labels for every method and cache size; they begin after the "
+        "first input of the largest cache, C + 1 tokens. In the paper's protocol each cache size "
+        "has labels of its own, after its own first input. The 95 % interval comes from a block "
+        "bootstrap. Only rows with equal sinks are judged; window has none."
     )
     in_summary = ("perplexity", "ratio", "drift")
     columns = COLUMNS
     more_columns = MORE_COLUMNS
     row_fields = (("segments", list[dict[str, float]]),)
-    row_options = tuple((name, list[dict[str, float | None]]) for name in SLICES)
+    row_options = (
+        ("first_label", int),
+        *((name, list[dict[str, float | None]]) for name in SLICES),
+    )
     above_0 = ("num_labels", "perplexity", "ratio", "seconds")
     settings_read = ("corpus", "reference", "stepwise")
 
@@ -229,6 +260,7 @@ class Perplexity(Evaluation):
         if len({row["cache_size"] for row in rows}) == 1:
             return None
         caption = f"Perplexity against cache size: {self.title(document)}; {_bars(document)}"
+        caption += _shifted(rows)
         return self.plot(document), caption, by_size(rows, reference)
 
     def plot(self, document: Document) -> Figure:
@@ -278,8 +310,8 @@ class Perplexity(Evaluation):
         x, y = "total time, s", "perplexity (lower is better)"
         panels = {title: perplexities(rows, "seconds")}
         figure = draw(panels, x=x, y=y, log_x=True, log_y=True)
-        caption = f"Perplexity against total time: {title}; {_bars(document)}"
-        return figure, caption, by_time(rows)
+        caption = f"Perplexity against total time: {title}; {_bars(document)}{_shifted(rows)}"
+        return figure, caption, "" if _shifted(rows) else by_time(rows)
 
 
 def _check_names(where: str, found: list[Row], needed: set[str]) -> None:
@@ -294,6 +326,14 @@ def _bars(document: Document) -> str:
         return "no bars: too few labels"
     of = f" of the ratio to {reference}" if reference else ""
     return f"bars: 95 % intervals{of}"
+
+
+def _shifted(rows: list[Row]) -> str:
+    """Return what a caption says of labels that differ between cache sizes, as in the paper's
+    protocol and in documents that do not tell the first one.
+    """
+    firsts = {row.get("first_label", row["cache_size"] + 1) for row in rows}
+    return "; each cache size has labels of its own" if len(firsts) > 1 else ""
 
 
 def _judged(document: Document) -> str:

@@ -1,7 +1,8 @@
 """Losses that others measured, token by token, as a document of `kvalign eval perplexity`.
 
 The authors of KV-Align publish theirs, for DistilGPT2 and SmolLM2: a tensor of 20 000 losses for
-each method and cache size, on the same labels at one size. The file name describes it:
+each method and cache size, on the same labels at one size: the first C + 1 tokens are input. The
+file name describes it:
 
     nglls_mode_MODE_tokens_N_cache_size_C[_model_name_MODEL_data_set_CORPUS].pt
 
@@ -179,7 +180,8 @@ def _row(one: _File, nll: Tensor) -> Row:
     sizes = dict.fromkeys(SIZES) | {"method": method, "cache_size": one.cache_size}
     if method == "kvalign":
         sizes |= {"aligner": "network", "aligner_label": "network", "realign_every": 1}
-    return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **of_losses(nll, one.cache_size)}
+    found = of_losses(nll, one.cache_size, first_label=one.cache_size + 1)
+    return {**sizes, "num_sinks": num_sinks, "num_evicted": 1, **found}
 
 
 def _logged(folder: Path) -> dict[tuple[str, int, int], list[tuple[float, float]]]:

@@ -1,7 +1,8 @@
 """Folder that keeps the loss of every scored token, one Parquet file for each method and size.
 
 A file's name depends on everything that its numbers depend on. So a run reuses the losses that an
-earlier one left in the folder, however that ended, and a longer run serves a shorter one.
+earlier one left in the folder, however that ended. A file has all losses after the method's first
+input, so a longer run serves a shorter one, and one of other cache sizes.
 """
 
 import hashlib
@@ -32,8 +33,8 @@ class _Metadata(BaseModel):
 
 
 def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tensor, float] | None:
-    """NLL [N] float32 in nats of labels [N] and the seconds for all kept ones, or None; UserError
-    for a file of that name that is damaged or has another key.
+    """NLL [N] float32 in nats of labels [N] and their share of the seconds for all kept ones, or
+    None; UserError for a file of that name that is damaged or has another key.
     """
     path = _path(folder, key)
     if not path.exists():
@@ -51,7 +52,9 @@ def read_losses(folder: Path, key: dict[str, Any], labels: Tensor) -> tuple[Tens
     common = min(len(tokens), len(labels))
     if not torch.equal(tokens[:common], labels[:common].cpu()):
         return None  # another text with the same beginning
-    return (nll[: len(labels)], metadata.seconds) if common == len(labels) else None
+    if common < len(labels):
+        return None
+    return nll[:common], metadata.seconds * (common / len(nll))
 
 
 def write_losses(

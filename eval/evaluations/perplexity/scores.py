@@ -23,15 +23,14 @@ from kvalign.streaming.scoring import score, score_stepwise
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
-    """First tokens of the corpus's test part: [1, C + 1 + num_tokens] int64 for the largest cache.
-    The tokenizer's opening tokens, such as a sink token, replace the first ones, so that models
+    """First tokens of the corpus's test part, up to the last label: [1, N] int64. The tokenizer's opening tokens, such as a sink token, replace the first ones, so that models
     with and without them have the same labels.
 
     Raises:
         UserError: the corpus has fewer.
     """
     progress.phase(f"reading {settings.corpus}")
-    num_ids = max(settings.cache_sizes) + 1 + settings.num_tokens
+    num_ids = settings.first_label_of(max(settings.cache_sizes)) + settings.num_tokens
     ids = first_ids(settings.corpus, loaded.tokenizer, num_ids, "--num-tokens or --cache-sizes")
     return with_prefix(
         torch.tensor([ids], device=loaded.model.device), prefix_ids(loaded.tokenizer)
@@ -41,24 +40,31 @@ def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
 def score_methods(
     methods: Sequence[Method], ids: Tensor, settings: PerplexitySettings
 ) -> list[Row]:
-    """A row for each method, of the labels that follow its first input in ids [1, N] int64."""
+    """A row for each method, of the labels in ids [1, N] int64. Every token after a method's first
+    input is scored and kept, so that its losses also serve runs of other cache sizes. Those before
+    the first label are dropped.
+    """
     rows, losses, num_labels = [], [], settings.num_tokens
     score_with = score_stepwise if settings.stepwise else score
-    for method, bar in in_turn(methods, num_labels, "labels"):
-        scored = ids[:, : method.sizes.first_input_len + num_labels]
-        labels, key = scored[0, -num_labels:], key_of(method, scored, settings.stepwise)
-        if settings.keep and (kept := read_losses(settings.keep, key, labels)):
+    for method, bar in in_turn(methods, num_ids := ids.shape[1], "tokens"):
+        cache_size, first_input_len = method.sizes.cache_size, method.sizes.first_input_len
+        first_label = settings.first_label_of(cache_size)
+        streamed = ids[:, : first_label + num_labels]
+        after, key = streamed[0, first_input_len:], key_of(method, streamed, settings.stepwise)
+        if settings.keep and (kept := read_losses(settings.keep, key, after)):
             nll, seconds = kept
-            bar.skip(num_labels)
+            bar.skip(num_ids)
         else:
+            bar.skip(num_ids - len(after))
             start = time.perf_counter()
-            nll = score_with(method, scored, bar.update)
+            nll = score_with(method, streamed, bar.update)
             seconds = time.perf_counter() - start
             check_losses(nll, method)
             if settings.keep:
-                write_losses(settings.keep, key, labels, nll, seconds)
-        losses.append(nll.cpu())
-        found = of_losses(losses[-1], method.sizes.cache_size)
+                write_losses(settings.keep, key, after, nll, seconds)
+        losses.append(nll[-num_labels:].cpu())
+        found = of_losses(losses[-1], cache_size, first_label)
+        seconds *= num_labels / len(after)
         rows.append({**sizes_of(method), **found, "seconds": seconds})
     if settings.reference:
         compare(rows, losses, settings.reference)
@@ -66,20 +72,21 @@ def score_methods(
     return rows
 
 
-def of_losses(nll: Tensor, cache_size: int) -> Row:
+def of_losses(nll: Tensor, cache_size: int, first_label: int) -> Row:
     """Perplexity of losses [N] in nats, its 95 % interval, and perplexity by tenth of the text and
-    by segment of the stream.
+    by segment of the stream. `first_label` is the place of the first one in the text.
     """
     mean = nll.double().mean().item()
     low, high = interval(nll)
     return {
+        "first_label": first_label,
         "num_labels": len(nll),
         "nll_nats": mean,
         "perplexity": math.exp(mean),
         "low": low,
         "high": high,
         "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
-        "segments": by_segment(nll, cache_size),
+        "segments": by_segment(nll, cache_size, first_label - cache_size - 1),
     }
 
 
@@ -97,7 +104,8 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
             "ratio_high": high,
             "drift": quarters[-1] / quarters[0],
         }
-        for segment, other in zip(row["segments"], by_segment(difference, size), strict=True):
+        ratios = by_segment(difference, size, row["first_label"] - size - 1)
+        for segment, other in zip(row["segments"], ratios, strict=True):
             segment["ratio"] = other["perplexity"]
         for tenth, ratio in zip(row["tenths"], by_part(difference, 10), strict=True):
             tenth["ratio"] = ratio
@@ -106,14 +114,14 @@ def compare(rows: list[Row], losses: list[Tensor], reference: str) -> None:
 def slice_losses(
     rows: list[Row], losses: list[Tensor], ids: Sequence[int], reference: str | None
 ) -> None:
-    """Add to each row the `SLICES` of its losses [N], which follow C + 1 ids; with a reference each
-    slice also has its ratio and interval.
+    """Add to each row the `SLICES` of its losses [N], of the ids from its first label on; with a
+    reference each slice also has its ratio and interval.
     """
     for name, kind in SLICES.items():
         far = distances(ids, kind.length)
         for row, nll in zip(rows, losses, strict=True):
             size = row["cache_size"]
-            of_labels = far[size + 1 :][: len(nll)]
+            of_labels = far[row["first_label"] :][: len(nll)]
             row[name] = slices(nll, of_labels, size, kind.edges)
             if reference is None:
                 continue
