@@ -67,13 +67,13 @@ def make_grid(
     """
     aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
-    all_num_sinks = _num_sinks(settings, model, aligners, left_out)
+    asked, all_num_sinks = settings.num_sinks, _num_sinks(settings, model, aligners, left_out)
     methods = [
         make_method(
             name,
             model,
             cache_size=cache_size,
-            num_sinks=num_sinks,
+            num_sinks=num_sinks if asked or "num_sinks" not in METHODS[name].fixed else None,
             num_evicted=num_evicted,
             realign_every=realign_every,
             aligner=aligner,
@@ -103,9 +103,9 @@ def _num_sinks(
     aligners: Sequence[Aligner | str],
     left_out: set[tuple[str, int]],
 ) -> Sequence[int | None]:
-    """Numbers of sinks of all methods: those that were asked for, or one: of the first aligner, as
-    `kvalign` would stream with it, or without one the most that a method has by default. None, each
-    method's own, is the paper's protocol.
+    """Numbers of sinks of all methods: those that were asked for, or one: the most that an aligner
+    has, with which `kvalign` streams, or without aligners the most that a method has by default.
+    None, each method's own, is the paper's protocol.
     """
     if settings.num_sinks or settings.protocol == "paper":
         return settings.num_sinks or (None,)
@@ -117,10 +117,12 @@ def _num_sinks(
     ]
     for cls, size in there:
         if cls.takes_aligner:
-            first, every = aligners[0] if aligners else None, settings.realign_every[0]
-            options: dict[str, Any] = {"aligner": first, "realign_every": every, "warn": False}
-            one = make_method(cls.name, model, cache_size=size, **options)
-            return (one.sizes.num_sinks,)
+            options: dict[str, Any] = {"realign_every": settings.realign_every[0], "warn": False}
+            own = [
+                make_method(cls.name, model, cache_size=size, aligner=aligner, **options)
+                for aligner in aligners or (None,)
+            ]
+            return (max(one.sizes.num_sinks for one in own),)
     return (max(cls.default_num_sinks for cls, _ in there),)
 
 

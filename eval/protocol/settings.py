@@ -37,8 +37,8 @@ class ComparisonSettings(ModelSettings):
     num_sinks: tuple[int, ...] | None = option(
         None,
         help="first entries that are never evicted, of all methods but window; several, "
-        "comma-separated (default: those of the first aligner; without one, the most that one of "
-        "the methods has by default)",
+        "comma-separated (default: the most that an aligner has; without one, the most that a "
+        "method has by default)",
         at_least=0,
     )
     protocol: str = option(

@@ -2,6 +2,8 @@
 was trained here; methods that are named are taken or refused.
 """
 
+import dataclasses
+
 import pytest
 from helpers.methods import tables
 from helpers.tiny_models import CONTEXT_LEN
@@ -19,6 +21,33 @@ SIZES = {"cache_sizes": (16, 20), "model": "mine"}
 
 def names(methods):
     return [method.name for method in methods]
+
+
+def sinks(settings, model):
+    """Numbers of sinks by method."""
+    methods = make_grid(settings, model)
+    found = {name: {m.sizes.num_sinks for m in methods if m.name == name} for name in DEFAULT}
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def test_all_methods_have_equal_sinks(models, caplog):
+    """The most that an aligner has, else the most of the methods; `window` is defined by none."""
+    from kvalign import load_model
+
+    mini, one = load_model("gpt2-mini").model, {"cache_sizes": (16,)}
+    network, table = "kvalign-gpt2-mini-network", "kvalign-gpt2-mini-table"  # with 4, and without
+    both = PerplexitySettings(**one, aligner=(table, network))
+    for settings, num_sinks in ((PerplexitySettings(**one), 0), (both, 4)):
+        assert sinks(settings, mini) == dict.fromkeys(DEFAULT, {num_sinks}) | {"window": {0}}
+    own = dict.fromkeys(DEFAULT, {4}) | {"window": {0}, "recompute": {0}, "kvalign": {0, 4}}
+    assert sinks(dataclasses.replace(both, protocol="paper"), mini) == own
+    assert not caplog.messages  # of window, whose sinks nobody asked for
+    some = PerplexitySettings(**one, methods=("streaming-llm", "recompute"))
+    assert sinks(some, models["llama"]) == {"streaming-llm": {4}, "recompute": {4}}
+    some = PerplexitySettings(**one, methods=("window", "recompute"))
+    assert sinks(some, models["llama"]) == {"window": {0}, "recompute": {0}}
+    some = PerplexitySettings(**one, methods=("streaming-llm", "recompute"), num_sinks=(0, 2))
+    assert sinks(some, models["llama"]) == {"streaming-llm": {0, 2}, "recompute": {0, 2}}
 
 
 def test_what_lacks_an_aligner_is_left_out_and_said_once(model, caplog):

@@ -24,8 +24,8 @@ from kvalign.methods import make_method
 from kvalign.models.loading import load_model
 from kvalign.streaming.scoring import score
 
-ROW = [*SIZES, "num_labels", "nll_nats", "perplexity", "low", "high", "tenths", "segments"]
-ROW += ["seconds", "bigrams", "tokens"]
+ROW = [*SIZES, "first_label", "num_labels", "nll_nats", "perplexity", "low", "high", "tenths"]
+ROW += ["segments", "seconds", "bigrams", "tokens"]
 
 
 def rotate_back_one(keys, inv_freq):
@@ -59,11 +59,11 @@ def plain_stepping(model, ids, cache_size, num_sinks, rotary):
 
 
 @torch.no_grad()
-def plain_recompute(model, ids, cache_size):
+def plain_recompute(model, ids, cache_size, num_sinks):
     nll = 0.0
     for i in range(cache_size + 1, len(ids)):
-        window = ids[None, i - cache_size - 1 : i]
-        nll -= model(input_ids=window).logits[0, -1].log_softmax(-1)[ids[i]].item()
+        window = torch.cat([ids[:num_sinks], ids[i - cache_size - 1 + num_sinks : i]])
+        nll -= model(input_ids=window[None]).logits[0, -1].log_softmax(-1)[ids[i]].item()
     return math.exp(nll / (len(ids) - cache_size - 1))
 
 
@@ -92,14 +92,63 @@ def test_command_equals_an_independent_loop(name, capsys):
     expected = [
         plain_stepping(model, ids, cache_size, 0, rotary),
         plain_stepping(model, ids, cache_size, 4, rotary),
-        plain_recompute(model, ids, cache_size),
+        plain_recompute(model, ids, cache_size, 4),
     ]
     for row, perplexity in zip(found["rows"], expected, strict=True):
         assert row["num_labels"] == num_tokens
         assert math.isclose(row["perplexity"], perplexity, rel_tol=1e-4), row["method"]
 
 
-def test_same_labels_at_every_cache_size_start_after_the_first_input(ids):
+TWO = "eval perplexity --methods window,recompute --num-tokens 30 --cache-sizes".split()
+
+
+def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):
+    both = run_json(capsys, *TWO, "8,20")["rows"]
+    assert [row["first_label"] for row in both] == [21] * 4
+    model = load_model("gpt2-mini")
+    text = next(texts("python-docs", "test"))
+    ids = model.tokenizer(text[:2000], return_tensors="pt").input_ids[:, : 21 + 30]
+    for row in both:
+        method = make_method(row["method"], model.model, cache_size=row["cache_size"], num_sinks=0)
+        nll = score(method, ids)[-30:]
+        assert row["nll_nats"] == pytest.approx(nll.double().mean().item())
+    for name in ("bigrams", "tokens"):  # of the same labels, so as many are new
+        assert len({row[name][-1]["num_labels"] for row in both}) == 1
+    joined = [
+        row
+        for size in ("8", "20")
+        for row in run_json(capsys, *TWO, size, "--first-label", "21")["rows"]
+    ]
+    assert [row | {"seconds": 0} for row in joined] == [row | {"seconds": 0} for row in both]
+    own = run_json(capsys, *TWO, "8,20", "--protocol", "paper")["rows"]
+    assert [row["first_label"] for row in own] == [9, 9, 21, 21]
+    assert own[1]["nll_nats"] != both[1]["nll_nats"] and own[3]["nll_nats"] == both[3]["nll_nats"]
+
+
+def test_kept_losses_serve_other_cache_sizes(capsys, tmp_path, monkeypatch):
+    keep = ["--keep", str(tmp_path / "losses")]
+    both = run_json(capsys, *TWO, "8,20", *keep)["rows"]
+    monkeypatch.setattr("kvalign.eval.evaluations.perplexity.scores.score", None)
+    alone = run_json(capsys, *TWO, "8", *keep)["rows"]  # from its own first label on
+    assert [row["first_label"] for row in alone] == [9, 9]
+    assert run_json(capsys, *TWO, "8", *keep, "--first-label", "21")["rows"] == both[:2]
+    files = sorted((tmp_path / "losses").glob("*-C8-*"))
+    assert [len(pq.read_table(path)) for path in files] == [21 - 9 + 30] * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--first-label 20", "at least 21, the first input of the largest cache, got 20"),
+        ("--first-label 40 --protocol paper", "leave it out, or --protocol paper"),
+    ],
+)
+def test_a_first_label_follows_every_first_input(argv, said, capsys):
+    assert main([*TWO, "8,20", *argv.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_score_starts_after_the_first_input_of_its_cache(ids):
     model = tiny_model("gpt2")
     for cache_size in (10, 20):
         nll = score(make_method("recompute", model, cache_size=cache_size), ids[:1, :50])
@@ -140,6 +189,7 @@ def test_stepping_on_request_gives_the_same_figures(capsys, name):
 
 def test_ratios_are_to_the_reference_of_the_same_sizes(capsys):
     argv = [*SHORT, "--methods", "recompute,window,discard-half", "--num-evicted", "1,half"]
+    argv += ["--protocol", "paper"]
     rows = run_json(capsys, *argv, "--reference", "recompute")["rows"]
     sizes = [(row["method"], row["num_evicted"]) for row in rows]
     assert sizes == [
@@ -268,6 +318,7 @@ def test_comparisons_are_paired_by_label():
             "cache_size": 1000,
             "num_sinks": 0,
             "num_evicted": 1,
+            "first_label": 1001,
             "segments": by_segment(nll, 1000),
             "tenths": [{"perplexity": one} for one in by_part(nll, 10)],
         }
@@ -285,6 +336,20 @@ def test_comparisons_are_paired_by_label():
     ratios = [tenth["ratio"] for tenth in row["tenths"]]
     parts = (0.1, 0.1, 0.15, 0.2, 0.2, 0.3, 0.3, 0.35, 0.4, 0.4)
     assert ratios == pytest.approx([math.exp(x) for x in parts])
+
+
+def test_segments_begin_with_the_first_label():
+    nll = torch.arange(9.0)
+    found = by_segment(nll, 2, num_before=5)
+    assert [(s["start"], s["end"]) for s in found] == [(2.5, 4), (4, 7)]
+    means = [part.mean().item() for part in nll.split([3, 6])]
+    assert [s["perplexity"] for s in found] == pytest.approx([math.exp(m) for m in means])
+    starts = {n: by_segment(nll, 2, n)[0] for n in (0, 1, 2, 6, 7, 40)}
+    ends = {n: (one["start"], one["end"]) for n, one in starts.items()}
+    assert ends == {
+        **{0: (0, 1), 1: (0.5, 1), 2: (1, 2), 6: (3, 4)},
+        **{7: (3.5, 8), 40: (20, 24.5)},  # the rest of a segment that joins the next
+    }
 
 
 def test_segments_double_in_units_of_the_cache():

@@ -5,9 +5,11 @@
 
 The result is exp(mean NLL) over the labels, which all methods have in common at all cache sizes: by
 default they begin after the first input of the largest cache. A smaller cache streams the text from
-its beginning, too. The paper's protocol (`--protocol paper`) has no tokens between first input and
-labels, so each cache size has labels of its own. A method scores a text step by step, or in a faster way with the same result: batches of windows if it
-re-encodes clean ones, whole segments in the relative form if its realignment starts from the
+its beginning, too. In the paper's protocol (`--protocol paper`) labels follow the first input at
+once, so each cache size has labels of its own.
+
+A method scores a text step by step, or in a faster way with the same result: batches of windows if
+it re-encodes clean ones, whole segments in the relative form if its realignment starts from the
 original entries. So `seconds` does not measure a method's speed, unless every method steps
 (`--stepwise`). `kvalign eval latency` measures speed best.
 """
@@ -107,12 +109,12 @@ def perplexity(settings: PerplexitySettings, *, loaded: LoadedModel | None = Non
 
     Returns:
         A document whose rows have the sizes, first_label (its place in the text), `COLUMNS` (the
-        ratio only with a reference), nll_nats (mean per label), low and high (of the interval; high and ratio_high are None with too few
-        labels), tenths (perplexity of each tenth of the labels) and segments (see
-        `kvalign.eval.protocol.statistics.by_segment`; with a reference both also have ratios),
-        bigrams and tokens (`SLICES`: recall slices as `slices.slices` returns them, with a
-        reference also their ratios), seconds (the labels' share of the time of the run, which also
-        scores what comes before them).
+        ratio only with a reference), nll_nats (mean per label), low and high (of the interval; high
+        and ratio_high are None with too few labels), tenths (perplexity of each tenth of the
+        labels) and segments (see `kvalign.eval.protocol.statistics.by_segment`; with a reference
+        both also have ratios), bigrams and tokens (`SLICES`: recall slices as `slices.slices`
+        returns them, with a reference also their ratios), seconds (the labels' share of the time of
+        the run, which also scores what comes before them).
 
     Raises:
         UserError: a corpus that ends before the last label.

@@ -23,8 +23,9 @@ from kvalign.streaming.scoring import score, score_stepwise
 
 
 def read_ids(loaded: LoadedModel, settings: PerplexitySettings) -> Tensor:
-    """First tokens of the corpus's test part, up to the last label: [1, N] int64. The tokenizer's opening tokens, such as a sink token, replace the first ones, so that models
-    with and without them have the same labels.
+    """First tokens of the corpus's test part, up to the last label: [1, N] int64. The tokenizer's
+    opening tokens, such as a sink token, replace the first ones, so that models with and without
+    them have the same labels.
 
     Raises:
         UserError: the corpus has fewer.
