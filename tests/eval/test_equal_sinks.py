@@ -1,0 +1,79 @@
+"""Only rows with equal sinks are judged: the mark of the best, and the conclusions."""
+
+import pytest
+
+from kvalign.eval.evaluations import EVALUATIONS
+from kvalign.eval.evaluations.perplexity import COLUMNS
+from kvalign.eval.protocol import conclusions
+from kvalign.eval.protocol.conclusions import UNEQUAL
+from kvalign.eval.protocol.tables import table
+from kvalign.eval.protocol.verdicts import comparable
+from kvalign.eval.report.findings import quality
+
+
+def row(method, num_sinks, perplexity, cache_size=64):
+    """Perplexity and its ratio to 80, with narrow intervals."""
+    sizes = dict(method=method, aligner=None, cache_size=cache_size, num_sinks=num_sinks)
+    figures = {"perplexity": perplexity, "ratio": perplexity / 80}
+    ends = {f"{name}{end}": x * by for name, x in zip(("", "ratio_"), figures.values(), strict=True)
+            for end, by in (("low", 0.999), ("high", 1.001))}  # fmt: skip
+    return {**sizes, "num_evicted": 1, "num_labels": 2000, **figures, **ends, "drift": 1.0}
+
+
+EQUAL = [row("recompute", 4, 80.0), row("window", 0, 60.0), row("streaming-llm", 4, 70.0)]
+UNLIKE = [row("recompute", 0, 80.0), row("window", 0, 60.0), row("streaming-llm", 4, 70.0)]
+
+
+def best(rows, reference=None):
+    """Methods with a mark in the column of perplexities."""
+    shown = table("", rows, {"perplexity": COLUMNS["perplexity"]}, reference)
+    return [r["method"] for r, line in zip(rows, shown.rows, strict=True) if line[1].is_best]
+
+
+def test_the_best_is_among_rows_with_equal_sinks():
+    assert best(EQUAL) == ["streaming-llm"] and best(UNLIKE) == []
+    assert best(UNLIKE, "recompute") == []  # the paper's protocol
+    without = [one | {"num_sinks": 0} for one in EQUAL]
+    assert best(without) == ["window"]
+    dense = row("dense", 4, 50.0)  # evicts nothing, so has no sinks that could differ
+    assert best([*without, dense]) == ["dense"]
+    assert comparable([row("window", 0, 1.0), dense]) == []
+
+
+def test_conclusions_are_of_rows_with_equal_sinks():
+    assert conclusions.lowest(EQUAL) == "streaming-llm with 4 sinks at C = 64 (70.0)"
+    assert conclusions.by_size(UNLIKE, None) == UNEQUAL
+    assert "as good as recompute" in conclusions.by_size(EQUAL, "recompute")
+    assert "window" not in conclusions.by_size(EQUAL, "recompute")
+    assert "streaming-llm" not in conclusions.by_size(UNLIKE, "recompute")
+    timed = [one | {"seconds": 1.0} for one in UNLIKE]
+    assert conclusions.by_time(timed) == UNEQUAL
+    read = [one | {"readable": i / 4, "num_chunks": 9} for i, one in enumerate(UNLIKE)]
+    assert conclusions.readable(read) == UNEQUAL
+    recalled = [one | {"oldest": 0.5} for one in UNLIKE]
+    assert "window" in conclusions.recalled(recalled)
+    assert "streaming-llm" not in conclusions.recalled(recalled)
+
+
+def test_findings_name_what_is_not_judged():
+    headline, sentences = quality(EQUAL, "recompute", "a text")
+    assert headline.endswith("streaming-llm with 4 sinks is as good as recompute.")
+    assert tuple(sentences[-1]) == (
+        "Other sinks than recompute",
+        "window with 0 sinks: not judged.",
+    )
+    headline, (said,) = quality([UNLIKE[0], UNLIKE[2]], "recompute", "a text")
+    assert headline.endswith("no method has as many sinks as recompute.")
+    assert said.text == "streaming-llm with 4 sinks: not judged."
+
+
+@pytest.mark.parametrize(("firsts", "said"), [((65, 33), True), ((65, 65), False), (None, True)])
+def test_a_plot_says_where_cache_sizes_have_other_labels(firsts, said):
+    rows = [row("recompute", 0, 80.0), row("recompute", 0, 90.0, cache_size=32)]
+    rows = [
+        one | {"first_label": first} if first else one
+        for one, first in zip(rows, firsts or (None, None), strict=True)
+    ]
+    settings = {"model": "mine", "corpus": "a text", "reference": None}
+    _, caption, _ = EVALUATIONS["perplexity"].figure({"settings": settings, "rows": rows})
+    assert ("each cache size has labels of its own" in caption) == said
