@@ -67,13 +67,12 @@ def make_grid(
     """
     aligners = aligners or _named(settings, model)
     left_out = set() if aligners else _left_out(settings, model)
-    asked, all_num_sinks = settings.num_sinks, _num_sinks(settings, model, aligners, left_out)
     methods = [
         make_method(
             name,
             model,
             cache_size=cache_size,
-            num_sinks=num_sinks if asked or "num_sinks" not in METHODS[name].fixed else None,
+            num_sinks=None if "num_sinks" in METHODS[name].fixed else num_sinks,
             num_evicted=num_evicted,
             realign_every=realign_every,
             aligner=aligner,
@@ -82,7 +81,7 @@ def make_grid(
         )
         for cache_size in settings.cache_sizes
         for num_evicted in settings.num_evicted or (None,)
-        for num_sinks in all_num_sinks
+        for num_sinks in _num_sinks(settings, model, aligners, left_out)
         for name in settings.methods
         if (name, cache_size) not in left_out
         for aligner in ((aligners or (None,)) if METHODS[name].takes_aligner else (None,))
