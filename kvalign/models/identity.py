@@ -13,14 +13,16 @@ Packed weights (`kvalign.models.packed`) are identified by their levels and scal
 does not depend on the CPU. Scales are float16 for our kernel and bfloat16 for PyTorch's, so these
 are two models, too.
 
-An aligner does not ask for it. Entries move alike in a base model and in one that was trained
-further, so an aligner fits both, and asks for the fingerprint of the embedding that they share
-(`kvalign.aligners.base`).
+An aligner does not ask for it. An aligner corrects positions, and these are encoded alike in a base
+model and in its instructed siblings, so it fits all of them by intent. It asks for the fingerprint
+of the embedding, which they share.
 """
 
+import functools
 import hashlib
+import logging
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,8 +31,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
+from kvalign.foundation.errors import UserError
+from kvalign.models.packed import embedded
 from kvalign.models.packed_linear import PackedLinear
 
+log = logging.getLogger(__name__)
+
+FINGERPRINT_LEN = 16
 _LEN = 32  # hexadecimal digits
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
 """Identity of each model that was asked for one, and where its tensors were then."""
@@ -54,6 +61,51 @@ def identity(model: PreTrainedModel) -> str:
         known = places, _digest((name, abouts[id(x)]) for name, _, x in found)
         _KNOWN[model] = known
     return known[1]
+
+
+def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]) -> bool:
+    """Return whether something was made with this very model.
+
+    Args:
+        said: the identity that was written beside it; None: by version 0.2, which wrote only the
+            fingerprint of the embedding. A line says, once, that this is a weak test.
+        fingerprint: what 0.2 wrote.
+    """
+    if said is not None:
+        return said == identity(model)
+    if not has_fingerprint(model, fingerprint):
+        return False
+    _say_weak()
+    return True
+
+
+def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
+    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
+    ids = torch.linspace(0, model.config.vocab_size - 1, FINGERPRINT_LEN).long()
+    rows = embedded(model, ids.to(model.device)).float()
+    columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN).long()
+    found = rows[range(FINGERPRINT_LEN), columns]
+    if not found.isfinite().all():
+        raise UserError("the embedding weights of this model are not finite")
+    return tuple(round(x, 6) for x in found.tolist())
+
+
+def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
+    """Return whether the model has these embedding weights, in any precision."""
+    actual = torch.tensor(embedding_fingerprint(model))
+    wanted = torch.tensor(expected, dtype=actual.dtype)
+    return len(wanted) == len(actual) and torch.allclose(
+        wanted, actual, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())
+    )
+
+
+@functools.cache
+def _say_weak() -> None:
+    log.warning(
+        "what kvalign 0.2 saved says of its model only %d embedding weights: whether the other "
+        "weights are still the same cannot be tested until it is saved again",
+        FINGERPRINT_LEN,
+    )
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
