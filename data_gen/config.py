@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from kvalign.aligners import embedding_fingerprint
 from kvalign.aligners.base import Count, Text
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.foundation.errors import UserError
 from kvalign.models.architectures import ModelSpec, rotation_of
+from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.loading import LoadedModel
 
 SPLITS = ("train", "val")

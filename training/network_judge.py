@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.base import CONFIG, has_fingerprint
+from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import token_pieces
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import locked, read_checked
+from kvalign.models.identity import has_fingerprint
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.models.prefix_tokens import prefix_ids
 from kvalign.training.aligner_folder import save

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvalign.aligners import Aligner, AlignerConfig, Move, new_config
-from kvalign.aligners.base import CONFIG, has_fingerprint
+from kvalign.aligners.base import CONFIG
 from kvalign.aligners.network_sizes import KV
 from kvalign.data_gen.corpora import hub_datasets, text_sha256
 from kvalign.data_gen.pairs import positionless
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
+from kvalign.models.identity import has_fingerprint
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.training.aligner_folder import check_free, new_aligner, record_of, save
 from kvalign.training.judge import judge, num_judged_tokens, usual_sinks

@@ -2,7 +2,6 @@ from .anchored import AnchoredAligner as AnchoredAligner
 from .base import Aligner as Aligner
 from .base import AlignerConfig as AlignerConfig
 from .base import Move as Move
-from .base import embedding_fingerprint as embedding_fingerprint
 from .base import new_config as new_config
 from .kinds import KINDS as KINDS
 from .network import NetworkAligner as NetworkAligner

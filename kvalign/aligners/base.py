@@ -7,7 +7,7 @@ StreamingLLM.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -29,7 +29,7 @@ from kvalign.foundation.lasting import lasting
 from kvalign.foundation.names import nearest
 from kvalign.foundation.settings import typed
 from kvalign.models.architectures import Family, ModelSpec, spec_of
-from kvalign.models.packed import embedded
+from kvalign.models.identity import FINGERPRINT_LEN, embedding_fingerprint, has_fingerprint
 from kvalign.models.weights import read_weights
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-FINGERPRINT_LEN = 16
 REVISION_LEN = 12
 _OF_MODEL = ("family", "num_layers", "num_kv_heads", "head_dim")
 
@@ -56,8 +55,8 @@ class AlignerConfig(BaseModel):
         kind: name in `kvalign.aligners.kinds.KINDS`.
         base_model: the model's name at the time of training. Informative, since a folder may have
             moved.
-        embedding_fingerprint: 16 embedding weights of the base model, which identify it (`probe` in
-            folders of version 0.1).
+        embedding_fingerprint: of the base model and of what was trained from it (`probe` in folders
+            of version 0.1); why that, and not the model's identity: `kvalign.models.identity`.
         chunk_len: tokens of a recorded chunk; caches up to `chunk_len - 1` entries can be aligned.
         num_sinks: sinks in the recorded caches. For kinds that are trained on text: the number that
             did best, and a stream's default.
@@ -254,26 +253,6 @@ class Aligner(
         aligner.check_weights(where)
         aligner.source, aligner.revision = str(model_id), _revision(folder)
         return aligner.requires_grad_(False).eval()
-
-
-def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
-    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
-    ids = torch.linspace(0, model.config.vocab_size - 1, FINGERPRINT_LEN).long()
-    rows = embedded(model, ids.to(model.device)).float()
-    columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN).long()
-    found = rows[range(FINGERPRINT_LEN), columns]
-    if not found.isfinite().all():
-        raise UserError("the embedding weights of this model are not finite")
-    return tuple(round(x, 6) for x in found.tolist())
-
-
-def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
-    """Return whether the model has these embedding weights, in any precision."""
-    actual = torch.tensor(embedding_fingerprint(model))
-    wanted = torch.tensor(expected, dtype=actual.dtype)
-    return len(wanted) == len(actual) and torch.allclose(
-        wanted, actual, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())
-    )
 
 
 def new_config(kind: str, model: PreTrainedModel, spec: ModelSpec, **fields: Any) -> AlignerConfig:

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner, AlignerConfig
-from kvalign.aligners.base import CONFIG, has_fingerprint
+from kvalign.aligners.base import CONFIG
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.folders import newest_first
 from kvalign.methods import METHODS
 from kvalign.methods.base import Method
 from kvalign.models.architectures import spec_of
+from kvalign.models.identity import has_fingerprint
 
 log = logging.getLogger(__name__)
 

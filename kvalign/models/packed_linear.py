@@ -24,6 +24,7 @@ class PackedLinear(nn.Module):
     """
 
     of_scales: ClassVar[torch.dtype]
+    packed: Tensor
 
     def __init__(self, weight: Tensor, bits: int, bias: Tensor | None = None):
         super().__init__()
@@ -41,6 +42,10 @@ class PackedLinear(nn.Module):
     @abstractmethod
     def buffers_of(self, q: Tensor, scales: Tensor) -> dict[str, Tensor]:
         """Buffers by name, from the `parts` of weights."""
+
+    def levels(self) -> Tensor:
+        """The packed tensor, in an order that does not depend on the CPU."""
+        return self.packed
 
     @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
@@ -107,6 +112,9 @@ class TorchLinear(PackedLinear):
             return rows.to(kind) @ self.unpacked(kind)
         return self.product_of_few(rows)
 
+    def levels(self) -> Tensor:
+        return unpacked_levels(self.packed)
+
     def product_of_few(self, rows: Tensor) -> Tensor:
         """Product of rows [M, K] bfloat16 by the kernel: [M, N]."""
         if self.bits == 8:
@@ -154,6 +162,9 @@ class CudaLinear(TorchLinear):
         if rows.requires_grad:
             return rows @ self.unpacked(rows.dtype)
         return self.product_of_few(rows.bfloat16())
+
+    def levels(self) -> Tensor:
+        return self.packed  # its layout follows from the shape
 
     def laid_out(self, q: Tensor) -> Tensor:
         tiles = next(t for t in (8, 4, 2) if q.shape[1] % (16 * t) == 0)

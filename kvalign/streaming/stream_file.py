@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.aligners.base import has_fingerprint
 from kvalign.cache.saved import expect_tensor
 from kvalign.foundation.errors import NotFoundError, UserError
 from kvalign.foundation.files import checked, parse_json, write_whole
 from kvalign.methods.base import Method
+from kvalign.models import identity
 from kvalign.models.packed import weights_of
 from kvalign.models.weights import check_finite
 from kvalign.policies import OLDEST
@@ -41,7 +41,8 @@ class SavedStream(BaseModel):
 
     Attributes:
         aligner: SHA-256 of the weights of the method's aligner, if it has one.
-        embedding_fingerprint: of the base model (`probe` in files of version 0.1).
+        identity: of the model (`kvalign.models.identity`); None in older files.
+        embedding_fingerprint: of the model, in older files (`probe` in those of version 0.1).
         weights: form of the model's weights, as `load_model` names it; None in older files.
         tokenizer: SHA-256 of its vocabulary; None in older files.
         num_fed: tokens that the method has been fed.
@@ -68,9 +69,10 @@ class SavedStream(BaseModel):
     recall_layers: str | None = None
     aligner: str | None
     base_model: str
+    identity: str | None = None
     embedding_fingerprint: Annotated[
         list[float], Field(validation_alias=AliasChoices("embedding_fingerprint", "probe"))
-    ]
+    ] = []
     sampling: dict[str, Any]
     device: str
     num_fed: Count
@@ -204,17 +206,20 @@ def state_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(STATE): x for name, x in tensors.items() if name.startswith(STATE)}
 
 
-def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raise UserError unless the stream belongs to this model and is complete."""
-    if not has_fingerprint(model, saved.embedding_fingerprint):
-        raise UserError(
-            f"it is a stream of {saved.base_model}: the embedding weights of this model differ"
-        )
+def check_model(saved: SavedStream, model: PreTrainedModel) -> None:
+    """Raise UserError unless the stream belongs to this model, with weights of this form."""
     if saved.weights not in (None, weights := weights_of(model)):
         raise UserError(
             f"it was made with weights of {saved.weights}, but this model's are {weights}: load "
             f"it with weights={saved.weights} (--weights {saved.weights})"
         )
+    if not identity.is_of(model, saved.identity, saved.embedding_fingerprint):
+        raise UserError(f"it is a stream of {saved.base_model}: the weights of this model differ")
+
+
+def check_fits(saved: SavedStream, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    """Raise UserError unless the stream belongs to this model and is complete."""
+    check_model(saved, model)
     ids = expect_tensor(tensors, "ids", (tensors["ids"].numel(),), torch.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
         raise UserError(f"its ids must be below {model.config.vocab_size}")

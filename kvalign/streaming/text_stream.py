@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvalign.aligners import Aligner, embedding_fingerprint
+from kvalign.aligners import Aligner
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import KeywordError, UserError
 from kvalign.foundation.names import spelled_out
@@ -25,6 +25,7 @@ from kvalign.foundation.whole import Whole
 from kvalign.methods import AUTO, METHODS, make_method
 from kvalign.methods.base import Method
 from kvalign.methods.choice import warn_if_too_long
+from kvalign.models.identity import identity
 from kvalign.models.input_ids import check_fast, encoded
 from kvalign.models.packed import weights_of
 from kvalign.models.wrapped import unwrapped
@@ -171,7 +172,7 @@ class TextStream(NotPickled):
             **asdict(method.sizes),
             aligner=stream_file.aligner_digest(method),
             base_model=method.spec.name,
-            embedding_fingerprint=list(embedding_fingerprint(model)),
+            identity=identity(model),
             sampling=asdict(self.sampling),
             device=model.device.type,
             num_fed=self.num_fed,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.other_weights import change, copy_of
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -243,6 +244,21 @@ def test_kept_losses_are_not_computed_again(capsys, tmp_path, monkeypatch):
     files[0].write_bytes(files[0].read_bytes()[:-10])
     assert main([*SHORT, *keep]) == 2
     assert f"{files[0]} is damaged" in capsys.readouterr().err
+
+
+def test_kept_losses_are_those_of_the_same_weights_and_config(capsys, tmp_path):
+    """Other weights with the same embedding were given the losses of the first ones."""
+    folder = copy_of("llama-mini", tmp_path / "model")
+    argv = [*SHORT, "--model", str(folder), "--methods", "streaming-llm"]
+    keep = ["--keep", str(tmp_path / "losses")]
+    found = [run_json(capsys, *argv, *keep)["rows"][0]["nll_nats"]]
+    change(folder)
+    found.append(run_json(capsys, *argv, *keep)["rows"][0]["nll_nats"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    found.append(run_json(capsys, *argv, *keep)["rows"][0]["nll_nats"])
+    assert len({*found}) == 3
+    assert found[2] == run_json(capsys, *argv)["rows"][0]["nll_nats"]
 
 
 PHI = 0.9  # of the correlated losses: each is this much of the one before, and a draw

@@ -12,11 +12,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvalign import load_model, load_stream, make_method, stream, stream_batch, verify
-from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
 from kvalign.cache.form import Form
 from kvalign.foundation.errors import UserError
 from kvalign.invariants.base import difference
 from kvalign.models import kernel, packed, packed_linear
+from kvalign.models.identity import embedding_fingerprint, has_fingerprint
 from kvalign.models.levels import levels_of
 from kvalign.models.packed import weights_of
 from kvalign.models.packed_linear import PackedLinear, RoundingLinear, TorchLinear

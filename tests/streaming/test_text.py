@@ -2,6 +2,7 @@
 goes on to the token.
 """
 
+import copy
 import itertools
 import json
 import shutil
@@ -21,6 +22,7 @@ import kvalign
 from kvalign import checkpoints
 from kvalign.foundation.errors import UserError
 from kvalign.methods import METHODS
+from kvalign.models import identity
 from kvalign.models.loading import load_model
 
 PROMPT = "The history of the island"
@@ -213,11 +215,45 @@ def test_a_table_with_sinks_is_saved_whole(gpt2, tmp_path):
     assert again.method.sizes.num_sinks == 3 and list(again) == list(stream)
 
 
+def one_number_differs(model):
+    other = copy.deepcopy(model)
+    other.transformer.h[3].mlp.c_proj.weight.data[5, 6] += 1
+    return other
+
+
+def test_a_stream_of_other_weights_is_refused(gpt2, tmp_path):
+    """One number of one weight differs, none of the embedding's."""
+    path = tmp_path / "talk.safetensors"
+    begin(gpt2).save(path)
+    with pytest.raises(UserError, match="the weights of this model differ"):
+        kvalign.load_stream(path, one_number_differs(gpt2.model), gpt2.tokenizer)
+
+
+def test_a_stream_of_0_2_is_known_by_its_embedding_until_it_is_saved_again(gpt2, tmp_path, caplog):
+    path = tmp_path / "talk.safetensors"
+    begin(gpt2).save(path)
+    fingerprint = [*identity.embedding_fingerprint(gpt2.model)]
+    change_stream(path, lambda t, a: a.update(identity=None, embedding_fingerprint=fingerprint))
+    identity._say_weak.cache_clear()
+    for _ in range(2):
+        again = kvalign.load_stream(path, gpt2.model, gpt2.tokenizer)
+    (line,) = [x.message for x in caplog.records if x.levelname == "WARNING"]
+    assert "says of its model only 16 embedding weights" in line
+    again.save(path)
+    with pytest.raises(UserError, match="the weights of this model differ"):
+        kvalign.load_stream(path, one_number_differs(gpt2.model), gpt2.tokenizer)
+
+
 WRONG_FILES = {
     "another model": (
-        lambda t, a: a.update(embedding_fingerprint=[0.0] * 16),
-        "it is a stream of gpt2-mini",
+        lambda t, a: a.update(identity="0" * 32),
+        "it is a stream of gpt2-mini: the weights of this model differ",
     ),
+    "another model, as 0.2 wrote it": (
+        lambda t, a: a.update(identity=None, embedding_fingerprint=[0.0] * 16),
+        "it is a stream of gpt2-mini: the weights of this model differ",
+    ),
+    "no word of the model": (lambda t, a: a.pop("identity"), "the weights of this model differ"),
     "another aligner": (lambda t, a: a.update(aligner="0" * 64), "made with another aligner"),
     "unknown method": (lambda t, a: a.update(method="sinks"), "unknown method 'sinks'"),
     "too large": (lambda t, a: a.update(cache_size=600), "cache_size must be at most 511"),

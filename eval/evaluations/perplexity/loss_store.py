@@ -17,12 +17,13 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from kvalign.cache.sizes import OF_MEMORY
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.files import checked, write_whole
 from kvalign.methods.base import Method
-from kvalign.models.packed import PACKED, embedded, weights_of
+from kvalign.models.identity import identity
 from kvalign.streaming.health import MOST_LOSS
+
+_INFORMATIVE = ("_name_or_path", "transformers_version")  # in a model's config
 
 
 class _Metadata(BaseModel):
@@ -78,32 +79,16 @@ def about_kept(folder: Path | None) -> str:
 
 def key_of(method: Method, ids: Tensor, stepwise: bool) -> dict[str, Any]:
     """Return everything that the losses of `method` on ids [1, N] depend on."""
-    model = method.model
-    width = embedded(model, torch.zeros(1, dtype=torch.int64, device=model.device)).shape[1]
-    num = model.config.vocab_size * width
-    some = torch.arange(0, num, max(1, num // 4096))
-    sample = embedded(model, (some // width).to(model.device))[range(len(some)), some % width]
-    aligner, sizes = getattr(method, "aligner", None), asdict(method.sizes)
-    # What was not there before is left out where it says nothing, so that older files still serve.
-    if sizes["realign_every"] == 1:
-        del sizes["realign_every"]
-    if sizes["cache_dtype"] == "model":
-        del sizes["cache_dtype"]
-    if method.sizes.is_oldest:
-        for name in ("policy", "num_recent", "positions"):
-            del sizes[name]
-    if not method.sizes.memory:
-        for name in OF_MEMORY:
-            del sizes[name]
+    aligner = getattr(method, "aligner", None)
+    config = method.model.config.to_dict()
+    config = {name: x for name, x in config.items() if name not in _INFORMATIVE}
     return {
         "method": method.name,
         "aligner": aligner and aligner.label,  # not its name, which depends on those beside it
-        **sizes,
+        **asdict(method.sizes),
         "aligner_sha256": _digest(*aligner.state_dict().values()) if aligner else None,
-        "model_type": method.spec.model_type,
-        "model_sha256": _digest(sample.float()),
-        "dtype": str(model.dtype),
-        **({"weights": weights} if (weights := weights_of(model)) in PACKED else {}),
+        "model": identity(method.model),
+        "config": config,
         "first_input_sha256": _digest(ids[:, : method.sizes.cache_size + 1]),
         "stepwise": stepwise,
     }

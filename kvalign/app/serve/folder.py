@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvalign.aligners.base import embedding_fingerprint, has_fingerprint
 from kvalign.app.serve.sessions import Session, Store, damaged
 from kvalign.app.sessions.conversation import SYSTEM
 from kvalign.foundation.errors import UserError
 from kvalign.methods.base import Method
+from kvalign.models.identity import identity
 from kvalign.models.packed import weights_of
 from kvalign.streaming import stream_file
 from kvalign.streaming.sampling import Sampling
@@ -101,7 +101,7 @@ class InFolder(Store):
             **asdict(method.sizes),
             aligner=self.aligner_digest,
             base_model=method.spec.name,
-            embedding_fingerprint=list(embedding_fingerprint(model)),
+            identity=identity(model),
             sampling=asdict(self.sampling),
             device=model.device.type,
             num_fed=session.num_fed,
@@ -154,9 +154,10 @@ class InFolder(Store):
             or saved.aligner != self.aligner_digest
         ):
             raise UserError(f"{path} is a session of another method or size: {other}")
-        is_of_model = has_fingerprint(method.model, saved.embedding_fingerprint)
-        if not is_of_model or saved.weights not in (None, weights_of(method.model)):
-            raise UserError(f"{path} is a session of {saved.base_model}: {other}")
+        try:
+            stream_file.check_model(saved, method.model)
+        except UserError as error:
+            raise UserError(f"{path} is a session of another model ({error}): {other}") from None
         if saved.tokenizer != self.tokenizer_digest or _ID not in saved.notes:
             raise UserError(f"{path} is not a session of this model: {other}")
         if path != self._path(saved.notes[_ID]):

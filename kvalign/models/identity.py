@@ -1,0 +1,144 @@
+"""Identity of a model: a digest of all its weights. Whatever is computed with a model and kept says
+by it which model that was: losses, streams, sessions, recordings, trained aligners, results.
+
+It covers each parameter and each persistent buffer by name, dtype, shape and bytes; a tensor that
+several modules share counts under each of its names. Of the bytes it has a CRC-32 (`zlib`: 4 GB/s,
+three times as fast as SHA-256), which differs for sure if one number is changed, or if two numbers
+of a tensor are exchanged. SHA-256 joins them.
+
+The dtype is that in memory: a file in float32 and in bfloat16 is two models, because they compute
+different numbers. From files it is the identity of the model in float32.
+
+Packed weights (`kvalign.models.packed`) are identified by their levels and scales, in an order that
+does not depend on the CPU. Scales are float16 for our kernel and bfloat16 for PyTorch's, so these
+are two models, too.
+
+An aligner does not ask for it. An aligner corrects positions, and these are encoded alike in a base
+model and in its instructed siblings, so it fits all of them by intent. It asks for the fingerprint
+of the embedding, which they share.
+"""
+
+import functools
+import hashlib
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
+
+from kvalign.foundation.errors import UserError
+from kvalign.models.packed import embedded
+from kvalign.models.packed_linear import PackedLinear
+
+log = logging.getLogger(__name__)
+
+FINGERPRINT_LEN = 16
+_LEN = 32  # hexadecimal digits
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
+"""Identity of each model that was asked for one, and where its tensors were then."""
+
+
+def identity(model: PreTrainedModel) -> str:
+    """Identity of a model in memory, as hexadecimal digits.
+
+    It is computed at the first call (0.13 s for 540 MB), and again when a tensor has another
+    address or version. PyTorch counts no change through `.data`, such as `weight.data.mul_(2)`:
+    such a change is not noticed.
+    """
+    found = [*_weights(model)]
+    places = [(name, *_place(x)) for name, _, x in found]
+    known = _KNOWN.get(model)
+    if known is None or known[0] != places:
+        abouts: dict[int, str] = {}  # by tensor, each of which is read once
+        for name, module, x in found:
+            if id(x) not in abouts:
+                abouts[id(x)] = _about(_without_layout(module, name, x))
+        known = places, _digest((name, abouts[id(x)]) for name, _, x in found)
+        _KNOWN[model] = known
+    return known[1]
+
+
+def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]) -> bool:
+    """Return whether something was made with this very model.
+
+    Args:
+        said: the identity that was written beside it; None: by version 0.2, which wrote only the
+            fingerprint of the embedding. A line says, once, that this is a weak test.
+        fingerprint: what 0.2 wrote.
+    """
+    if said is not None:
+        return said == identity(model)
+    if not has_fingerprint(model, fingerprint):
+        return False
+    _say_weak()
+    return True
+
+
+def embedding_fingerprint(model: PreTrainedModel) -> tuple[float, ...]:
+    """A few embedding weights, spread over the vocabulary, nearly equal in any precision."""
+    ids = torch.linspace(0, model.config.vocab_size - 1, FINGERPRINT_LEN).long()
+    rows = embedded(model, ids.to(model.device)).float()
+    columns = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_LEN).long()
+    found = rows[range(FINGERPRINT_LEN), columns]
+    if not found.isfinite().all():
+        raise UserError("the embedding weights of this model are not finite")
+    return tuple(round(x, 6) for x in found.tolist())
+
+
+def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
+    """Return whether the model has these embedding weights, in any precision."""
+    actual = torch.tensor(embedding_fingerprint(model))
+    wanted = torch.tensor(expected, dtype=actual.dtype)
+    return len(wanted) == len(actual) and torch.allclose(
+        wanted, actual, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())
+    )
+
+
+@functools.cache
+def _say_weak() -> None:
+    log.warning(
+        "what kvalign 0.2 saved says of its model only %d embedding weights: whether the other "
+        "weights are still the same cannot be tested until it is saved again",
+        FINGERPRINT_LEN,
+    )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Parameters and persistent buffers under all their names, each with its module. Those of
+    packed weights are persistent, too.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        left_out = set() if isinstance(module, PackedLinear) else module._non_persistent_buffers_set
+        for name, x in (module._parameters | module._buffers).items():
+            if x is not None and name not in left_out:
+                yield f"{path}.{name}", module, x
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """What changes when a tensor is written or replaced. An address alone may be used again."""
+    version = 0 if x.is_inference() else x._version
+    return x.data_ptr(), version, StorageWeakRef(x.untyped_storage())
+
+
+def _without_layout(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """A tensor of a module, in an order that does not depend on the CPU."""
+    if isinstance(module, PackedLinear) and name.endswith(".packed"):
+        return module.levels()
+    return x
+
+
+def _about(x: Tensor) -> str:
+    """Dtype, shape and checksum of a tensor."""
+    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{x.dtype} {list(x.shape)} {zlib.crc32(raw.numpy().data):08x}"
+
+
+def _digest(abouts: Iterable[tuple[str, str]]) -> str:
+    """Digest of what `_about` says of all tensors, by name."""
+    lines = "".join(f"{name} {about}\n" for name, about in sorted(abouts))
+    return hashlib.sha256(lines.encode()).hexdigest()[:_LEN]

@@ -1,0 +1,123 @@
+"""The identity of a model changes with any number of any weight, and with nothing else."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from torch import nn
+
+from kvalign import load_model
+from kvalign.models import identity as module
+from kvalign.models import kernel, packed, packed_linear
+from kvalign.models.identity import identity
+from kvalign.models.packed_linear import RoundingLinear, TorchLinear
+
+HERE = [RoundingLinear, TorchLinear] if kernel.is_here() else [TorchLinear]
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+def test_each_weight_counts_and_each_number_of_it(model):
+    found = {identity(model)}
+    for x in model.state_dict().values():
+        flat = x.view(-1)
+        before = flat[-1].clone()
+        flat[-1] = before.nextafter(torch.tensor(torch.inf))
+        found.add(identity(model))
+        flat[-1] = before
+    assert len(found) == len(model.state_dict()) + 1
+    assert identity(model) in found and identity(copy.deepcopy(model)) in found
+
+
+def test_the_order_counts_of_numbers_and_of_tensors(model):
+    first, second = (layer.mlp.up_proj.weight for layer in model.model.layers[:2])
+    before = identity(model)
+    with torch.no_grad():
+        first[0, 0], first[2, 3] = first[2, 3].clone(), first[0, 0].clone()
+        exchanged = identity(model)
+        first[0, 0], first[2, 3] = first[2, 3].clone(), first[0, 0].clone()
+        assert identity(model) == before
+        first.data, second.data = second.data, first.data
+    assert len({before, exchanged, identity(model)}) == 3
+
+
+def test_it_is_computed_once_until_a_tensor_is_written_or_replaced(model, monkeypatch):
+    read = []
+    monkeypatch.setattr(module, "_about", lambda x, about=module._about: read.append(x) or about(x))
+    before, num = identity(model), len({id(x) for x in model.parameters()})
+    assert identity(model) == before and len(read) == num
+    weight = model.model.layers[1].mlp.down_proj.weight
+    numbers = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(2)  # another version
+    assert identity(model) != before and len(read) == 2 * num
+    weight.data = numbers  # another address
+    assert identity(model) == before and len(read) == 3 * num
+    model.to(torch.bfloat16)
+    assert identity(model) != before
+
+
+def test_an_address_that_is_used_again_is_another_place():
+    model, memory = nn.Linear(8, 8, bias=False), np.zeros((8, 8), np.float32)
+    model.weight.data = torch.from_numpy(memory)
+    before, place = identity(model), (model.weight.data_ptr(), model.weight._version)
+    memory += 1
+    model.weight.data = torch.from_numpy(memory)
+    assert (model.weight.data_ptr(), model.weight._version) == place
+    assert identity(model) != before
+
+
+def test_a_shared_weight_counts_under_each_name(model):
+    model = tiny_model("gpt2")
+    before = identity(model)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    assert identity(model) == before, "of the same numbers"
+    with torch.no_grad():
+        head.weight[0, 0] += 1
+    assert identity(model) != before
+
+
+@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize("weights", packed.PACKED)
+def test_packed_weights_are_identified_by_levels_and_scales(weights, kind, monkeypatch):
+    monkeypatch.setattr(kernel, "is_here", lambda: kind is RoundingLinear)
+    first, again = (load_model("llama-mini", weights=weights).model for _ in range(2))
+    assert identity(first) == identity(again)
+    product = again.model.layers[3].mlp.down_proj
+    for x in product.buffers():
+        before = identity(again)
+        raw = x.view(torch.uint8).view(-1)
+        raw[-1] ^= 1
+        assert identity(again) != before
+    plain = load_model("llama-mini").model
+    assert identity(plain) != identity(first)
+    with torch.no_grad():
+        plain.model.layers[3].mlp.down_proj.weight[0, 0] *= 4
+    packed.pack(plain, weights)
+    assert identity(plain) != identity(first)
+
+
+def test_packed_weights_are_the_same_on_another_cpu(monkeypatch):
+    """PyTorch's layout keeps 64, 32 or 16 outputs together."""
+    monkeypatch.setattr(kernel, "is_here", lambda: False)
+    found, layouts = set(), set()
+    for block in (64, 32, 16):
+
+        def laid_out(_, q, block=block):
+            """As unpacked_levels reads them."""
+            low, high = q.view(-1, block, q.shape[1]).transpose(1, 2).chunk(2, -1)
+            return (low | high << 4).reshape(len(q), -1)
+
+        monkeypatch.setattr(TorchLinear, "laid_out", laid_out)
+        monkeypatch.setattr(packed_linear, "_block_of_kernel", lambda block=block: block)
+        model = load_model("llama-mini").model
+        packed.pack(model, "int4")
+        layouts.add(model.model.layers[0].mlp.up_proj.packed.numpy().tobytes())
+        found.add(identity(model))
+    assert (len(found), len(layouts)) == (1, 3)
