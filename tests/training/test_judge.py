@@ -191,7 +191,7 @@ def test_what_only_makes_a_sink_is_not_used():
     position 0; against sinks it does not.
     """
     model, follows = sink_model()
-    text = sink_text(follows, 24_000)
+    text = sink_text(follows, 28_000)
     table, _ = trained_table(model, num_sinks=4)
     table.clear()
     untrained = {name: x.clone() for name, x in table.state_dict().items()}
