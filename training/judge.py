@@ -5,6 +5,10 @@ them: there anything helps that turns some entry into a sink. So each set of par
 values, both) streams the same text, with the default sinks of streaming methods and without. To be
 used, a set must beat the best of `streaming-llm`, which is the set of none.
 
+All cache sizes have the same labels, and a label's loss is its mean over them: so each label counts
+once in an interval. Every other row chooses. The rest, which had no part in the choice, are what
+is reported.
+
 For the corpus `recall` only answers count whose fact is still in the cache (`Text.counted`).
 """
 
@@ -23,12 +27,13 @@ from kvalign.foundation import progress
 from kvalign.methods import make_method
 from kvalign.methods.choice import lack_of_aligner
 from kvalign.methods.streaming_llm import StreamingLLM
+from kvalign.models.prefix_tokens import with_prefix
 from kvalign.streaming.health import check_losses
 from kvalign.streaming.scoring import score
 from kvalign.training.text import Text, val_sizes
 
 ROW_LABELS = 256
-NUM_ROWS = 4  # of each cache size
+NUM_ROWS = 8  # every other one chooses, the rest are reported
 
 Weights = dict[str, Tensor]
 Parts = tuple[str, ...]
@@ -50,7 +55,7 @@ def judge(
 ) -> dict[str, Any]:
     """Stream validation text with each set of parts and sinks. `aligner` keeps the simplest set
     that does not differ from the best: few parts, then the usual sinks, then a low loss. Sets
-    differ if the 95 % interval of the paired difference says so.
+    differ if the 95 % interval of the paired difference says so, on every other row.
 
     Args:
         aligner: trained. `config.num_sinks` are the usual sinks, and the only choice for a network.
@@ -63,7 +68,8 @@ def judge(
         `val_nll` of the best without an aligner; `discard_half`: that method's loss with the chosen
         sinks; `shipped`: `aligner` and `val_nll` of the model's shipped aligner, None if there is
         none for these caches; `streams`: `parts`, `num_sinks`, `val_nll` and `by_cache` (by cache
-        size) of each set; `cache_sizes`, `num_labels`. Losses are in nats per token.
+        size) of each set; `cache_sizes`, `num_labels`. Losses are in nats per token, of the rows
+        that did not choose.
 
     Raises:
         UserError: only answers of the text count, and there are none.
@@ -74,49 +80,60 @@ def judge(
     trained = {name: x.clone() for name, x in aligner.state_dict().items()}
     sinks = [n for n in sorted({0, StreamingLLM.default_num_sinks, usual}) if n < min(rows)]
     sets = [parts for n in range(len(kvs) + 1) for parts in combinations(kvs, n)]
-    found: dict[tuple[Parts, int], list[Tensor]] = {}
+    choosing: dict[tuple[Parts, int], Tensor] = {}
+    reported: dict[tuple[Parts, int], Tensor] = {}
     for parts in sets:
         use_parts(aligner, trained, untrained, parts)
         name, options = "streaming-llm", {}
         if parts:
             name, options = "kvalign", {"aligner": aligner, "realign_every": every}
         for n in [usual] if parts and aligner.recursive else sinks:
-            found[parts, n] = streamed(model, text, rows, name, num_sinks=n, **options)
-    losses = {one: torch.cat(by_cache) for one, by_cache in found.items()}
-    nll = {one: loss.mean().item() for one, loss in losses.items()}
+            found = streamed(model, text, rows, name, num_sinks=n, **options)
+            choosing[parts, n], reported[parts, n] = by_label(found[:, 0::2]), found[:, 1::2]
+    nll = {one: loss.mean().item() for one, loss in choosing.items()}
     best = min(nll, key=lambda one: nll[one])
     simplest = sorted(nll, key=lambda one: (len(one[0]), one[1] != usual, nll[one]))
-    chosen = next(x for x in simplest if x == best or not _is_better(losses[best], losses[x]))
+    chosen = next(x for x in simplest if x == best or not _is_better(choosing[best], choosing[x]))
     use_parts(aligner, trained, untrained, chosen[0])
-    half = torch.cat(streamed(model, text, rows, "discard-half", num_sinks=chosen[1]))
+    half = streamed(model, text, rows, "discard-half", num_sinks=chosen[1])
     plain = min(sinks, key=lambda n: nll[(), n])
+    val_nll = {one: by_label(found).mean().item() for one, found in reported.items()}
     return {
         "parts": list(chosen[0]),
         "num_sinks": chosen[1],
-        "val_nll": nll[chosen],
-        "without": {"num_sinks": plain, "val_nll": nll[(), plain]},
-        "discard_half": half.mean().item(),
+        "val_nll": val_nll[chosen],
+        "without": {"num_sinks": plain, "val_nll": val_nll[(), plain]},
+        "discard_half": by_label(half[:, 1::2]).mean().item(),
         "shipped": _shipped(model, text, rows),
         "streams": [
             {
                 "parts": list(parts),
                 "num_sinks": n,
-                "val_nll": nll[parts, n],
-                "by_cache": [loss.mean().item() for loss in by_cache],
+                "val_nll": val_nll[parts, n],
+                "by_cache": found.flatten(1).nanmean(1).tolist(),
             }
-            for (parts, n), by_cache in found.items()
+            for (parts, n), found in reported.items()
         ],
         "cache_sizes": list(rows),
-        "num_labels": len(losses[best]),
+        "num_labels": len(by_label(reported[best])),
     }
 
 
+def by_label(losses: Tensor) -> Tensor:
+    """Losses of labels, [N]: means over the cache sizes of [sizes, rows, labels], which may be nan
+    where a label does not count. Losses of one label at several sizes are alike. Side by side they
+    would pass as independent, and an interval of them would be too narrow.
+    """
+    means = losses.flatten(1).nanmean(0)
+    return means[~means.isnan()]
+
+
 def _shipped(model: PreTrainedModel, text: Text, rows: dict[int, Tensor]) -> dict[str, Any] | None:
-    """The shipped aligner of a model, and its loss on these rows."""
+    """The shipped aligner of a model, and its loss on the rows that did not choose."""
     name = checkpoints.default_aligner(model.config.name_or_path)
     if name is None or lack_of_aligner(model, max(rows)):
         return None
-    losses = torch.cat(streamed(model, text, rows, "kvalign"))
+    losses = by_label(streamed(model, text, rows, "kvalign")[:, 1::2])
     return {"aligner": name, "val_nll": losses.mean().item()}
 
 
@@ -145,21 +162,24 @@ def use_parts(aligner: Aligner, trained: Weights, untrained: Weights, parts: Par
 
 
 def excerpts(text: Text, largest: int) -> dict[int, Tensor]:
-    """Cache sizes, each with rows [B, C + 1 + labels] of the validation part, without overlap."""
-    shortest = min(map(len, text.val))
-    found = {}
-    for size in sorted({min(size, shortest // 2) for size in val_sizes(largest)}):
-        row_len = size + 1 + min(ROW_LABELS, shortest - size - 1)
-        num_rows = max(1, min(NUM_ROWS // len(text.val), shortest // row_len))
-        found[size] = torch.cat([*text.val_rows(num_rows, row_len)])
-    return found
+    """Cache sizes, each with rows [B, C + 1 + labels] of the validation part, without overlap. B is
+    even, and rows end with the same labels at all sizes.
+    """
+    row_len = min(map(len, text.val)) // 2
+    largest = min(largest, row_len // 2)
+    row_len = min(row_len, largest + 1 + ROW_LABELS)
+    num_rows = max(1, min(NUM_ROWS // len(text.val), min(map(len, text.val)) // row_len) // 2) * 2
+    rows = torch.cat([*text.val_rows(num_rows, row_len)])
+    return {
+        size: with_prefix(rows[:, largest - size :], text.opening) for size in val_sizes(largest)
+    }
 
 
 def streamed(
     model: PreTrainedModel, text: Text, rows: dict[int, Tensor], name: str, **options: Any
-) -> list[Tensor]:
-    """Losses [labels] in nats of rows [B, N] of a text under a method, by cache size; only of
-    labels that count.
+) -> Tensor:
+    """Losses [sizes, B, labels] in nats of the labels that rows [B, N] of all cache sizes have in
+    common, under a method; nan for labels that do not count.
     """
     found = []
     for size, ids in rows.items():
@@ -167,6 +187,8 @@ def streamed(
         losses = score(method, ids.to(model.device)).cpu()
         check_losses(losses, method)
         counted = text.counted(ids, size)
-        found.append(losses if counted is None else losses[counted])
+        if counted is not None:
+            losses[~counted] = torch.nan
+        found.append(losses.view(len(ids), -1))
         progress.advance(ids.numel())
-    return found
+    return torch.stack(found)

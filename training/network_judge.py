@@ -27,7 +27,7 @@ from kvalign.training.aligner_folder import save
 from kvalign.training.judge import ROW_LABELS, judge, num_judged_tokens
 from kvalign.training.text import Text
 
-NUM_ROWS = 2  # of the largest cache, in which a step of networks takes long
+NUM_ROWS = 4  # a step of networks takes long
 
 
 def judge_networks(out: Path, accelerator: str) -> None:

@@ -38,8 +38,9 @@ def test_all_methods_have_equal_sinks(models, caplog):
     network, table = "kvalign-gpt2-mini-network", "kvalign-gpt2-mini-table"  # with 4, and without
     both = PerplexitySettings(**one, aligner=(table, network))
     for settings, num_sinks in ((PerplexitySettings(**one), 0), (both, 4)):
-        assert sinks(settings, mini) == dict.fromkeys(DEFAULT, {num_sinks}) | {"window": {0}}
-    own = dict.fromkeys(DEFAULT, {4}) | {"window": {0}, "recompute": {0}, "kvalign": {0, 4}}
+        assert sinks(settings, mini) == {name: {num_sinks} for name in DEFAULT} | {"window": {0}}
+    own = {name: {4} for name in DEFAULT} | {"window": {0}, "recompute": {0}}
+    own |= {"kvalign": {0, 4}}
     assert sinks(dataclasses.replace(both, protocol="paper"), mini) == own
     assert not caplog.messages  # of window, whose sinks nobody asked for
     some = PerplexitySettings(**one, methods=("streaming-llm", "recompute"))

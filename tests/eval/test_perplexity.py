@@ -100,7 +100,7 @@ def test_command_equals_an_independent_loop(name, capsys):
         assert math.isclose(row["perplexity"], perplexity, rel_tol=1e-4), row["method"]
 
 
-TWO = "eval perplexity --methods window,recompute --num-tokens 30 --cache-sizes".split()
+TWO = ["eval", "perplexity", "--methods", "window,recompute", "--num-tokens", "30", "--cache-sizes"]
 
 
 def test_all_cache_sizes_have_the_labels_of_the_largest(capsys):

@@ -97,7 +97,9 @@ def test_a_memory_is_told_by_what_was_last_said_beyond_the_cache():
     """Of one method, with a memory and without: the reference is the one without."""
     ids = [*range(40)] * 30  # each token was last said 40 tokens ago, 5 C
     losses = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    size = dict(method="kvalign", aligner=None, cache_size=8, num_sinks=0, num_evicted=1, first_label=9)
+    size = dict(
+        method="kvalign", aligner=None, cache_size=8, num_sinks=0, num_evicted=1, first_label=9
+    )
     rows = [size | dict(memory=memory, num_recalled=2) for memory in (0, 500)]
     slice_losses(rows, [losses, losses - 0.1], ids, "kvalign")
     for row in rows:

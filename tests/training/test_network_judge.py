@@ -73,7 +73,7 @@ def test_the_text_is_what_follows_the_recording(monkeypatch):
     text = text_after(DATA, tokenizer)
     (ids,) = text.val
     all_ids = [*islice(chain.from_iterable(token_pieces(CORPUS, tokenizer)), 300 + len(ids))]
-    assert ids.tolist() == all_ids[300:] and len(ids) == 2 * (64 + ROW_LABELS)
+    assert ids.tolist() == all_ids[300:] and len(ids) == 4 * (64 + ROW_LABELS)
     assert text.is_recall and not text.train
     with pytest.raises(UserError, match="corpus 'recall' has 0 tokens after the 20000 recorded"):
         text_after({**DATA, "num_tokens": 20_000}, tokenizer)
