@@ -96,7 +96,7 @@ def is_of(model: PreTrainedModel, said: str | None, fingerprint: Sequence[float]
         return said == identity(model)
     if not has_fingerprint(model, fingerprint):
         return False
-    _say_weak()
+    say_weak()
     return True
 
 
@@ -121,7 +121,8 @@ def has_fingerprint(model: PreTrainedModel, expected: Sequence[float]) -> bool:
 
 
 @functools.cache
-def _say_weak() -> None:
+def say_weak() -> None:
+    """Say, once, that what 0.2 wrote is known by its embedding alone."""
     log.warning(
         "what kvalign 0.2 saved says of its model only %d embedding weights: whether the other "
         "weights are still the same cannot be tested until it is saved again",
